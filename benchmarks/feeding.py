@@ -16,7 +16,7 @@ from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
 from moecore.data.layouts.images import channel_moments
 from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
-from moecore.data.views.warping import MixedSizeImageList, crop_images_to_views
+from moecore.data.views.warping import MixedSizeImageList, cut_parts_seen_by_views
 
 IMAGENET = 1_281_167  # training images
 PHOTO = (500, 375)  # pixels: what most of them have
@@ -69,7 +69,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [recompress_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [np.asarray(decode_jpeg_to_pil(one.content, 3)) for one in packed], each),
-        a_second(lambda: crop_images_to_views(uneven, affines, (224, 224), "zeros"), SEVERAL),
+        a_second(lambda: cut_parts_seen_by_views(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),
         a_second(lambda: hashlib.sha256(content).digest(), len(content)),
         a_second(lambda: channel_moments(raw[:256]), len(content)),

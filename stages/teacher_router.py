@@ -5,7 +5,7 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
@@ -46,7 +46,7 @@ def teacher_router(method: str, seed: int) -> None:
             guide = build_unfitted_guide(params.method, params.model, teacher, seed, device)
             result = Skipped(skipped="no router to fit before the method learns")
             if len(guide.routers) and not guide.learns:
-                data = load_split_for_device(prepared.train, device)
+                data = load_split_where_it_fits(prepared.train, device)
                 fit, name = params.teacher_router, f"routers {method} {seed}"
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))

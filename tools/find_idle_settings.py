@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel
 
 from moecore.core.files import UserError
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, find_measurement
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
@@ -119,7 +119,7 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
             teacher = study.teacher.build(ImageSpec.from_card(data.card)).eval()
             made = build_unfitted_guide(method, study.model, teacher, 0, "cpu")
             if len(made.routers) and not made.learns:
-                train, weights = load_split_for_device(data.train, "cpu"), method.teacher_router
+                train, weights = load_split_where_it_fits(data.train, "cpu"), method.teacher_router
                 list(iterate_router_fit(made, train, weights, study.teacher_router, 0))
             save_guide(Path(guide), made)
         else:

@@ -1,7 +1,7 @@
-"""Data sets: sources are read by ``prepare`` and written as prepared folders, which training opens.
+"""Data sets: ``prepare`` reads a source and writes a prepared folder, which training opens.
 
-``sources/`` has one file per kind of data, ``files/`` what sources of image files share, ``text/``,
-``volumes/`` and ``phantom/`` what is particular to these. ``views/`` is what training sees of an
-image, ``corruptions`` and ``image_noise`` what measurements do to one. ``prepared`` says what a
-folder holds, ``layouts/`` write and open it, ``loader`` gives each step its batch.
+``sources/`` has one module per kind of data; ``files/`` is shared by sources of image files;
+``text/``, ``volumes/`` and ``phantom/`` serve one kind of data each. ``views/`` augments images for
+training; ``corruptions`` and ``image_noise`` degrade them for measurements. ``prepared`` opens a
+folder, ``layouts/`` writes and opens its files, ``loader`` gives each step its batch.
 """

@@ -14,10 +14,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class Card(NamedTuple):
-    """What a source knows about its data from settings, tables and headers.
-
-    ``card.json`` has the same, and what only written files can tell: moments and checksums.
-    """
+    """What a source knows about its data; ``card.json`` adds what only written files can tell."""
 
     name: str
     channels: int
@@ -26,42 +23,41 @@ class Card(NamedTuple):
     licence: str = ""
     source: str = ""
     # split → number of images per class, or one number where an image has no single class
-    counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
+    counts: Mapping[str, tuple[int, ...]] = {}  # {}: not counted yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
-    truth: int = 0  # kinds of tokens that one more channel names
-    short_side: int | None = None  # of training images that are not cropped; None: all are squares
-    more: Mapping[str, Any] = {}  # further entries of card.json
-    note: str | None = None  # for the reader of `moecore check`, such as a download that is due
+    truth: int = 0  # number of token kinds in the additional truth channel; 0: no such channel
+    short_side: int | None = None  # pixels, of uncropped training images; None: all are squares
+    more: Mapping[str, Any] = {}  # additional entries of card.json
+    note: str | None = None  # shown by `moecore check`, such as a download that will happen
     problem: str | None = None  # why the data cannot be written
 
     @property
     def images(self) -> dict[str, int]:
-        """Return the number of images per split."""
+        """Number of images per split."""
         return {split: sum(numbers) for split, numbers in self.counts.items()}
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Return the names of the classes: () where labels are not classes, None if unknown."""
+        """Names of the classes: () where labels are not classes, None if unknown."""
         if self.task is None:
             return None
         return tuple(self.task.classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the number of pixels along each axis."""
+        """Number of pixels along each axis."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return tuple(self.size)
 
     @property
     def stored_channels(self) -> int:
-        """Return the number of channels of a stored image."""
         return self.channels + bool(self.truth)
 
-    def complete_with(self, look: Callable[[], Mapping[str, Any]]) -> Self:
-        """Return the card with the fields of ``look``; a UserError becomes its ``problem``."""
+    def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
+        """Add the fields ``read_fields`` returns; a UserError becomes the card's ``problem``."""
         try:
-            return self._replace(**look())
+            return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
@@ -73,10 +69,7 @@ class Card(NamedTuple):
 
 
 def card_of_written_data(card: Mapping[str, Any]) -> Card:
-    """Return the card of written data; card: the content of card.json.
-
-    Raises KeyError or pydantic.ValidationError where another version of the code wrote it.
-    """
+    """Parse card.json. Raises KeyError or ValidationError for a card of another version."""
     size = card["size"]
     task = parse_card_task(card["task"])
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
@@ -95,34 +88,29 @@ def card_of_written_data(card: Mapping[str, Any]) -> Card:
 
 
 def parse_card_task(settings: Any) -> Task:
-    """Return the task that a card's ``task`` describes. Raises pydantic.ValidationError."""
+    """Build the task from a card's ``task`` entry. Raises pydantic.ValidationError."""
     return Task.model_validate(settings)
 
 
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Return split → number of images per class; labels: split → (N, …), as the task stores them.
-
-    Raises UserError where a class has no image in a split.
-    """
+    """Count images per class of each split (labels as stored); UserError for an empty class."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
-        words = zip(task.classes, numbers, strict=True)
-        if empty := [word for word, number in words if not number]:
-            missing = f"no image in {split} of class {', '.join(empty[:10])}"
-            allowed = "every class needs one in every split (see validation, limits)"
-            raise UserError(f"{name}: {missing}; {allowed}")
+        named_counts = zip(task.classes, numbers, strict=True)
+        if empty := [class_name for class_name, number in named_counts if not number]:
+            raise UserError(
+                f"{name}: no image in {split} of class {', '.join(empty[:10])}; "
+                "every class needs one in every split (see validation, limits)"
+            )
     return counts
 
 
 def write_card(
     folder: Path, settings: Config, card: Card, files: list[str], **measured: Any
 ) -> dict[str, Any]:
-    """Write card.json and return its content.
-
-    settings: of the source. files: names in ``folder``. measured: entries that need the files.
-    """
+    """Write card.json and return it; files: names in ``folder``, measured: additional entries."""
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
     content = {

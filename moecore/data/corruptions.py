@@ -1,15 +1,14 @@
-"""Fifteen seeded corruptions, as common corruptions (Hendrycks & Dietterich, 2019, section 4).
+"""Fifteen seeded corruptions after common corruptions (Hendrycks & Dietterich, 2019, section 4).
 
-They are our own renderings for any image of at least 8 × 8 pixels and any number of channels, not
-the benchmark's files, and their errors do not compare with published ones. Noise, blur, contrast,
-brightness, pixels and JPEG follow its recipes; frost, fog, snow and the elastic transform are made
-procedurally: no picture of ice or snow is needed.
+These are our own renderings for images of at least 8 × 8 pixels with any number of channels, not
+the benchmark's files: errors are not comparable with published ones. Noise, blur, contrast,
+brightness, pixelation and JPEG follow its recipes; frost, fog, snow and the elastic transform are
+procedural, without photographs of ice or snow.
 
 A corruption takes an image fp64 (C, H, W) in [0, 1] and a severity from 1 to 5. The benchmark has
-two sets of parameters: for 224 pixels (ImageNet-C) and for 32 pixels (CIFAR-10-C), the latter
-milder, because a small image has no pixels to spare. Each parameter here has both; between them it
-is interpolated geometrically in the image's shorter side. Below 32 pixels the parameters of 32
-stay; above 224 lengths grow with the side.
+two sets of parameters: for 224 pixels (ImageNet-C) and, milder, for 32 pixels (CIFAR-10-C). Both
+are given here; between the two sides a parameter is interpolated geometrically in the image's
+shorter side. Below 32 pixels it stays at its value for 32; above 224 lengths grow with the side.
 """
 
 import io
@@ -24,70 +23,66 @@ from moecore.core.files import UserError
 from moecore.data.image_noise import image_rng
 from moecore.data.views.augmentations import LUMA
 
-# sides in pixels to which the two sets of numbers belong
+# image sides, in pixels, of the two sets of parameters
 SMALL = 32
 LARGE = 224
-PerSeverity = tuple[float, float, float, float, float]  # one value a severity, 1 to 5; all positive
+PerSeverity = tuple[float, float, float, float, float]  # one positive value per severity, 1 to 5
 
 
 def severity_parameter(
     image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
 ) -> float:
-    """A parameter without a unit of length, of an image (C, H, W)."""
-    place = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
+    """Return a parameter that is not a length, interpolated for an image (C, H, W)."""
+    position = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
     low = small[severity - 1]
     high = large[severity - 1]
-    return low * (high / low) ** min(max(place, 0.0), 1.0)
+    return low * (high / low) ** min(max(position, 0.0), 1.0)
 
 
 def severity_length(
     image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
 ) -> float:
-    """A parameter in pixels, of an image (C, H, W)."""
+    """Return a parameter in pixels, interpolated for an image (C, H, W)."""
     return severity_parameter(image, severity, small, large) * max(1.0, shorter_side(image) / LARGE)
 
 
 def shorter_side(image: np.ndarray) -> int:
-    """The shorter side in pixels."""
     return min(image.shape[-2:])
 
 
-def sample_bilinear(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Bilinear samples (C, h, w) of an image (C, H, W) at fractional ``rows`` (h,) and ``columns``
-    (w,); outside is the nearest pixel.
-
-    Position 0 is the centre of the first pixel.
-    """
+def interpolate_at_rows_and_columns(
+    image: np.ndarray, rows: np.ndarray, columns: np.ndarray
+) -> np.ndarray:
+    """Interpolate (C, H, W) bilinearly at rows (h,) × columns (w,), clamped to the edge."""
     return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
 
-def _interpolate_along(image: np.ndarray, where: np.ndarray, axis: int) -> np.ndarray:
-    where = np.clip(where, 0, image.shape[axis] - 1)
-    low = np.minimum(where.astype(int), max(image.shape[axis] - 2, 0))
+def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> np.ndarray:
+    positions = np.clip(positions, 0, image.shape[axis] - 1)
+    low = np.minimum(positions.astype(int), max(image.shape[axis] - 2, 0))
     if axis == -2:
-        part = (where - low)[:, None]
+        fraction = (positions - low)[:, None]
     else:
-        part = where - low
+        fraction = positions - low
     return (
-        np.take(image, low, axis) * (1 - part)
-        + np.take(image, np.minimum(low + 1, image.shape[axis] - 1), axis) * part
+        np.take(image, low, axis) * (1 - fraction)
+        + np.take(image, np.minimum(low + 1, image.shape[axis] - 1), axis) * fraction
     )
 
 
 def cloud_field(
     size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
 ) -> np.ndarray:
-    """A random height field (H, W) from 0 to 1: sums of smooth noise whose grids get finer by 2 and
-    whose heights shrink by ``roughness``.
-
-    cells: of the coarsest grid along each side; the finest has cells of about a pixel.
-    """
+    """Sum smooth noise on ever finer grids, from ``cells`` cells per side on: (H, W), 0 to 1."""
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
         grid = random.uniform(-1, 1, (1, cells + 1, cells + 1))
         field += (
-            height * sample_bilinear(grid, *(np.linspace(0, cells, number) for number in size))[0]
+            height
+            * interpolate_at_rows_and_columns(
+                grid, *(np.linspace(0, cells, number) for number in size)
+            )[0]
         )
         cells = cells * 2
         height = height / roughness
@@ -95,7 +90,7 @@ def cloud_field(
 
 
 def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Normal noise in every value; the parameter is its standard deviation."""
+    """Add normal noise to every value; the parameter is its standard deviation."""
     sigma = severity_parameter(
         image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)
     )
@@ -103,25 +98,25 @@ def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator
 
 
 def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Poisson counts of the light; the parameter is the expected count of a white pixel."""
+    """Draw Poisson photon counts; the parameter is the expected count of a white pixel."""
     photons = severity_parameter(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
 def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Salt and pepper: the parameter is the share of values that become 0 or 1."""
+    """Set a share of the values (the parameter) to 0 or 1: salt and pepper."""
     amount = severity_parameter(
         image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
     )
-    drawn = random.random(image.shape)
-    return np.where(drawn < amount / 2, 0.0, np.where(drawn < amount, 1.0, image))
+    uniform = random.random(image.shape)
+    return np.where(uniform < amount / 2, 0.0, np.where(uniform < amount, 1.0, image))
 
 
-ZOOMS = 11  # enlargements that are averaged
+ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
 def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Mean over a disk; the parameter is its radius in pixels."""
+    """Average over a disk; the parameter is its radius in pixels."""
     return apply_kernel(
         image,
         disk_kernel(severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))),
@@ -129,55 +124,50 @@ def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) 
 
 
 def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Blur, swap every pixel with a random neighbour some times over, blur again.
-
-    Parameters: the blur's sigma and the farthest swap in pixels; as many sweeps as the severity,
-    for in a small image, where a swap reaches one pixel, it is the sweeps that make it stronger.
-    Unlike in the benchmark, the border takes part.
-    """
+    """Blur, swap every pixel with random neighbours, blur again; border pixels take part."""
     sigma = severity_length(
         image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5)
     )
     reach = round(severity_length(image, severity, (1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
+    # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
     order = local_shuffle_order(image.shape[-2:], reach, severity, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
 
 
 def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A trail of falling weight between −45° and 45°; the parameter is its sigma in pixels."""
+    """Smear along a line at −45° to 45°; the parameter is sigma of its Gaussian weights, pixels."""
     sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
 
 def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Mean of the image and of enlargements about its centre; the parameter is the largest."""
+    """Average the image and its enlargements; the parameter is the largest factor."""
     largest = severity_parameter(
         image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3)
     )
-    middles = [(number - 1) / 2 for number in image.shape[-2:]]
+    centres = [(number - 1) / 2 for number in image.shape[-2:]]
     total = image.copy()
     for zoom in np.linspace(1, largest, ZOOMS):
         places = (
-            middle + (np.arange(number) - middle) / zoom
-            for middle, number in zip(middles, image.shape[-2:], strict=True)
+            centre + (np.arange(number) - centre) / zoom
+            for centre, number in zip(centres, image.shape[-2:], strict=True)
         )
-        total += sample_bilinear(image, *places)
+        total += interpolate_at_rows_and_columns(image, *places)
     return total / (ZOOMS + 1)
 
 
 def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Every channel of (C, H, W) under one kernel (h, w)."""
+    """Correlate every channel of (C, H, W) with one kernel (h, w)."""
     return correlate(image, kernel[None], mode="nearest")
 
 
 def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
-    """Gaussian blur of every channel."""
     return gaussian_filter(image, (0, sigma, sigma), mode="nearest")
 
 
 def disk_kernel(radius: float) -> np.ndarray:
-    """A disk of sum 1 whose weights fall from 1 to 0 between radius ± half a pixel."""
+    """Return a disk of sum 1 whose weights fall from 1 to 0 within radius ± half a pixel."""
     reach = math.ceil(radius)
     rows, columns = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     weights = np.clip(radius + 0.5 - np.hypot(rows, columns), 0, 1)
@@ -185,86 +175,83 @@ def disk_kernel(radius: float) -> np.ndarray:
 
 
 def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
-    """Return half a line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1.
-
-    degrees: 0 points to the right, 90 down. Each point is shared by its four nearest pixels.
-    """
+    """Return a half-line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1."""
+    # 0 degrees point to the right, 90 down; each point is spread over its four nearest pixels.
     reach = math.ceil(3 * sigma) + 1
     steps = np.arange(0, 3 * sigma, 0.5)
     weights = np.exp(-((steps / sigma) ** 2) / 2)
     angle = math.radians(degrees)
     rows = reach + steps * math.sin(angle)
     columns = reach + steps * math.cos(angle)
-    top = rows.astype(int)
-    left = columns.astype(int)
+    first_row = rows.astype(int)
+    first_column = columns.astype(int)
     kernel = np.zeros((2 * reach + 1, 2 * reach + 1))
     for down in (0, 1):
         for right in (0, 1):
-            part = np.abs(1 - down - (rows - top)) * np.abs(1 - right - (columns - left))
-            np.add.at(kernel, (top + down, left + right), weights * part)
+            share = np.abs(1 - down - (rows - first_row)) * np.abs(
+                1 - right - (columns - first_column)
+            )
+            np.add.at(kernel, (first_row + down, first_column + right), weights * share)
     return kernel / kernel.sum()
 
 
 def local_shuffle_order(
     size: tuple[int, int], reach: int, sweeps: int, random: np.random.Generator
 ) -> list[int]:
-    """Return where each pixel comes from, flat, after swaps at most ``reach`` pixels away."""
+    """Return each pixel's source index, flat, after swaps of at most ``reach`` pixels per sweep."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):
         down, right = random.integers(-reach, reach + 1, (2, len(order)))
-        others = np.clip(rows + down, 0, size[0] - 1) * size[1] + np.clip(
+        partners = np.clip(rows + down, 0, size[0] - 1) * size[1] + np.clip(
             columns + right, 0, size[1] - 1
         )
-        for here, there in enumerate(others.tolist()):
-            order[here], order[there] = order[there], order[here]
+        for index, partner in enumerate(partners.tolist()):
+            order[index], order[partner] = order[partner], order[index]
     return order
 
 
 def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A whitened image under falling flakes.
+    """Whiten the image and add flakes, the smeared peaks of a random field, and their half-turn.
 
-    Flakes are the peaks of a smoothed random field, drawn out along a direction between 45° and
-    135° (90° is down), and the same turned by half a turn. Parameters: the field's mean (more
-    flakes), their size and trail in pixels, and how much of the image stays as it is.
+    Parameters: the field's mean (more flakes), flake size and trail in pixels, and the unwhitened
+    share of the image. Trails have a direction between 45° and 135° (90° is down).
     """
     flake = severity_length(image, severity, (1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
     mean = severity_parameter(
         image, severity, (0.1, 0.15, 0.2, 0.25, 0.3), (0.15, 0.25, 0.35, 0.45, 0.55)
     )
-    kept = severity_parameter(
+    image_share = severity_parameter(
         image, severity, (0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55)
     )
     layer = _flakes(image.shape[-2:], mean, flake, random)
-    drawn = trail_kernel(
+    trail = trail_kernel(
         severity_length(image, severity, (1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10)),
         random.uniform(45, 135),
     )
-    layer = apply_kernel(layer, drawn)
-    whitened = kept * image + (1 - kept) * np.maximum(image, 1.5 * grey_image(image) + 0.5)
+    layer = apply_kernel(layer, trail)
+    whitened = image_share * image + (1 - image_share) * np.maximum(
+        image, 1.5 * grey_image(image) + 0.5
+    )
     return whitened + layer + layer[:, ::-1, ::-1]
 
 
 def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A weighted sum of the image and of ice.
-
-    Our ice is a random field of bright ridges; the benchmark lays photographs of ice over it.
-    """
-    kept = severity_parameter(image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
-    laid = severity_parameter(
+    """Add ice to a darkened image; the benchmark overlays photographs of ice."""
+    image_weight = severity_parameter(
+        image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6)
+    )
+    ice_weight = severity_parameter(
         image, severity, (0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8)
     )
-    return kept * image + laid * ice_texture(image.shape[-2:], random)
+    return image_weight * image + ice_weight * ice_texture(image.shape[-2:], random)
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A random cloud is added, then all is scaled back to the largest value: black stays black.
-
-    Parameters: the thickness, and how smooth the cloud is. Our cloud is a sum of smooth noises, the
-    benchmark's a diamond-square fractal.
-    """
+    """Add a random cloud and rescale so that black stays black; parameters: opacity, smoothness."""
     thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
+    # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
     largest = image.max()
     return (image + thick * cloud_field(image.shape[-2:], roughness, random)) * (
         largest / (largest + thick)
@@ -272,27 +259,25 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
 
 
 def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """The parameter is added to HSV's value, the largest channel; hue and saturation stay.
-
-    One rule for any number of channels: every channel is multiplied by new value / old value.
-    """
+    """Add the parameter to HSV's value, the largest channel, keeping hue and saturation."""
     added = severity_parameter(
         image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)
     )
+    # For any number of channels: each is multiplied by new value / old value.
     value = image.max(axis=0, keepdims=True)
     brighter = np.minimum(value + added, 1)
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
 
 
 def grey_image(image: np.ndarray) -> np.ndarray:
-    """(1, H, W): the luma of three channels, else the mean of the channels."""
+    """Return (1, H, W): the luma of three channels, else the mean of the channels."""
     if len(image) == 3:
         return np.tensordot(np.array(LUMA), image, 1)[None]
     return image.mean(axis=0, keepdims=True)
 
 
 def ice_texture(size: tuple[int, int], random: np.random.Generator) -> np.ndarray:
-    """A texture (1, H, W) in [0, 1]: thin bright ridges over a dim cloudy ground."""
+    """Return a texture (1, H, W) in [0, 1]: thin bright ridges over a dim cloudy ground."""
     field = cloud_field(size, 1.8, random, cells=3)
     ridges = (1 - np.abs(2 * field - 1)) ** 3
     return (0.7 * ridges + 0.3 * cloud_field(size, 1.5, random, cells=2))[None]
@@ -301,28 +286,25 @@ def ice_texture(size: tuple[int, int], random: np.random.Generator) -> np.ndarra
 def _flakes(
     size: tuple[int, int], mean: float, flake: float, random: np.random.Generator
 ) -> np.ndarray:
-    """Peaks (1, H, W), 0 below 0.5, of a normal field (σ 0.3), its values ``flake`` apart."""
+    """Return peaks (1, H, W), 0 below 0.5, of a normal field (σ 0.3) of grid step ``flake``."""
     coarse = random.normal(mean, 0.3, (1, *(int(np.ceil(number / flake)) + 1 for number in size)))
-    field = sample_bilinear(coarse, *(np.arange(number) / flake for number in size))
+    field = interpolate_at_rows_and_columns(coarse, *(np.arange(number) / flake for number in size))
     return np.where(field < 0.5, 0.0, np.clip(field, 0, 1))
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Every channel is drawn towards its mean; the parameter is what stays of the difference."""
-    kept = severity_parameter(
+    """Scale each channel's deviation from its mean by the parameter."""
+    factor = severity_parameter(
         image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)
     )
     mean = image.mean(axis=(1, 2), keepdims=True)
-    return mean + kept * (image - mean)
+    return mean + factor * (image - mean)
 
 
 def elastic_transform(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Pixels are displaced by a smooth random field; parameters: its root mean square, and the
-    sigma of its smoothing, in pixels.
-
-    Our rendering: the amplitude grows with the severity and there is no random affine, while the
-    benchmark goes from wide to local warps.
-    """
+    """Displace pixels by a smooth random field; parameters: its RMS and smoothing sigma."""
+    # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
+    # random affine.
     amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
     sigma = severity_length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
     fields = gaussian_filter(
@@ -337,15 +319,16 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
 
 
 def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Shrunk by means over boxes to a share (the parameter) of the side, and enlarged again.
-
-    At 32 pixels a step stronger than CIFAR-10-C, whose first two (0.95, 0.9) hardly differ.
-    """
-    kept = severity_parameter(
-        image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
+    """Shrink to a share of the side (the parameter) by box means, and enlarge again."""
+    share = severity_parameter(
+        # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
+        image,
+        severity,
+        (0.9, 0.85, 0.75, 0.65, 0.55),
+        (0.6, 0.5, 0.4, 0.3, 0.25),
     )
     height, width = image.shape[-2:]
-    small = (max(1, int(width * kept)), max(1, int(height * kept)))
+    small = (max(1, int(width * share)), max(1, int(height * share)))
     channels = (
         channel.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.BOX)
         for channel in split_channels(image)
@@ -354,10 +337,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Through a JPEG file; the parameter is its quality.
-
-    Three channels make one colour file, any other number one greyscale file each.
-    """
+    """Encode as JPEG of a quality (the parameter): three channels as one file, others one each."""
     quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
@@ -371,12 +351,12 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Values in [0, 1], and whatever lies outside at its nearer end, as uint8, rounded."""
+    """Clip values to [0, 1] and round them to uint8."""
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
 def split_channels(image: np.ndarray) -> list[Image.Image]:
-    """Each channel of (C, H, W) as a greyscale picture."""
+    """Return each channel of (C, H, W) as a greyscale picture."""
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
 
@@ -407,26 +387,26 @@ ALL: tuple[Corruption, ...] = (
     jpeg_compression,
 )
 CORRUPTIONS: dict[str, Corruption] = {corruption.__name__: corruption for corruption in ALL}
-LEAST = 8  # pixels of the shorter side: below, no blur or block is left to speak of
+MIN_SIDE = 8  # pixels; blurs and blocks mean nothing in smaller images
 
 
 def corrupt_images(
     images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
 ) -> np.ndarray:
-    """The images under one corruption: uint8 (N, C, H, W) in and out, rounded, cut to [0, 255].
+    """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type.
 
-    name: a key of CORRUPTIONS; severity: 1 to 5; indices: (N,) the images' places in their split.
-    The bytes of an image are a function of its own bytes and (seed, name, severity, index): not of
-    the batch, of its order, or of the global random state.
-    Raises UserError for images smaller than 8 × 8.
+    indices: (N,) the images' positions in their split. Each result depends on the image's bytes and
+    (seed, name, severity, index) alone: not on the batch, its order, or the global random state.
     """
-    if min(images.shape[-2:]) < LEAST:
-        height, width = images.shape[-2:]
-        allowed = f"{LEAST} × {LEAST} and larger"
-        raise UserError(f"corruptions: images are {height} × {width} pixels; allowed: {allowed}")
-    made = np.empty_like(images, subok=False)
-    # one by one: sums over pixels round as they do alone
-    for place, (image, index) in enumerate(zip(images, indices, strict=True)):
+    height, width = images.shape[-2:]
+    if min(height, width) < MIN_SIDE:
+        raise UserError(
+            f"corruptions: images are {height} × {width} pixels; "
+            f"allowed: {MIN_SIDE} × {MIN_SIDE} and larger"
+        )
+    corrupted = np.empty_like(images, subok=False)
+    # One image at a time: sums over pixels then round independently of the batch.
+    for row, (image, index) in enumerate(zip(images, indices, strict=True)):
         random = image_rng(seed, name, severity, int(index))
-        made[place] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, severity, random))
-    return made
+        corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, severity, random))
+    return corrupted

@@ -1,7 +1,4 @@
-"""Which images or words a step sees, and where the data lie.
-
-The order is a function of (seed, step): nothing is saved or restored.
-"""
+"""The images or words of each step, a function of (seed, step), and where they are stored."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,9 +14,9 @@ from moecore.data.prepared import Split
 from moecore.data.views.warping import MixedSizeImageList, to_device_async
 from moecore.tasks.base import Task
 
-# Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
+# share of a GPU's free memory for the images of one split; the model and its step need the rest
 GPU_MEMORY_SHARE = 0.4
-CPU_MEMORY_BYTES = 8 << 30  # bytes of a split, beside the CPU
+CPU_MEMORY_BYTES = 8 << 30  # for the images of one split in main memory
 
 
 @lru_cache(maxsize=2)
@@ -28,18 +25,13 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """The images of a step counted from 0 over the whole training: int64 (batch,).
-
-    The incomplete end of an epoch is dropped.
-
-    Raises UserError where a batch is larger than the set.
-    """
-    epoch, place = divmod(step, steps_per_epoch(n, batch))
-    return _epoch_order(n, seed, epoch)[place * batch : (place + 1) * batch].clone()
+    """Return the images of a step, int64 (batch,); the incomplete end of an epoch is dropped."""
+    epoch, position = divmod(step, steps_per_epoch(n, batch))
+    return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Whole batches in n images; UserError where there is none."""
+    """Return the number of full batches in n images. Raises UserError for none."""
     if n < batch:
         raise UserError(
             f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}"
@@ -48,18 +40,15 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class OnDevice(NamedTuple):
-    """A split on the device: images uint8 (N, C, H, W), labels int64 (N,) or uint8 (N, K).
-
-    Or volumes float16 (N, 1, D, H, W) and real labels float32 (N,).
-    """
+    """A split on the device: images (N, C, H, W) or volumes (N, 1, D, H, W), and labels (N, …)."""
 
     images: Tensor
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, *pixels), as they are stored, and labels (B,) or (B, K) of indices (B,)."""
-        where = to_device_async(indices, self.labels.device)
-        return self.images.index_select(0, where), self.labels.index_select(0, where)
+        """Return images (B, C, *pixels), as stored, and labels (B,) or (B, K) of indices (B,)."""
+        rows = to_device_async(indices, self.labels.device)
+        return self.images.index_select(0, rows), self.labels.index_select(0, rows)
 
 
 class OnDisk(NamedTuple):
@@ -69,12 +58,12 @@ class OnDisk(NamedTuple):
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, *pixels), as they are stored, and labels of indices (B,), on one device."""
+        """Return images (B, C, *pixels), as stored, and labels of indices (B,), on one device."""
         device = self.labels.device
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
         batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
-        # "clip" writes into ``batch`` itself; another mode would copy once more.
+        # "clip" writes into ``batch`` directly; other modes copy once more.
         np.take(self.images, indices.numpy(), axis=0, out=batch.numpy(), mode="clip")
         return to_device_async(batch, device), self.labels.index_select(
             0, to_device_async(indices, device)
@@ -82,36 +71,34 @@ class OnDisk(NamedTuple):
 
 
 class EncodedOnDisk(NamedTuple):
-    """A split whose images stay whole, as JPEG files; each batch is decoded, in threads."""
+    """A split of uncropped JPEG files; each batch is decoded in threads."""
 
     images: JpegImages
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[MixedSizeImageList, Tensor]:
-        """Images of different shapes and labels (B,) or (B, K) of CPU indices (B,)."""
+        """Return images of different shapes, and labels (B,) or (B, K), of CPU indices (B,)."""
         device = self.labels.device
         labels = self.labels.index_select(0, to_device_async(indices, device))
-        whole = self.images.whole(indices.numpy())
-        return MixedSizeImageList(whole, self.images.size, device), labels
+        images = self.images.whole(indices.numpy())
+        return MixedSizeImageList(images, self.images.size, device), labels
 
 
 Loaded = OnDevice | OnDisk | EncodedOnDisk
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Bytes that a split's images may take on a device: 8 GiB, or SHARE of a GPU's free."""
+    """Return the bytes for a split's images: CPU_MEMORY_BYTES, or a share of a GPU's memory."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
     return int(GPU_MEMORY_SHARE * free)
 
 
-def load_split_for_device(
+def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Put a split's images on the device where they take at most ``limit_bytes`` there, by default
-    ``image_memory_budget``; else, and where they are JPEG files, leave them on disk.
-    """
+    """Load a split onto the device if its images fit ``limit_bytes``; else leave it on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if isinstance(split.images, JpegImages):
         return EncodedOnDisk(split.images, labels)
@@ -125,26 +112,25 @@ def load_split_for_device(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Sorted indices of ``shots_per_class`` images of every class that occurs in labels (N,).
-
-    Raises UserError where a class has fewer, and for a task whose labels are not one class each.
-    """
-    wanted = f"{shots_per_class} images per class asked for"
+    """Return sorted indices of ``shots_per_class`` images per class; UserError if one has fewer."""
+    request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
-        raise UserError(f"{wanted}, but {why}; allowed: null (all images)")
+        raise UserError(f"{request}, but {why}; allowed: null (all images)")
     labels = np.asarray(labels)
     classes, counts = np.unique(labels, return_counts=True)
     if (counts < shots_per_class).any():
-        worst = int(counts.argmin())
-        least = counts[worst]
-        raise UserError(f"{wanted}, but class {classes[worst]} has {least}; allowed: 1 to {least}")
+        smallest = int(counts.argmin())
+        number = counts[smallest]
+        raise UserError(
+            f"{request}, but class {classes[smallest]} has {number}; allowed: 1 to {number}"
+        )
     random = np.random.default_rng([seed, FEW_SHOT])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
 class StreamPosition(NamedTuple):
-    """M tokens of every stream from ``place`` on; ``anew`` where nothing is remembered."""
+    """M tokens of every stream from ``place`` on; ``anew`` where models start without memory."""
 
     place: int
     anew: bool
@@ -153,38 +139,38 @@ class StreamPosition(NamedTuple):
 class TextStreams(NamedTuple):
     """A text on a device as ``batch`` contiguous streams, read block after block.
 
-    The text is cut to a multiple of ``batch``. The first reading begins at token 0, each later one
-    at a random token of the first block, so that blocks are cut elsewhere.
+    The first pass begins at token 0, each later one at a random token of the first block, so that
+    block boundaries differ between passes.
     """
 
-    tokens: Tensor  # (R, n) int32: words and, where they are known, their kinds
+    tokens: Tensor  # (R, n) int32: words and, where known, their kinds
     block: int  # M
 
     @property
     def labels(self) -> Tensor:
-        """The token after each, (n − 1,)."""
+        """The next word of each token, (n − 1,)."""
         return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
-        """Tokens of each of ``batch`` streams. Raises UserError where that leaves no block."""
+        """Return the tokens per stream. Raises UserError for fewer than two blocks per stream."""
         number = self.tokens.shape[1]
         length = number // batch
         if length <= 2 * self.block:
-            given = f"batch is {batch}, and the text has {number:,} training tokens"
-            most = max(0, number // (2 * self.block + 1))
-            raise UserError(f"{given}; allowed: 1 to {most} streams of two blocks of {self.block}")
+            max_streams = max(0, number // (2 * self.block + 1))
+            raise UserError(
+                f"batch is {batch}, and the text has {number:,} training tokens; "
+                f"allowed: 1 to {max_streams} streams of two blocks of {self.block}"
+            )
         return length
 
     def steps(self, batch: int) -> int:
-        """Updates in which all of the text is read once."""
+        """Return the number of updates that read all of the text once."""
         return count_blocks(self.length(batch), self.block, 0)
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return what step ``step`` (from 0) learns from: rows (b, R, M), the next words (b, M),
-        and whether streams begin anew. rows: which of the ``batch`` streams; None for all.
-        """
+        """Return rows (b, R, M) of a step, next words (b, M), and whether streams restart."""
         length = self.length(batch)
         reading = reading_at_step(length, self.block, seed, step)
         streams = self.tokens[:, : batch * length].view(-1, batch, length)
@@ -195,12 +181,11 @@ class TextStreams(NamedTuple):
 
 
 def count_blocks(length: int, block: int, first: int) -> int:
-    """Whole blocks with a next token of a stream that is read from ``first`` on."""
+    """Return the number of full blocks, each with a next token, of a stream from ``first`` on."""
     return (length - 1 - first) // block
 
 
 def reading_at_step(length: int, block: int, seed: int, step: int) -> StreamPosition:
-    """Return what step ``step`` reads."""
     number = 0
     while True:
         first, count = _reading_pass(length, block, seed, number)
@@ -212,7 +197,7 @@ def reading_at_step(length: int, block: int, seed: int, step: int) -> StreamPosi
 
 @lru_cache(maxsize=4096)
 def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
-    """First token and number of blocks of a reading of all streams."""
+    """Return first token and number of blocks of a pass over all streams."""
     first = 0
     if number:
         first = int(torch.randint(block, (), generator=generator_for(seed, number)))

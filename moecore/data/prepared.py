@@ -1,14 +1,13 @@
 """Prepared data on disk: the files of a layout (moecore/data/layouts), and ``card.json``.
 
-The card's ``task`` says what the labels are, and its settings; the labels have the shape and dtype
-that the task stores (see moecore/tasks).
+The card's ``task`` says what the labels are; they have the shape and dtype that the task stores
+(see moecore/tasks). The card also has name, kind, channels, size, images and counts of each split,
+mean and std of training images, seed, licence, source, sha256 of each file, and the settings that
+made it.
 
-Images whose truth is known have one channel more where the card says ``truth``: n at the pixels
-of a token of kind n, from 1 to that many; no model sees it. Such text has ``…_truth.npy``, uint8
-(n,), each token's kind, and images (N, 2C, M): the kinds of all blocks after their words.
-
-The card says: name, kind, task, channels, size, images and counts of each split, mean and std of
-training images, seed, licence, source, sha256 of each file, and the settings that made it.
+Where the card says ``truth`` (a number of kinds), images have an additional channel that no model
+sees: n, from 1, at the pixels of a token of kind n. Such text has ``…_truth.npy``, uint8 (n,), and
+images (N, 2C, M): the words of all blocks, then their kinds.
 """
 
 from collections.abc import Callable
@@ -27,23 +26,18 @@ from moecore.data.stored_arrays import PREPARE_AGAIN
 from moecore.data.volumes.subjects import read_subject_rows
 from moecore.tasks.base import Task
 
-# by the axes of an item
-OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {
-    1: open_text,
-    2: open_images,
-    3: open_volumes,
-}
+# by the number of axes of an item
+OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {1: open_text, 2: open_images, 3: open_volumes}
 CARD_KEYS = (
     "name kind task channels size images counts mean std licence source files settings".split()
 )
-SMALL = 2**28  # bytes of data whose every bit is verified when they are opened: 0.2 s at most
+SMALL = 2**28  # bytes: checksums of smaller data are verified at every opening, in at most 0.2 s
 
 
 class Split(NamedTuple):
-    """One split: images uint8 (N, C, H, W), memory-mapped, and labels as the task stores them.
+    """Images uint8 (N, C, H, W) or volumes float16 (N, 1, D, H, W), memory-mapped, and labels.
 
-    Or volumes float16 (N, 1, D, H, W), memory-mapped. people: (N,) int64, whose volume each is, by
-    a number for each participant of the split; None where nothing says so.
+    people: (N,) int64, a number per participant of the split; None where people are unknown.
     """
 
     images: np.ndarray | JpegImages
@@ -51,15 +45,12 @@ class Split(NamedTuple):
     people: np.ndarray | None = None
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """The people of the images at ``places`` (M,); None where they are not known."""
+        """Return the people of the images at ``places`` (M,); None where they are unknown."""
         return None if self.people is None else self.people[places]
 
 
 def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
-    """``number`` indices evenly spread over ``total``, all where there are fewer or it is None.
-
-    Evenly spread, so that a set sorted by class gives every class.
-    """
+    """Return ``number`` indices spread evenly over ``total``; all for None or a larger number."""
     return np.unique(np.linspace(0, total - 1, min(number or total, total)).astype(int))
 
 
@@ -78,49 +69,42 @@ class Prepared(NamedTuple):
         return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
-        """Tissue shares × 255 of a split's volumes: uint8 (N, R, D, H, W), memory-mapped.
-
-        R as in the card. Raises UserError where there are none.
-        """
+        """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W); UserError without maps."""
         if not self.card.get("regions"):
-            allowed = "a cohort prepared with maps (regions: wm, gm, csf)"
-            raise UserError(f"{self.folder}: this data has no tissue maps; allowed: {allowed}")
+            raise UserError(
+                f"{self.folder}: this data has no tissue maps; "
+                "allowed: a cohort prepared with maps (regions: wm, gm, csf)"
+            )
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
     def subjects(self, split: str) -> list[dict[str, str]]:
-        """Participant, session, age, sex, site and flags of every volume of a split, in its order.
-
-        Raises UserError where the data has none.
-        """
+        """Return the rows of subjects.csv of a split. Raises UserError for data without it."""
         return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:
-        """All tokens of a split of text, int32 (n,), memory-mapped."""
+        """Return all tokens of a split of text, int32 (n,), memory-mapped."""
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def text_rows(self, split: str) -> np.ndarray:
-        """All tokens of a split of text and, in a second row where they are known, their kinds.
-
-        int32 (R, n).
-        """
+        """Return all tokens of a split of text, int32 (R, n); a second row has known kinds."""
         return open_token_rows(self.folder, self.card, split)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
-        """Open a prepared folder and hold shape and type of every array against the card.
+        """Open a prepared folder and check shape and dtype of every array against the card.
 
-        verify: also compare the sha256 of each file, which is done of SMALL data in any case.
-        Raises UserError naming the file, what the card says and what was found.
+        verify: also compare the sha256 of each file, which is always done for less than SMALL
+        bytes. Raises UserError naming the file, what the card says and what was found.
         """
         folder = Path(folder)
         card = read_json(folder / "card.json")
         if not isinstance(card, dict):
             raise UserError(f"{folder / 'card.json'}: holds no card; {PREPARE_AGAIN}")
-        # Volumes have three sizes, images one, and text one in a list.
+        # ``size`` is a list of three for volumes, a list of one for text, a number for images.
         sizes = card.get("size")
         axes = len(sizes) if isinstance(sizes, list) else 2
-        if lacking := [key for key in CARD_KEYS if key not in card]:
-            raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {PREPARE_AGAIN}")
+        if missing := [key for key in CARD_KEYS if key not in card]:
+            raise UserError(f"{folder / 'card.json'}: lacks {', '.join(missing)}; {PREPARE_AGAIN}")
         try:
             task = parse_card_task(card["task"])
         except ValidationError as error:
@@ -141,5 +125,7 @@ def _verify(folder: Path, card: dict[str, Any]) -> None:
         if not path.is_file():
             raise UserError(f"{path}: no such file; {PREPARE_AGAIN}")
         if (digest := file_checksum(path)) != expected:
-            says = f"has sha256 {digest}; card.json says {expected}"
-            raise UserError(f"{path}: {says}. {PREPARE_AGAIN.capitalize()}")
+            raise UserError(
+                f"{path}: has sha256 {digest}; card.json says {expected}. "
+                f"{PREPARE_AGAIN.capitalize()}"
+            )

@@ -1,4 +1,4 @@
-"""Whether the folders of raw data are still those that were prepared: names and sizes of files."""
+"""Detect changes of the raw data folders since ``prepare``: names and sizes of files."""
 
 import hashlib
 import os
@@ -10,10 +10,7 @@ from moecore.core.files import candidate_folders
 
 
 class FolderFingerprint(NamedTuple):
-    """A folder of raw data: how many files lie in it, at any depth, and their bytes.
-
-    sha256: of their sorted names and sizes. Hidden files do not count; contents are not read.
-    """
+    """Number, bytes and sha256 (of names and sizes) of all files that are not hidden."""
 
     folder: str
     files: int
@@ -22,7 +19,7 @@ class FolderFingerprint(NamedTuple):
 
 
 def fingerprint_folder(folder: Path) -> FolderFingerprint:
-    """Count a folder's files: about two seconds for a million of them."""
+    """Fingerprint a folder: about two seconds per million files."""
     listing = sorted(_files_below(str(folder)))
     digest = hashlib.sha256()
     for name, size in listing:
@@ -32,43 +29,42 @@ def fingerprint_folder(folder: Path) -> FolderFingerprint:
 
 
 def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
-    """Scan the folders of a source's ``root`` that are there; of a mosaic, those of its source."""
+    """Fingerprint the existing folders of a source's ``root``, or of its cells' source."""
     source = getattr(source, "source", source)
     root = getattr(source, "root", None)
     if root is None:
         return []
-    # of a loop of links, too, which ``Path.resolve`` refuses
-    there = {os.path.realpath(folder): folder for folder in reversed(candidate_folders(root))}
-    return [fingerprint_folder(folder) for folder in there.values() if folder.is_dir()]
+    # Unlike ``Path.resolve``, realpath accepts a loop of links.
+    folders = {os.path.realpath(folder): folder for folder in reversed(candidate_folders(root))}
+    return [fingerprint_folder(folder) for folder in folders.values() if folder.is_dir()]
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:
-    """Return in words how a folder differs from its fingerprint, or None where it does not.
-
-    A folder that is gone does not differ: what was prepared from it may be all that is needed.
-    """
+    """Describe how a folder differs from its fingerprint; None if not, or if it is gone."""
     folder = Path(before["folder"])
-    if not folder.is_dir():
+    if not folder.is_dir():  # what was prepared from it may be all that is needed
         return None
     now = fingerprint_folder(folder)
     if now.sha256 == before["sha256"]:
         return None
-    counted = f"found {now.files:,} files of {now.bytes:,} bytes"
-    return f"{folder}: {counted}; `prepare` saw {before['files']:,} of {before['bytes']:,}"
+    return (
+        f"{folder}: found {now.files:,} files of {now.bytes:,} bytes; "
+        f"`prepare` saw {before['files']:,} of {before['bytes']:,}"
+    )
 
 
 def _files_below(root: str) -> Iterator[tuple[str, int]]:
-    """Path below ``root`` and bytes of each file; links to folders are not followed."""
-    waiting = [root]
-    while waiting:
+    """Yield path below ``root`` and bytes of each file; links to folders are not followed."""
+    folders = [root]
+    while folders:
         try:
-            entries = list(os.scandir(waiting.pop()))
+            entries = list(os.scandir(folders.pop()))
         except OSError:  # `prepare` says which folder cannot be listed, and why
             continue
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
+                folders.append(entry.path)
             elif entry.is_file():
                 yield entry.path[len(root) :], entry.stat().st_size

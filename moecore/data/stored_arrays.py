@@ -14,7 +14,7 @@ PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a .npy file memory-mapped; UserError unless it has this shape and dtype."""
+    """Return a .npy file memory-mapped. Raises UserError unless it has this shape and dtype."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -22,28 +22,25 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path}: not a whole .npy file ({error}); {PREPARE_AGAIN}") from error
     if array.shape != shape or array.dtype != dtype:
-        says = f"card.json says {np.dtype(dtype)} {shape}"
         raise UserError(
-            f"{path}: holds {array.dtype} {array.shape}; {says}. {PREPARE_AGAIN.capitalize()}"
+            f"{path}: holds {array.dtype} {array.shape}; card.json says {np.dtype(dtype)} {shape}. "
+            f"{PREPARE_AGAIN.capitalize()}"
         )
     return array
 
 
 def save_array(path: Path, values: np.ndarray) -> None:
-    """Write an array to exactly this path."""
     with open(path, "wb") as file:
-        # of a file, numpy writes through the C library, and its error does not say what is wrong
-        plain: Any = SimpleNamespace(write=file.write)
-        np.save(plain, values, allow_pickle=False)
+        # Given a real file, numpy writes through the C library, whose errors have no reason.
+        writer: Any = SimpleNamespace(write=file.write)
+        np.save(writer, values, allow_pickle=False)
 
 
 def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
-    """Return a memory-mapped .npy file to fill; one that was begun goes on.
-
-    Its space is taken now: filling a sparse file on a full disk kills the process (SIGBUS).
-    """
+    """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one."""
     mode = "r+" if begun else "w+"
     array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+    # Filling a sparse file on a full disk kills the process (SIGBUS): take the space now.
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -51,5 +48,4 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = Fals
 
 
 def open_labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:
-    """Return the labels of a split as its task stores them."""
     return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))

@@ -1,4 +1,4 @@
-"""Which image belongs to which split: stratified by class and a function of the seed alone."""
+"""Assign images to splits, stratified by class, as a function of the seed alone."""
 
 from typing import ClassVar, Self
 
@@ -17,7 +17,10 @@ class SplitSettings(Config):
 
     seed: int = Field(0, ge=0, description="Seed of the splits and of the limits below")
     validation: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="Of train: below 1 a share, from 1 on a number"
+        0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="Share (below 1) or number of the training images",
     )
     train_limit: int | None = Field(
         None, ge=1, description="At most this many training images, drawn evenly from the classes"
@@ -39,12 +42,10 @@ class SplitSettings(Config):
 def stratified_split(
     labels: np.ndarray, amount: float, seed: int, purpose: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split indices in two, stratified by class: (kept, carved), each sorted.
+    """Split indices in two, stratified by class: (remaining, drawn), each sorted.
 
-    labels: (N,) int.  amount: share of N (below 1) or number of images.  purpose: makes draws of
-    one seed independent. Every class gives its proportion (largest remainder) and at least one
-    image where the amount allows it.
-    Raises UserError where nothing would be left to keep, and for labels (N, K).
+    amount: share of N (below 1) or number of images. purpose: makes draws of one seed independent.
+    Every class gives its proportion, and at least one image where the amount allows it.
     """
     if labels.ndim != 1:
         raise UserError(
@@ -61,37 +62,37 @@ def stratified_split(
         )
     classes, counts = np.unique(labels, return_counts=True)
     random = np.random.default_rng([seed, purpose])
-    carved = [
+    drawn_of_class = [
         random.permutation(np.flatnonzero(labels == c))[:take]
         for c, take in zip(classes, class_quotas(counts, number), strict=True)
     ]
-    chosen = np.sort(np.concatenate(carved))
-    return np.setdiff1d(np.arange(len(labels)), chosen), chosen
+    drawn_rows = np.sort(np.concatenate(drawn_of_class))
+    return np.setdiff1d(np.arange(len(labels)), drawn_rows), drawn_rows
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Share ``number`` out in proportion to ``counts`` (classes,), by largest remainder."""
+    """Divide ``number`` in proportion to ``counts`` (classes,), by largest remainder."""
     exact = counts * (number / counts.sum())
-    least = 1 if number >= len(counts) else 0
-    taken = np.minimum(np.maximum(np.floor(exact).astype(np.int64), least), counts)
-    while taken.sum() != number:
-        sign = 1 if taken.sum() < number else -1
+    minimum = 1 if number >= len(counts) else 0
+    quotas = np.minimum(np.maximum(np.floor(exact).astype(np.int64), minimum), counts)
+    while quotas.sum() != number:
+        sign = 1 if quotas.sum() < number else -1
         if sign > 0:
-            room = taken < counts
+            room = quotas < counts
         else:
-            room = taken > least
-        taken[np.argmax(np.where(room, sign * (exact - taken), -np.inf))] += sign
-    return taken
+            room = quotas > minimum
+        quotas[np.argmax(np.where(room, sign * (exact - quotas), -np.inf))] += sign
+    return quotas
 
 
 def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    """Sorted indices of at most ``limit`` images (None: all), stratified by class."""
+    """Return sorted indices of at most ``limit`` images (None: all), stratified by class."""
     if limit is None or limit >= len(labels):
         return np.arange(len(labels))
     return stratified_split(labels, limit, seed, purpose=1)[1]
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted indices (train, validation) of ``labels`` (N,), after ``train_limit``."""
+    """Return sorted indices (train, validation) of ``labels`` (N,), after ``train_limit``."""
     train, validation = stratified_split(labels, settings.validation, settings.seed)
     return train[stratified_limit(labels[train], settings.train_limit, settings.seed)], validation

@@ -1,4 +1,4 @@
-"""One function on many items in several threads, results in order."""
+"""Apply one function to many items in threads, with results in order."""
 
 import os
 from collections import deque
@@ -18,17 +18,17 @@ Result = TypeVar("Result")
 
 
 def requested_threads() -> int:
-    """Return $MOECORE_THREADS, or 0 where it is not set; raises UserError for what is no number."""
-    given = os.environ.get("MOECORE_THREADS") or "0"
-    if not given.isdecimal():
-        raise UserError(
-            f"MOECORE_THREADS: found {given!r}; allowed: a number of threads, 1 or more"
+    """Return $MOECORE_THREADS, or 0 if unset. Raises UserError for anything but a number."""
+    text = os.environ.get("MOECORE_THREADS") or "0"
+    if not text.isdecimal():
+        raise UserError.at(
+            "MOECORE_THREADS", found=repr(text), allowed="a number of threads, 1 or more"
         )
-    return int(given)
+    return int(text)
 
 
 def thread_count() -> int:
-    """Return how many threads may work: $MOECORE_THREADS, else the cores this process may use."""
+    """Return the number of threads to use: $MOECORE_THREADS, else this process's cores."""
     return requested_threads() or available_cores()
 
 
@@ -42,10 +42,10 @@ class _BlasLimit:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """BLAS works with one thread inside, in all threads of the process.
+    """Limit BLAS to one thread inside the context, for all threads of the process.
 
-    With more it splits sums in other places, so that the last bits of a product depend on the
-    number of cores; and small products take several times as long, as its threads wait for each
+    With several, sums are split differently, so that the last bits of a product depend on the
+    number of cores; and small products take several times as long, since its threads wait for each
     other. Nested and overlapping uses are counted.
     """
     with _BlasLimit.lock:
@@ -62,11 +62,8 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """``function(item)`` of every item, in order; at most two results a thread wait in memory.
-
-    The number of threads changes no result (see ``one_blas_thread``). Errors are raised in order.
-    """
-    number = thread_count()
+    """Yield ``function(item)`` of every item, in order; at most two results per thread wait."""
+    number = thread_count()  # changes no result, see one_blas_thread
     with one_blas_thread(), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()
         for item in items:

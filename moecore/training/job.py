@@ -21,7 +21,7 @@ from moecore.data.loader import (
     Loaded,
     TextStreams,
     batch_indices,
-    load_split_for_device,
+    load_split_where_it_fits,
     steps_per_epoch,
 )
 from moecore.data.prepared import Prepared, Split
@@ -224,8 +224,8 @@ def build_training_job(
         tokens = torch.from_numpy(np.array(data.text_rows("train")))
         learned = TextStreams(tokens.to(device), *data.card["size"])
     else:
-        learned = load_split_for_device(train, device)
-    validation = load_split_for_device(data.validation, device)
+        learned = load_split_where_it_fits(train, device)
+    validation = load_split_where_it_fits(data.validation, device)
     return TrainingJob(model, learned, validation, objective, guide, views, isolation)
 
 

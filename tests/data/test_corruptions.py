@@ -17,8 +17,8 @@ from moecore.data.corruptions import (
     defocus_blur,
     disk_kernel,
     elastic_transform,
+    interpolate_at_rows_and_columns,
     local_shuffle_order,
-    sample_bilinear,
     severity_length,
     severity_parameter,
     trail_kernel,
@@ -363,9 +363,11 @@ def test_elastic_moves_by_its_amplitude():
 
 def test_resampling():
     image = np.array([[[0.0, 10, 20], [30, 40, 50]]])
-    np.testing.assert_array_equal(sample_bilinear(image, np.arange(2), np.arange(3)), image)
+    np.testing.assert_array_equal(
+        interpolate_at_rows_and_columns(image, np.arange(2), np.arange(3)), image
+    )
     np.testing.assert_allclose(
-        sample_bilinear(image, np.array([0.5]), np.array([-1, 0.25, 1.5, 9])),
+        interpolate_at_rows_and_columns(image, np.array([0.5]), np.array([-1, 0.25, 1.5, 9])),
         [[[15, 17.5, 30, 35]]],
     )
 

@@ -28,7 +28,7 @@ from moecore.data.loader import (
     batch_indices,
     few_shot_indices,
     image_memory_budget,
-    load_split_for_device,
+    load_split_where_it_fits,
     steps_per_epoch,
 )
 from moecore.data.prepared import Split
@@ -72,8 +72,8 @@ def test_on_device_and_on_disk_agree(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (20, 1, 3, 3), np.uint8)
     np.save(tmp_path / "images.npy", images)
     split = Split(np.load(tmp_path / "images.npy", mmap_mode="r"), np.arange(20))
-    held = load_split_for_device(split, "cpu", 20 * 9)
-    mapped = load_split_for_device(split, "cpu", 20 * 9 - 1)
+    held = load_split_where_it_fits(split, "cpu", 20 * 9)
+    mapped = load_split_where_it_fits(split, "cpu", 20 * 9 - 1)
     assert isinstance(held, OnDevice) and isinstance(mapped, OnDisk)
     indices = torch.tensor([7, 0, 7])
     for seen, labels in (held.take(indices), mapped.take(indices)):

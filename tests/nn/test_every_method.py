@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.routing_records import ModelOutput, RoutingRecord
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.nn.backbones.vit import Vit
@@ -82,8 +82,8 @@ def trained_on_volumes(method: Method):
     model = MODEL.build(VOLUMES, method.moe)
     task = TrainingJob(
         model,
-        load_split_for_device(VOLUME_TRAIN, "cpu"),
-        load_split_for_device(VOLUME_VALIDATION, "cpu"),
+        load_split_where_it_fits(VOLUME_TRAIN, "cpu"),
+        load_split_where_it_fits(VOLUME_VALIDATION, "cpu"),
         Objective(method.losses),
         guide,
         method.views,

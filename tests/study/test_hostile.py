@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import ROOT
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import meta_device_context
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
@@ -173,7 +173,7 @@ def step(study: Study, name: str) -> None:
         guide = build_guide(study.teacher.model.build(image), method, backbone.stages)
     pixels = np.random.default_rng(0).integers(0, 256, (8, image.channels, *image.shape))
     split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
-    data = load_split_for_device(split, "cpu")
+    data = load_split_where_it_fits(split, "cpu")
     objective = Objective(method.losses, training.label_smoothing, method.distillation)
     job = TrainingJob(model, data, data, objective, guide, method.views)
     few = training.model_copy(update={"batch": 8})

@@ -12,7 +12,7 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingRecord,
 )
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
@@ -58,8 +58,8 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
     model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
     return TrainingJob(
         model,
-        load_split_for_device(images(50), "cpu"),
-        load_split_for_device(images(20, 1), "cpu"),
+        load_split_where_it_fits(images(50), "cpu"),
+        load_split_where_it_fits(images(20, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,

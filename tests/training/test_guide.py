@@ -12,7 +12,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
@@ -262,8 +262,8 @@ def age_job(seed: int = 0, **settings) -> TrainingJob:
     ).build(VOLUMES)
     return TrainingJob(
         model,
-        load_split_for_device(cohort(32, 0), "cpu"),
-        load_split_for_device(cohort(12, 100), "cpu"),
+        load_split_where_it_fits(cohort(32, 0), "cpu"),
+        load_split_where_it_fits(cohort(12, 100), "cpu"),
         Objective(),
     )
 
@@ -278,7 +278,7 @@ def test_the_loss_of_ages_is_the_mean_absolute_error_in_deviations():
 def test_validation_is_in_years_and_its_loss_in_deviations():
     model = age_job().model
     model.head.weight.data.zero_()  # answers 55 always
-    split = load_split_for_device(
+    split = load_split_where_it_fits(
         Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu"
     )
     assert validation_metrics(model, split) == pytest.approx(
@@ -302,8 +302,8 @@ SETS = IMAGE.model_copy(update={"task": MultiLabel(classes=("left", "right"))})
 
 def several(method: Method = DENSE, seed: int = 0):
     return task(method, seed, image=SETS)._replace(
-        train=load_split_for_device(sets(50), "cpu"),
-        validation=load_split_for_device(sets(20, 1), "cpu"),
+        train=load_split_where_it_fits(sets(50), "cpu"),
+        validation=load_split_where_it_fits(sets(20, 1), "cpu"),
     )
 
 

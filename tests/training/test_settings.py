@@ -15,7 +15,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch
 from moecore.core.streams import generator_for
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode
@@ -372,7 +372,7 @@ def test_both_views_are_attacked_and_training_goes_on():
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
     sets = IMAGE.model_copy(update={"task": MultiLabel(classes=("dark", "light"))})
     made = task(image=sets)._replace(
-        train=load_split_for_device(
+        train=load_split_where_it_fits(
             Split(images(50).images, np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))), "cpu"
         )
     )

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
 from moecore.data.layouts.text import block_windows
-from moecore.data.loader import TextStreams, load_split_for_device
+from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
@@ -69,7 +69,10 @@ def task(data, method=METHOD):
     model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(
         VOLUMES, method.moe
     )
-    splits = load_split_for_device(data.train, "cpu"), load_split_for_device(data.validation, "cpu")
+    splits = (
+        load_split_where_it_fits(data.train, "cpu"),
+        load_split_where_it_fits(data.validation, "cpu"),
+    )
     return TrainingJob(
         model,
         *splits,
@@ -309,7 +312,9 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
     train = TextStreams(counting(300, 0)[None], BLOCK)
-    return TrainingJob(made, train, load_split_for_device(split, "cpu"), Objective(method.losses))
+    return TrainingJob(
+        made, train, load_split_where_it_fits(split, "cpu"), Objective(method.losses)
+    )
 
 
 @pytest.mark.parametrize("stop", [3, 9])

@@ -1,10 +1,8 @@
-"""Images with captions: what their sources share.
+"""Images with captions: a source reads annotations, this module finds, splits and writes.
 
-A source of files reads its annotations into ``ImageCaptions``; here files are found, splits drawn,
-captions made tokens and all of it written. Prepared images are stored as those of classes are;
-``…_labels.npy`` are int32 (N, C, M), the tokens of C captions of each image, see
-moecore/tasks/image_text.py; ``vocabulary.txt`` has a word a line in the order of their numbers, or
-``tokenizer.json`` is the file that the user named.
+Images are stored as in layouts/images; ``…_labels.npy`` are int32 (N, C, M), the tokens of C
+captions per image (see moecore/tasks/image_text.py), and the tokenizer is ``vocabulary.txt``, one
+word per line, or the user's ``tokenizer.json``.
 """
 
 import json
@@ -25,17 +23,13 @@ from moecore.data.sources.base import Source
 from moecore.data.text import tokenizers
 from moecore.tasks.image_text import NONE, ImageText
 
-SPLIT_STREAM = 6  # a random stream of its own
-SPLIT_NAMES = {
-    "train": "train",
-    "restval": "train",
-    "val": "validation",
-    "test": "test",
-}  # Karpathy's
+SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
+# of Karpathy & Fei-Fei's files
+SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
 class ImageCaptions(NamedTuple):
-    """One image: its file below the root, and its captions in their order."""
+    """One image: its file, relative to the root, and its captions in order."""
 
     file: str
     captions: tuple[str, ...]
@@ -45,16 +39,15 @@ class CaptionedSource(Source):
     """Fields of the sources of image files with captions."""
 
     task: ClassVar[type[ImageText]] = ImageText
-    sided: ClassVar[bool] = True  # people say left and right
+    sided: ClassVar[bool] = True  # captions may say left and right
 
     root: str | tuple[str, ...] = Field(description="Folder, or folders in order, of the images")
     size: int = Field(224, ge=4, le=1024, description="Height and width in pixels")
     channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
-    captions: int = Field(5, ge=1, le=100, description="Captions of an image: its first so many")
+    captions: int = Field(5, ge=1, le=100, description="Captions per image: its first ones")
     context: int = Field(77, ge=3, le=2**10, description="Tokens of a caption; CLIP: 77")
     tokenizer: tokenizers.AnyTokenizer = Field(
-        tokenizers.WordSettings(),
-        description="words: of the training captions; bpe: of a file, as CLIP's",
+        tokenizers.WordSettings(), description="words: of the captions; bpe: of a file, as CLIP's"
     )
     validation: float = Field(
         0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
@@ -65,7 +58,7 @@ class CaptionedSource(Source):
     train_limit: int | None = Field(None, ge=2, description="At most this many training images")
     test_limit: int | None = Field(None, ge=2, description="At most this many test images")
     on_error: Literal["stop", "skip"] = Field(
-        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
+        "stop", description="On unreadable images: stop and list all of them, or skip them"
     )
     seed: int = Field(0, ge=0, description="Draws splits and limits")
 
@@ -76,11 +69,11 @@ class CaptionedSource(Source):
 
     @abstractmethod
     def read(self) -> dict[str, list[ImageCaptions]]:
-        """The images of each split, of all files named in the settings."""
+        """Return the images of each split, from all files named in the settings."""
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; the annotations are read, and no word counted."""
-        # its words are not known before
+        """Return what ``write`` would write; annotations are read, but no word is counted."""
+        # The vocabulary is not known before the captions are tokenized.
         card = self._card(tokenizers.WordTokenizer([]))
         return card.complete_with(
             lambda: {"counts": {split: (len(part),) for split, part in self._image_files().items()}}
@@ -110,13 +103,13 @@ class CaptionedSource(Source):
         return Card(name, self.channels, self.size, task, licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
-        """The files of each split, and what is said of them, after the limits."""
+        """Return the files of each split with their captions, after limits are applied."""
         root = find_raw_folder(self.root, "the folder of the images")
-        read = self.read()
+        images_of_split = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
         chosen = {}
         for split in SPLITS:
-            images = read[split]
+            images = images_of_split[split]
             if not images:
                 raise UserError(f"{root}: no image with captions in the split {split}")
             limit = limits.get(split)
@@ -125,19 +118,21 @@ class CaptionedSource(Source):
                 images = [
                     images[place] for place in sorted(random.permutation(len(images))[:limit])
                 ]
-            chosen[split] = [(join_below_root(root, one.file), one) for one in images]
+            chosen[split] = [(join_below_root(root, image.file), image) for image in images]
         missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
         if missing:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
-            total = f"{len(missing)} images with captions are not there"
-            raise UserError(f"{root}: {total}, {listed} among them; add them, or leave out theirs")
+            raise UserError(
+                f"{root}: {len(missing)} images with captions are not there, {listed} among them; "
+                "add them, or leave out theirs"
+            )
         return chosen
 
 
 def split_by_seed(
     images: list[ImageCaptions], settings: CaptionedSource
 ) -> dict[str, list[ImageCaptions]]:
-    """Images whose split no file names, by the seed."""
+    """Split images for which no file names a split, as a function of the seed."""
     random = np.random.default_rng([settings.seed, SPLIT_STREAM])
     order = random.permutation(len(images)).tolist()
     test = max(1, round(settings.test * len(images)))
@@ -148,7 +143,7 @@ def split_by_seed(
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """The text of a user's file. Raises UserError that names it."""
+    """Return the text of a user's file. Raises UserError naming the file."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -160,15 +155,15 @@ def read_text_file(path: Path, what: str) -> str:
 
 
 def read_annotation_json(path: Path) -> Any:
-    """The JSON of a user's file. Raises UserError that names it."""
+    """Return the JSON of a user's file. Raises UserError naming the file."""
     try:
         return json.loads(read_text_file(path, "annotations"))
-    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
+    except (ValueError, RecursionError) as error:  # the latter: too deeply nested brackets
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
 def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
-    """The images per split in a file of Karpathy & Fei-Fei's. Raises UserError for other files."""
+    """Return the images per split of a Karpathy & Fei-Fei file. Raises UserError for others."""
     content = read_annotation_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
@@ -177,32 +172,32 @@ def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
         try:
             split = SPLIT_NAMES[image["split"]]
             parts = (image.get("filepath", ""), image["filename"])
-            said = tuple(sentence["raw"] for sentence in image["sentences"])
-            if not all(isinstance(text, str) for text in (*parts, *said)):
-                raise TypeError("file name or caption, which is no text")
+            captions = tuple(sentence["raw"] for sentence in image["sentences"])
+            if not all(isinstance(text, str) for text in (*parts, *captions)):
+                raise TypeError("file name or caption, which is not text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
-        splits[split].append(ImageCaptions("/".join(part for part in parts if part), said))
+        splits[split].append(ImageCaptions("/".join(part for part in parts if part), captions))
     for part in splits.values():
         check_captions(path, part)
     return splits
 
 
 def check_captions(path: Path, images: list[ImageCaptions]) -> None:
-    """Raise UserError for an image without captions, with an empty one, or that is there twice."""
-    seen: set[str] = set()
+    """Raise UserError for duplicate images, and for images with no caption or an empty one."""
+    files: set[str] = set()
     for image in images:
         if not image.captions or not all(text.strip() for text in image.captions):
             raise UserError(f"{path}: {image.file!r}: has no caption, or an empty one")
-        if image.file in seen:
-            raise UserError(f"{path}: {image.file!r}: is there twice; allowed: once")
-        seen.add(image.file)
+        if image.file in files:
+            raise UserError(f"{path}: {image.file!r}: is listed twice; allowed: once")
+        files.add(image.file)
 
 
 def group_captions(
     path: Path, files: Mapping[Any, str], pairs: Iterator[tuple[Any, str]]
 ) -> list[ImageCaptions]:
-    """Images with captions, in order. Raises UserError for captions of unknown images."""
+    """Group captions by image, in order. Raises UserError for captions of unlisted images."""
     captions: dict[Any, list[str]] = {image: [] for image in files}
     for image, text in pairs:
         if image not in captions:
@@ -214,7 +209,7 @@ def group_captions(
 
 
 def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
-    """The task of a source's data; settings: with context, captions and sided."""
+    """Return the task of a source's data; settings: with context, captions and sided."""
     return ImageText(
         words=tokenizer.words,
         context=settings.context,
@@ -228,17 +223,15 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
 def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokens int32 (N, C, M) of the first C captions of each image, NONE where there are fewer,
-    and how many captions there are, were cut, and how many of their words are unknown.
-    """
+    """Tokenize the first C captions per image, int32 (N, C, M); count cut and unknown ones."""
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
-    known: dict[str, tokenizers.EncodedCaption] = {}
+    encoded_texts: dict[str, tokenizers.EncodedCaption] = {}
     for image, texts in enumerate(captions):
         for place, text in enumerate(texts[: task.captions]):
-            if text not in known:
-                known[text] = tokenizer.encode(text, task.context)
-            encoded = known[text]
+            if text not in encoded_texts:
+                encoded_texts[text] = tokenizer.encode(text, task.context)
+            encoded = encoded_texts[text]
             tokens[image, place] = encoded.tokens
             counts["captions"] += 1
             counts["cut"] += encoded.cut

@@ -1,4 +1,4 @@
-"""One image file to one square of uint8, or to a smaller JPEG file."""
+"""Decode one image file to a square of uint8, or recompress it to a smaller JPEG file."""
 
 import io
 import struct
@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 CHUNK = 4096
-QUALITY = 95  # of JPEG files that are kept
+QUALITY = 95  # of stored JPEG files
 
 
 def resize_images_in_chunks(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield chunks uint8 (n, C, size, size) of images: bilinear, antialiased if smaller."""
+    """Yield chunks uint8 (n, C, size, size) of the images: bilinear, antialiased if smaller."""
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
         if chunk.shape[-2:] == (size, size):
-            # the same bytes: interpolating to the own size could round
+            # Interpolating to the same size could round.
             yield np.ascontiguousarray(chunk)
         else:
             yield _resize_bilinear(chunk, size)
@@ -37,26 +37,24 @@ def _resize_bilinear(images: np.ndarray, size: int) -> np.ndarray:
 SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 )
-# by their content; PIL would hand PostScript that is called .png to Ghostscript, which runs it
+# Checked by content: PIL would pass PostScript named .png to Ghostscript, which executes it.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 MODES = {1: "L", 3: "RGB"}
-BACKGROUND = "white"  # behind transparent pixels: what most pages show them on
-DEEPEST = 65535  # of 16 bits; what a file of fewer bits leaves unused stays dark
+BACKGROUND = "white"  # behind transparent pixels, as on most web pages
+DEEPEST = 65535  # 16 bits; a file that uses fewer bits of them stays dark
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
-DEEP = ("I", "F")  # beginnings of the modes of 32 bits, whose range is not known
+DEEP = ("I", "F")  # prefixes of 32-bit modes, whose range is not known
 
 
 class UnreadableImage(Exception):
-    """A file that is not a whole image of a kind that is supported; its text is the reason."""
+    """A file that is not a complete image of a supported kind; its text is the reason."""
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Decode a file: uint8 (channels, size, size); short side to ``size`` (bilinear), centre cut.
+    """Decode a file to uint8 (channels, size, size): bilinear resizing, centre crop.
 
-    A camera's rotation mark (EXIF) is obeyed; transparent pixels stand on ``BACKGROUND``; 16 bits
-    a channel become the nearest of 8; large JPEG files are decoded at a fraction of their size,
-    never below twice ``size``. Of several pictures in a file the first is taken.
-    Raises Unreadable on damaged and truncated files and on 32 bits per channel.
+    Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture of
+    a file is read. Raises UnreadableImage on damaged files and on 32 bits per channel.
     """
     with _raise_unreadable():
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
@@ -70,24 +68,21 @@ class JpegWithHistogram(NamedTuple):
 
 
 def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
-    """Decode an image file as ``decode_image`` does, whole, and encode it as JPEG.
-
-    Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises
-    UnreadableImage as ``decode_image`` does.
-    """
+    """Decode as ``decode_image`` does, without the crop, and encode as JPEG of a short side."""
     with _raise_unreadable():
         image = _open_image(path, short_side, channels)
         factor = short_side / min(image.size)
         width, height = (max(short_side, round(side * factor)) for side in image.size)
         small = image.resize((width, height), Image.Resampling.BILINEAR)
         file = io.BytesIO()
+        # 4:2:0: colour has half the resolution of brightness, as in camera files.
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
     return JpegWithHistogram(file.getvalue(), histogram)
 
 
 def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
-    """The pixels of a JPEG of ``recompress_image``. Raises Unreadable where it is damaged."""
+    """Decode a JPEG of ``recompress_image``. Raises UnreadableImage where it is damaged."""
     with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
@@ -109,17 +104,18 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
 
 @contextmanager
 def _raise_unreadable() -> Iterator[None]:
-    """All that PIL raises on bad content becomes Unreadable."""
+    """Turn everything that PIL raises on bad content into UnreadableImage."""
     try:
         yield
     except UnidentifiedImageError as error:
         listed = ", ".join(FORMATS)
-        why = f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
-        raise UnreadableImage(why) from error
+        raise UnreadableImage(
+            f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
+        ) from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
     except (
-        # what PIL's readers of EXIF and of chunks let through where lengths and kinds are wrong
+        # PIL's readers of EXIF and of chunks let these through for wrong lengths and types.
         struct.error,
         zlib.error,
         LookupError,
@@ -133,31 +129,32 @@ def _raise_unreadable() -> Iterator[None]:
 
 
 def mode_refusal_text(mode: str) -> str:
-    """Return why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 
 def _to_plain_mode(image: Image.Image) -> Image.Image:
-    """The image with 8 bits a channel and without transparency."""
+    """Convert to 8 bits per channel without transparency."""
     if image.mode in SIXTEEN:
-        deep = np.asarray(image).astype(np.float32)
-        return Image.fromarray(np.rint(deep * (255 / DEEPEST)).astype(np.uint8))
+        values = np.asarray(image).astype(np.float32)
+        return Image.fromarray(np.rint(values * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
-        # PIL would clip them to 0 … 255 silently
+        # PIL would clip them to 0 … 255 silently.
         raise UnreadableImage(mode_refusal_text(image.mode))
     if not image.has_transparency_data:
         return image
-    clear = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", clear.size, BACKGROUND), clear)
+    transparent = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", transparent.size, BACKGROUND), transparent)
 
 
 def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
-    """The largest centred square of the image, resized to uint8 (size, size, C)."""
+    """Resize the largest centred square of the image to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
-    left = (width - side) / 2
-    top = (height - side) / 2
-    small = image.resize(
-        (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
+    first_column = (width - side) / 2
+    first_row = (height - side) / 2
+    square = image.resize(
+        (size, size),
+        Image.Resampling.BILINEAR,
+        box=(first_column, first_row, first_column + side, first_row + side),
     )
-    return np.asarray(small).reshape(size, size, -1)
+    return np.asarray(square).reshape(size, size, -1)

@@ -1,4 +1,4 @@
-"""Many image files: class folders, and decoding in parallel that resumes after a kill."""
+"""Many image files: class folders, and parallel decoding that resumes after a kill."""
 
 import hashlib
 import os
@@ -40,10 +40,10 @@ class LabelledFiles(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """Where images are decoded to, in chunks; those that a killed run finished are kept.
+    """Decodes images in chunks to ``folder``; chunks that a killed run finished are reused.
 
-    Each split has a folder for each list of files, with their lengths, size and number of channels;
-    what other lists left is removed.
+    Each split has a folder named by its files, form and channels; folders of other lists are
+    removed.
     """
 
     folder: Path
@@ -51,18 +51,15 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Decode all ``paths``: path of uint8 (N, C, size, size), {row: reason} of the unreadable.
-
-        A damaged array is begun again.
-        """
-        work = self._work_folder(split, f"{self.size}", paths)
-        array = work / "images.npy"
+        """Decode to an array (N, C, size, size): its path, {row: reason} of unreadable files."""
+        work_folder = self._work_folder(split, f"{self.size}", paths)
+        array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
-        kept = KeptParts(work)
-        if kept.parts and not _is_whole_array(array, shape):
-            kept.path.unlink()
-            kept = KeptParts(work)
-        out = new_array(array, np.uint8, shape, begun=bool(kept.parts))
+        finished = KeptParts(work_folder)
+        if finished.parts and not _is_whole_array(array, shape):
+            finished.path.unlink()
+            finished = KeptParts(work_folder)
+        out = new_array(array, np.uint8, shape, begun=bool(finished.parts))
 
         def decode_row(row: int) -> str | None:
             try:
@@ -78,20 +75,20 @@ class DecodeCache(NamedTuple):
 
         bad: dict[str, str] = {}
         for rows in _chunks(len(paths)):
-            bad |= kept.part(str(rows), partial(decode_rows, rows))
+            bad |= finished.part(str(rows), partial(decode_rows, rows))
         return array, {int(row): reason for row, reason in bad.items()}
 
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
-        """Encode all ``paths`` into one file; also {row: reason} of the unreadable ones."""
-        work = self._work_folder(split, f"whole {short_side}", paths)
-        file = work / "images.bin"
-        kept = KeptParts(work)
-        written = sum(sum(part["lengths"]) for part in kept.parts.values())
-        if kept.parts and (not file.is_file() or file.stat().st_size < written):
-            kept.path.unlink()
-            kept = KeptParts(work)
+        """Encode ``paths`` as JPEG in one file; also {row: reason} of unreadable files."""
+        work_folder = self._work_folder(split, f"whole {short_side}", paths)
+        file = work_folder / "images.bin"
+        finished = KeptParts(work_folder)
+        written = sum(sum(part["lengths"]) for part in finished.parts.values())
+        if finished.parts and (not file.is_file() or file.stat().st_size < written):
+            finished.path.unlink()
+            finished = KeptParts(work_folder)
 
         def pack_row(row: int) -> JpegWithHistogram | str:
             try:
@@ -115,7 +112,7 @@ class DecodeCache(NamedTuple):
         histogram = np.zeros((self.channels, 256), np.int64)
         bad: dict[str, str] = {}
         for rows in _chunks(len(paths)):
-            part = kept.part(str(rows), partial(pack_rows, rows, end))
+            part = finished.part(str(rows), partial(pack_rows, rows, end))
             lengths += part["lengths"]
             end += sum(part["lengths"])
             histogram += part["histogram"]
@@ -124,7 +121,7 @@ class DecodeCache(NamedTuple):
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
-        """Return the folder that is named by what is made, of which files, and their lengths."""
+        """Return the folder named by a hash of form, channels, files and their lengths."""
         listing = "\n".join(f"{path} {_file_length(path)}" for path in paths)
         text = f"{form} {self.channels}\n{listing}"
         name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
@@ -145,7 +142,7 @@ def _is_whole_array(array: Path, shape: tuple[int, ...]) -> bool:
 
 
 def _file_length(path: Path) -> int:
-    """Bytes of a file; -1 of a link to nothing, which decoding complains of."""
+    """Return the bytes of a file, -1 for a broken link, which decoding will report."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -153,9 +150,9 @@ def _file_length(path: Path) -> int:
 
 
 def _write_from(file: Path, start: int, content: bytes) -> None:
-    """Write to the disk what comes after ``start`` bytes of a file."""
+    """Replace what follows ``start`` bytes of a file by ``content``, and sync it to the disk."""
     with open(file, "ab") as out:
-        out.truncate(start)  # what a killed run wrote and never said
+        out.truncate(start)  # a killed run may have written more than it recorded
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
@@ -172,11 +169,10 @@ def decode_splits(
     on_error: Literal["stop", "skip"],
     short_side: int | None = None,
 ) -> dict[str, SplitToWrite]:
-    """Decode every split; the parts take the cache's files over.
+    """Decode every split; the returned parts take over the cache's files.
 
-    short_side: of the training images where they are kept whole, as JPEG files; None for an array
-    as those of the other splits. Raises UserError that lists every unreadable file with its reason,
-    unless ``on_error`` is ``skip``: then they are left out.
+    short_side: of uncropped JPEG training images; None for an array. Raises UserError listing every
+    unreadable file with its reason, unless ``on_error`` is ``skip``: then these files are left out.
     """
     decoded: dict[str, tuple[Path | PackedJpegFile, dict[int, str]]] = {}
     for split, files in splits.items():
@@ -190,14 +186,16 @@ def decode_splits(
         for row, why in sorted(reasons.items())
     ]
     if bad and on_error == "stop":
-        count = f"{len(bad)} image files cannot be read"
         listed = "\n  ".join(bad)
-        raise UserError(f"{count}; repair or remove them, or set `on_error: skip`:\n  {listed}")
+        raise UserError(
+            f"{len(bad)} image files cannot be read; repair or remove them, or set "
+            f"`on_error: skip`:\n  {listed}"
+        )
     parts = {}
     for split, (images, reasons) in decoded.items():
-        kept = np.setdiff1d(np.arange(len(splits[split].paths)), list(reasons))
-        rows = _stored_rows(images, kept) if reasons and isinstance(images, Path) else images
-        parts[split] = SplitToWrite(splits[split].labels[kept], rows)
+        readable = np.setdiff1d(np.arange(len(splits[split].paths)), list(reasons))
+        rows = _stored_rows(images, readable) if reasons and isinstance(images, Path) else images
+        parts[split] = SplitToWrite(splits[split].labels[readable], rows)
     return parts
 
 
@@ -207,7 +205,7 @@ def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
         yield images[rows[part]]
 
 
-SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
+MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
 class ImageFilesSource(SplitSettings, Source):
@@ -218,19 +216,21 @@ class ImageFilesSource(SplitSettings, Source):
     channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
     short_side: int | None = Field(
         None,
-        ge=SMALLEST,
+        ge=MIN_SHORT_SIDE,
         le=1024,
-        description="Keep whole JPEG files with this short side; null: raw squares",
+        description="Store uncropped JPEG files with this short side in pixels; null: raw squares",
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
+        "stop", description="On unreadable images: stop and list all of them, or skip them"
     )
 
     @model_validator(mode="after")
     def _large_enough(self) -> Self:
         if self.short_side is not None and self.short_side < self.size:
-            given = f"short_side is {self.short_side}, size {self.size}"
-            raise ValueError(f"{given}; allowed: {self.size} or more, or null")
+            raise ValueError(
+                f"short_side is {self.short_side}, size {self.size}; "
+                f"allowed: {self.size} or more, or null"
+            )
         return self
 
     @property
@@ -240,14 +240,12 @@ class ImageFilesSource(SplitSettings, Source):
 
     @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
-        """The classes and the files of each split. Raises UserError on wrong folders."""
+        """Return the classes and the files of each split. Raises UserError on wrong folders."""
 
     def scratch_folder(self, folder: Path) -> Path:
-        """Return where unfinished work lies."""
         return folder / ".decoded"
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; files are counted."""
         return self._card().complete_with(lambda: self._count(*self.list_splits()))
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -257,9 +255,9 @@ class ImageFilesSource(SplitSettings, Source):
         scratch = self.scratch_folder(folder)
         cache = DecodeCache(scratch, self.size, self.channels)
         parts = decode_splits(cache, splits, self.on_error, self.short_side)
-        written = write_images(folder, self, card, parts)
+        content = write_images(folder, self, card, parts)
         shutil.rmtree(scratch)
-        return written
+        return content
 
     def _card(self) -> Card:
         name, licence, source = self.about
@@ -274,33 +272,31 @@ class ImageFilesSource(SplitSettings, Source):
         return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:
-        """The first of the folders that ``root`` may be. Raises UserError where there is none."""
+        """Return the first existing folder of ``root``. Raises UserError where none exists."""
         return find_raw_folder(self.root, "the folder with the class folders")
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the class folders; UserError where there are fewer than two."""
+    """Return the sorted names of the class folders; UserError for fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     names = sorted(name for name in names if not name.startswith("."))
     if len(names) < 2:
-        allowed = "two or more, with the images of one class each"
-        raise UserError(f"{folder}: found {len(names)} class folders; allowed: {allowed}")
+        raise UserError.at(
+            folder,
+            found=f"{len(names)} class folders",
+            allowed="two or more, with the images of one class each",
+        )
     return tuple(names)
 
 
 def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> LabelledFiles:
-    """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
-    ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
-
-    Raises UserError on class folders that differ from ``classes``, on a class without an image, and
-    on links that lead out of ``root``.
-    """
+    """List image files under ``folder/<class>/`` at any depth, sorted, with class numbers."""
     if (names := class_names(folder)) != classes:
-        lacking = _join_names(set(classes) - set(names))
+        missing = _join_names(set(classes) - set(names))
         unknown = _join_names(set(names) - set(classes))
-        raise UserError(f"{folder}: class folders differ; lacking: {lacking}; unknown: {unknown}")
+        raise UserError(f"{folder}: class folders differ; lacking: {missing}; unknown: {unknown}")
     lists = [sorted(_images_below(root, join_below_root(root, folder / name))) for name in classes]
     if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
         endings = " ".join(sorted(SUFFIXES))
@@ -311,10 +307,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """Yield the image files at any depth; links to folders are not followed, those to files are.
-
-    Raises UserError where a folder cannot be listed.
-    """
+    """Yield image files at any depth, also broken links, following links to files only."""
     try:
         with os.scandir(folder) as listed:
             entries = list(listed)
@@ -327,19 +320,18 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
             yield from _images_below(root, path)
         if path.suffix.lower() not in SUFFIXES:
             continue
-        if entry.is_symlink():  # all above it are folders of their own
+        if entry.is_symlink():  # no folder above it is a link
             join_below_root(root, path)
         if entry.is_file() or not path.exists():
             yield path
 
 
 def take_files_at_rows(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
-    """The files at ``rows``, in that order."""
     return LabelledFiles([files.paths[row] for row in rows], files.labels[rows])
 
 
 def _join_names(names: set[str]) -> str:
-    words = ", ".join(sorted(names)[:10]) or "none"
+    text = ", ".join(sorted(names)[:10]) or "none"
     if len(names) > 10:
-        words += f" and {len(names) - 10} more"
-    return words
+        text += f" and {len(names) - 10} more"
+    return text

@@ -1,4 +1,4 @@
-"""Image sets that their authors split into training and test: their source, and downloads."""
+"""Image sets split by their authors into training and test: their source, and downloads."""
 
 import http.client
 import urllib.error
@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError, candidate_folders, file_checksum, whole_file
+from moecore.core.files import (
+    UserError,
+    candidate_folders,
+    describe_refusal,
+    file_checksum,
+    whole_file,
+)
 from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.layouts.images import SplitToWrite, write_images
@@ -23,7 +29,7 @@ LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and 
 
 
 class PublishedSetFacts(NamedTuple):
-    """What is known of a set before its files are read; the authors drew as many of each class."""
+    """Facts known before files are read; every class has equally many images."""
 
     name: str
     classes: tuple[str, ...]
@@ -35,62 +41,64 @@ class PublishedSetFacts(NamedTuple):
 
 
 class PublishedSource(SplitSettings, Source):
-    """Fields of the sources of published sets, and how each is found, fetched and written."""
+    """Fields of the sources of published sets, which are found, downloaded and written here."""
 
     root: str | tuple[str, ...]
     size: int
     download: bool = Field(
-        False, description="Fetch from the authors into the first root where it is on none; checked"
+        False, description="Download missing files from the authors to the first root, checked"
     )
     only_classes: tuple[str, ...] = Field(
-        (), description="Names of the classes that each split keeps; empty: all"
+        (), description="Names of the classes to keep; empty: all"
     )
     test_unused: bool = Field(
-        False, description="Training images that train_limit leaves out are test images, too"
+        False, description="Also use training images that train_limit leaves out as test images"
     )
 
     @model_validator(mode="after")
     def _known_classes(self) -> Self:
-        known = self.facts().classes
+        classes = self.facts().classes
         named = self.only_classes
-        if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(known)):
-            allowed = f"two or more of {', '.join(known)}, each once"
-            raise ValueError(f"only_classes: found {', '.join(named)}; allowed: {allowed}")
+        if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(classes)):
+            refusal = describe_refusal(
+                found=", ".join(named), allowed=f"two or more of {', '.join(classes)}, each once"
+            )
+            raise ValueError(f"only_classes: {refusal}")
         return self
 
     @property
     def kept_classes(self) -> tuple[str, ...]:
-        """Names of the classes whose images are kept, in the set's own order."""
-        known = self.facts().classes
-        return tuple(name for name in known if name in (self.only_classes or known))
+        """Names of the classes whose images are kept, in the set's order."""
+        classes = self.facts().classes
+        return tuple(name for name in classes if name in (self.only_classes or classes))
 
     @abstractmethod
     def facts(self) -> PublishedSetFacts:
-        """Return what is known of the set."""
+        """Return the facts of the set."""
 
     @abstractmethod
     def find_files(self, roots: list[Path]) -> Path | None:
-        """The first place that has all files."""
+        """Return the first folder or archive that has all files."""
 
     @abstractmethod
     def describe_absence(self, roots: list[Path]) -> str:
-        """Say what is lacking, and how to get it."""
+        """Return which files are missing, and how to get them."""
 
     @abstractmethod
     def fetch_files(self, root: Path) -> Path:
-        """Download the files into ``root``, checked; return the place of all."""
+        """Download the files into ``root``, checked; return what ``find_files`` would."""
 
     @abstractmethod
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """The authors' training and test sets. Raises UserError where a file is damaged."""
+        """Return the authors' training and test sets. Raises UserError on damaged files."""
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; no file is read."""
-        facts, kept = self.facts(), self.kept_classes
+        facts = self.facts()
+        classes = self.kept_classes
         name = facts.name
-        if kept != facts.classes:
-            name += f", {len(kept)} of {len(facts.classes)} classes"
-        task = Classification(classes=kept)
+        if classes != facts.classes:
+            name += f", {len(classes)} of {len(facts.classes)} classes"
+        task = Classification(classes=classes)
         card = Card(name, facts.channels, self.size, task, facts.licence, facts.source)
 
         def count() -> dict[str, Any]:
@@ -118,15 +126,15 @@ class PublishedSource(SplitSettings, Source):
         return write_images(folder, self, self.describe(), parts)
 
     def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
-        """The labels (N,) counted among the classes that are kept; −1 for others."""
+        """Renumber the labels (N,) among the kept classes; −1 for other classes."""
         if not self.only_classes:
             return labels
-        kept = self.kept_classes
-        numbers = [kept.index(name) if name in kept else -1 for name in self.facts().classes]
+        classes = self.kept_classes
+        numbers = [classes.index(name) if name in classes else -1 for name in self.facts().classes]
         return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
-        """Where all files are, None where they are to be fetched, and the folder for that."""
+        """Return where all files are (None: to download), and the folder for downloads."""
         roots = candidate_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
@@ -134,24 +142,21 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of train, validation and test, in this order, of both sets one after the other.
-
-        Classes are left out last: an image is in the same split whichever are kept.
-        """
+        """Return rows of each split in the training set followed by the test set."""
         train, validation = split_train(labels, self)
-        whole = np.concatenate([labels, test_labels])
-        test = np.arange(len(labels), len(whole))
+        all_labels = np.concatenate([labels, test_labels])
+        test = np.arange(len(labels), len(all_labels))
         if self.test_unused:
             unused = np.setdiff1d(np.arange(len(labels)), np.concatenate([train, validation]))
             test = np.concatenate([test, unused])
-        test = test[stratified_limit(whole[test], self.test_limit, self.seed)]
-        numbers = self._number_kept_classes(whole)
+        test = test[stratified_limit(all_labels[test], self.test_limit, self.seed)]
+        # Classes are dropped last, so that their choice moves no image to another split.
+        numbers = self._number_kept_classes(all_labels)
         rows = {"train": train, "validation": validation, "test": test}
         return {split: part[numbers[part] >= 0] for split, part in rows.items()}
 
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
-    """Raise UserError where the file's digest differs from the published one."""
     digest = file_checksum(path, algorithm)
     if digest != expected:
         raise UserError(
@@ -160,10 +165,7 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Download ``url`` to ``path``, which appears only once ``check(temporary path)`` accepts it.
-
-    Raises UserError on any network problem (naming the URL) and from ``check``.
-    """
+    """Download ``url`` to ``path``, which appears only once ``check`` accepts the content."""
     with whole_file(path) as temporary:
         try:
             torch.hub.download_url_to_file(url, str(temporary), progress=False)
@@ -172,7 +174,7 @@ def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None
             http.client.HTTPException,
             TimeoutError,
             ConnectionError,
-            ValueError,  # of an address, which a redirection names
+            ValueError,  # of a bad address in a redirection
         ) as error:
             raise UserError(
                 f"{url}: download failed ({error}); check the network, or put the file at {path} "

@@ -1,1 +1,1 @@
-"""How images, text and volumes lie in a prepared folder: one file each writes and opens them."""
+"""Files of a prepared folder: one module each writes and opens images, text and volumes."""

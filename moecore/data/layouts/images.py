@@ -1,6 +1,6 @@
 """Flat images: ``{train,validation,test}_images.npy``, uint8 (N, C, H, W), and ``…_labels.npy``.
 
-Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
+Where the card says ``jpeg``, training images are concatenated JPEG files: ``train_images.bin``, and
 ``train_offsets.npy`` int64 (N + 1,).
 """
 
@@ -25,20 +25,16 @@ from moecore.tasks.base import Task
 
 
 class PackedJpegFile(NamedTuple):
-    """A finished file of N JPEG files, one after the other, that is taken over."""
+    """A file of N concatenated JPEG files, which is moved to the prepared folder."""
 
     path: Path
     lengths: np.ndarray  # int64 (N,), bytes
-    histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
+    histogram: np.ndarray  # int64 (C, 256) of all pixels before compression
     short_side: int
 
 
 class SplitToWrite(NamedTuple):
-    """One split to write: its labels, as the task stores them, and the images in the same order.
-
-    images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
-    taken over.
-    """
+    """Labels as the task stores them, and images: chunks uint8 (n, C, H, W) or a file to move."""
 
     labels: np.ndarray
     images: Iterable[np.ndarray] | Path | PackedJpegFile
@@ -52,14 +48,14 @@ def write_images(
     counts: Mapping[str, Mapping[str, int]] | None = None,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write the three splits and ``card.json`` to ``folder`` (made where missing).
+    """Write the three splits and ``card.json`` to ``folder`` (created if missing).
 
     Args:
         folder: Where to write.
-        settings: Those of the source, with a kind and a seed.
-        card: What the source says of its data; its ``counts`` are counted again.
+        settings: The source's settings, with a kind and a seed.
+        card: The source's card; its ``counts`` are counted again.
         parts: The splits train, validation and test.
-        counts: Of each split, for the card, where they are not those of classes.
+        counts: Counts of each split for the card, where they are not counts of classes.
         files: Names of other files of ``folder`` that belong to the data.
 
     Returns:
@@ -104,7 +100,7 @@ def write_images(
 def _describe_training_images(
     folder: Path, card: Card, images: Iterable[np.ndarray] | Path | PackedJpegFile
 ) -> dict[str, Any]:
-    """Return the card's entries on their values, and on the size of those that are kept whole."""
+    """Return the card's entries on pixel values, and on the size of uncropped images."""
     if isinstance(images, PackedJpegFile):
         mean, std = _moments_of(images.histogram)
         return {"mean": mean, "std": std, "jpeg": {"side": images.short_side}}
@@ -114,19 +110,17 @@ def _describe_training_images(
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
-    """Mean and population standard deviation per channel of images uint8 (N, C, H, W), in [0, 1].
-
-    Exact, from histograms, which PIL counts several times as quickly as numpy.
-    """
+    """Return exact mean and population SD per channel of uint8 (N, C, H, W), in [0, 1]."""
     channels, width = images.shape[1], images.shape[-1]
 
-    def counted(start: int) -> np.ndarray:
+    # PIL counts histograms several times faster than numpy.
+    def count_chunk(start: int) -> np.ndarray:
         block = images[start : start + chunk]
         planes = [block[:, channel].reshape(-1, width) for channel in range(channels)]
         return np.array([Image.fromarray(plane).histogram() for plane in planes], np.int64)
 
     histogram = np.zeros((channels, 256), np.int64)
-    for counts in map_in_threads(counted, range(0, len(images), chunk)):
+    for counts in map_in_threads(count_chunk, range(0, len(images), chunk)):
         histogram += counts
     return _moments_of(histogram)
 
@@ -139,12 +133,11 @@ def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 def _jpeg_file_names(split: str) -> list[str]:
-    """Return the names of a split's JPEG files in one, and of its offsets."""
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
 def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
-    """Return the names of the two files."""
+    """Move the JPEG content, write its offsets, and return the names of the two files."""
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets = names = _jpeg_file_names(split)
@@ -159,23 +152,25 @@ def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarra
         shutil.move(images, path)
         open_array(path, shape, np.uint8)
         return
-    out = new_array(path, np.uint8, shape)
+    array = new_array(path, np.uint8, shape)
     row = 0
     for chunk in images:
         if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
-            wrong = f"images {row} on are {chunk.dtype} {chunk.shape}"
-            raise UserError(f"{path.name}: {wrong}; expected uint8 {shape} in all")
-        out[row : row + len(chunk)] = chunk
+            raise UserError(
+                f"{path.name}: images {row} on are {chunk.dtype} {chunk.shape}; "
+                f"expected uint8 {shape} in all"
+            )
+        array[row : row + len(chunk)] = chunk
         row += len(chunk)
     if row != shape[0]:
         raise UserError(f"{path.name}: {row} images for {shape[0]} labels")
-    out.flush()
+    array.flush()
 
 
 def open_images(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
-    """Return images and labels of a split; UserError where they are not what card.json says."""
+    """Return images and labels of a split. Raises UserError where they contradict card.json."""
     number = card["images"][split]
     channels = card["channels"] + bool(card.get("truth"))
     shape = (number, channels, card["size"], card["size"])
@@ -188,16 +183,16 @@ def open_images(
 
 @dataclass(frozen=True)
 class JpegImages:
-    """N images of different shapes, kept as JPEG files in one file.
+    """N images of different shapes, stored as JPEG files in one file.
 
-    Looks like an array uint8 (N, C, S, S) of their centre squares; several indices give the same
-    of fewer images, and nothing is decoded before ``numpy.asarray``. ``whole`` has all pixels.
+    Behaves like an array uint8 (N, C, S, S) of their centre squares; an index array selects images
+    without decoding, ``numpy.asarray`` decodes. ``whole`` returns all pixels.
     """
 
     path: Path
     content: np.ndarray  # uint8 (bytes,), memory-mapped
-    places: np.ndarray  # int64 (N,): which of the file's images
-    offsets: np.ndarray  # int64 (all + 1,): where each begins, and the last one ends
+    places: np.ndarray  # int64 (N,): positions of these images in the file
+    offsets: np.ndarray  # int64 (images in the file + 1,): where each begins, and the last one ends
     size: int  # S
     channels: int
     dtype = np.dtype(np.uint8)
@@ -205,7 +200,7 @@ class JpegImages:
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: Mapping[str, Any]) -> "JpegImages":
-        """Open those of a prepared folder; UserError where a length is not what offsets say."""
+        """Open a split of a prepared folder. Raises UserError where the file's length is wrong."""
         path, offsets = (folder / name for name in _jpeg_file_names(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
@@ -216,19 +211,17 @@ class JpegImages:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the array that they look like."""
         return (len(self.places), self.channels, self.size, self.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array that they look like."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, key: Any) -> Any:
-        """One centre square uint8 (C, S, S), or fewer images of the same kind."""
+        """Return one centre square uint8 (C, S, S), or the selected images undecoded."""
         if isinstance(key, (int, np.integer)):
             return self._square(self.places[key])
         return replace(self, places=self.places[key])
@@ -239,10 +232,7 @@ class JpegImages:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """All pixels of the images at ``rows``, decoded in threads: uint8 (H, W, C) each.
-
-        Raises UserError where one is damaged, naming the file and the image.
-        """
+        """Decode uncropped images in threads: uint8 (H, W, C); UserError for damaged ones."""
         return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:
@@ -254,15 +244,16 @@ class JpegImages:
 
     def _open_picture(self, place: int) -> Image.Image:
         start, stop = self.offsets[place : place + 2]
-        where = f"{self.path}: image {place} (bytes {start} to {stop})"
         try:
-            image = decode_jpeg_to_pil(self.content[start:stop].tobytes(), self.channels)
+            return decode_jpeg_to_pil(self.content[start:stop].tobytes(), self.channels)
         except UnreadableImage as error:
-            raise UserError(f"{where} cannot be decoded: {error}; {PREPARE_AGAIN}") from error
-        return image
+            raise UserError(
+                f"{self.path}: image {place} (bytes {start} to {stop}) cannot be decoded: {error}; "
+                f"{PREPARE_AGAIN}"
+            ) from error
 
 
 @lru_cache(maxsize=1)
 def _decoding_threads(number: int) -> ThreadPoolExecutor:
-    """Threads that decode; kept, as every batch needs them."""
+    """Return the decoding threads; cached, as every batch needs them."""
     return ThreadPoolExecutor(number, "jpeg")

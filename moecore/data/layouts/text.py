@@ -1,8 +1,8 @@
-"""Text: ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``, a word a line.
+"""Text: ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``.
 
-Words stand in the order of the token numbers. A split's items are blocks of M tokens, each read
-with the C − 1 blocks before it: see ``block_windows``. Where each token's kind is known,
-``…_truth.npy`` are uint8 (n,).
+The vocabulary has one word per line, in the order of token numbers. A split's items are blocks of M
+tokens, each read with the C − 1 blocks before it (see ``block_windows``). Where token kinds are
+known, ``…_truth.npy`` are uint8 (n,).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,26 @@ NONE = -1  # the token before a text's first
 
 
 class NumberedText(NamedTuple):
-    """The splits of a text, before they are written."""
+    """The splits of a text before they are written."""
 
     tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
     vocabulary: Sequence[str]
-    more: Mapping[str, Any]  # what the card is to say of what was read
-    truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: not known
+    more: Mapping[str, Any]  # additional entries of card.json, such as checksums of what was read
+    truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: unknown
 
 
 def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -> dict[str, Any]:
-    """Write the prepared layout to ``folder`` and return the content of card.json.
-
-    Raises UserError for a card with a problem, and where a split has no full block.
-    """
+    """Write the layout and return the card. Raises UserError for a split without a full block."""
     card = card.without_problem()
     tokens, vocabulary, more, truth = text
     (block,) = card.shape
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         if len(tokens[split]) <= block:
-            short = f"the split {split} has {len(tokens[split])} tokens"
-            raise UserError(f"{card.name}: {short}; a block of {block} needs more")
+            raise UserError(
+                f"{card.name}: the split {split} has {len(tokens[split])} tokens; "
+                f"a block of {block} needs more"
+            )
         save_array(folder / f"{split}_tokens.npy", tokens[split])
         if truth:
             save_array(folder / f"{split}_truth.npy", truth[split])
@@ -72,7 +71,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -
 def open_text(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks of a split and their labels; UserError where they misfit card.json."""
+    """Return the blocks of a split and their labels. Raises UserError if they misfit card.json."""
     rows = open_token_rows(folder, card, split)
     block, context = card["size"][0], card["channels"] - 1
     images, labels = block_windows(rows[0], block, context)
@@ -83,7 +82,7 @@ def open_text(
 
 
 def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
-    """Tokens of a split, int32 (R, n); the second row has their kinds, where they are known."""
+    """Return the tokens of a split, int32 (R, n); a second row has their kinds, where known."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
     if "truth" not in card:
@@ -93,11 +92,10 @@ def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.nda
 
 
 def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks with what is read before them, and the words after each token.
+    """Return blocks with the context before them, (N, C, M), and next words (N, M), of tokens (n,).
 
-    tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
-    which those before the text's start are −1, and (N, M); N = (n − 1) // M, the incomplete block
-    at the end is left out. Both are views of one array, C·M tokens longer than the text at most.
+    C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
+    incomplete last block. The windows are views of one array.
     """
     number = (len(tokens) - 1) // block
     before = np.full(context * block, NONE, tokens.dtype)

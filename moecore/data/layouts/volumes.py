@@ -1,8 +1,8 @@
-"""Volumes with a number each: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
+"""Volumes with one number each: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
 
 Values lie in [0, 1] with a background of exactly 0; ``…_regions.npy`` are tissue shares × 255,
-uint8 (N, R, D, H, W), where the card lists ``regions``, ``…_subjects.csv`` has a row per volume,
-and counts are by sex.
+uint8 (N, R, D, H, W), where the card lists ``regions``; ``…_subjects.csv`` has one row per volume;
+counts are by sex.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +24,14 @@ from moecore.data.volumes.subjects import (
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
-BRAIN = 0.5  # share of tissue from which on a voxel is inside the brain
+BRAIN = 0.5  # a voxel with at least this share of tissue is inside the brain
 # shares of the head, wide enough for ages 18 to 95 with atrophy
 USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
 BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted image
 
 
 class VolumeSplitToWrite(NamedTuple):
-    """One split to write: the subjects, and in the same order their volumes float16 (1, D, H, W) in
-    [0, 1] with regions uint8 (R, D, H, W).
-
-    The layout sets the subjects' ``qc_flags``.
-    """
+    """Subjects with volumes float16 (1, D, H, W) and regions uint8 (R, D, H, W), or None."""
 
     subjects: Sequence[VolumeSubject]
     volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]
@@ -44,11 +40,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write the splits and ``card.json`` to ``folder`` (made where missing); return its content.
-
-    settings: of the source, with a kind and a seed. Raises UserError where all ages of train are
-    the same.
-    """
+    """Write splits and card; return the card. Raises UserError if all training ages are equal."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:
@@ -82,7 +74,7 @@ def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
 
 
 def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite) -> np.ndarray:
-    """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
+    """Write one split; return number, sum and sum of squares of values in the brain, fp64 (3,)."""
     shape = (len(part.subjects), 1, *card.shape)
     images = new_array(folder / f"{split}_images.npy", np.float16, shape)
     regions = None
@@ -108,7 +100,7 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
 def open_volumes(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return volumes, labels and people of a split; UserError where they misfit card.json."""
+    """Return volumes, labels and people of a split. Raises UserError if they misfit card.json."""
     number = card["images"][split]
     size = tuple(card["size"])
     images = open_array(
@@ -123,7 +115,7 @@ def open_volumes(
 
 
 def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
-    """Short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W) or None."""
+    """Return short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W)."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
     if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
@@ -140,7 +132,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
 
 
 def tissue_shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
-    """Return the tissues whose share of all tissue, in any unit, is not within its limits."""
+    """Name the tissues whose share of all tissue, in any unit, is outside its limits."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
     return ", ".join(

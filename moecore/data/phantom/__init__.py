@@ -1,1 +1,1 @@
-"""Simulated ageing heads: anatomy, its trajectories with age, scanners, and BIDS files of them."""
+"""Simulated ageing heads: anatomy, its changes with age, scanners, and a second generator."""

@@ -1,7 +1,7 @@
-"""The anatomy of every simulated person: its numbers with their sources, random fields, MNI152.
+"""The anatomy of every simulated person: numbers with their sources, random fields, MNI152 maps.
 
 Volumes in mL, lengths in mm, ages in years. The maps of MNI152 at 64³ (see mni152/NOTICE.md) are
-made by tools/build_template.py; their digest is here, so other maps are other code.
+made by tools/build_template.py; their digest is in this file, so that other maps change the code.
 """
 
 from functools import cache
@@ -32,20 +32,20 @@ VENTRICLES_ML = np.array(
     [10.94, 11.78, 12.87, 14.20, 15.79, 17.63, 19.76, 22.19]
     + [24.96, 28.11, 31.68, 35.70, 40.23, 45.33, 51.05]
 )
-REFERENCE = 1  # index of age 25 in AGES: the template is taken to be of that age
+REFERENCE = 1  # index of age 25 in AGES, the assumed age of the template
 
 # Choices of this simulation, not published values
 HEAD_ML = {"F": 1390.0, "M": 1580.0}  # median volume inside the skull
 HEAD_LOG_SD = 0.085  # SD of its logarithm within a sex
-VENTRICLES_OF_MEN = 1.08  # times those of women, at equal head size and age
-# limits of the brain age that is simulated (age + gap)
+VENTRICLES_OF_MEN = 1.08  # men / women, at equal head size and age
+# limits of the simulated brain age (age + gap)
 OLDEST = 95.0
 YOUNGEST = 18.0
 SHAPE_LOG_SD = 0.025  # head proportions, along each axis
-# what remains of the pose after registration
+# residual pose after registration
 TILT_DEGREES_SD = 1.5
 SHIFT_MM_SD = 1.0
-# a larger ventricle pushes tissue outwards; the push falls off over this distance
+# decay length of the outward push of a larger ventricle on tissue
 PUSH_DECAY_MM = 25.0
 CORTEX_LOG_SD = 0.25  # regional variation of cortical thinning
 
@@ -59,23 +59,23 @@ LESION_DARKER = 0.22
 LESION_RIM_MM = 5.0
 LESION_SPOT = 0.9
 LESION_SPOT_WEIGHT = 0.6
-LESION_HEAD_ML = 1450.0  # the head volume that lesions_ml is for
+LESION_HEAD_ML = 1450.0  # head volume for which lesions_ml is given
 
 # Scanner and site
-# smooth shading and overall brightness of one scan
+# SD of the logarithm of shading and of overall brightness, per scan
 BIAS = 0.06
 SCAN_LOG_SD = 0.03
-# of one site: brightness, contrast, noise (SD at gain 1)
+# per site: brightness, contrast, noise (SD at gain 1)
 SITE_GAIN = (0.7, 1.4)
 SITE_GAMMA_LOG_SD = 0.06
 SITE_NOISE = (0.015, 0.03)
 
 
 class PopulationSpread(NamedTuple):
-    """How much people of one age and sex differ."""
+    """Variation among people of one age and sex."""
 
     gap: float  # SD of brain age − age, years
-    atrophy: float  # SD of the share of tissue that has become fluid
+    atrophy: float  # SD of the share of tissue replaced by fluid
     boundary: float  # SD of the shift between grey and white matter, as a share of white matter
     ventricles: float  # SD of the logarithm of the ventricles' volume
     lesions: float  # SD of the logarithm of the lesions' volume
@@ -89,23 +89,23 @@ PRESETS: dict[str, PopulationSpread] = {
 
 
 def grey_matter_relative_to_25(age: float) -> float:
-    """Grey matter at an age, relative to age 25; linear between the medians."""
+    """Return grey matter at an age, relative to age 25; linear between the medians."""
     return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
 
 
 def white_matter_relative_to_25(age: float) -> float:
-    """White matter at an age, relative to age 25; linear between the medians."""
+    """Return white matter at an age, relative to age 25; linear between the medians."""
     return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
-    """Lateral ventricles at an age, relative to age 25; their logarithm is linear in between."""
+    """Return lateral ventricles relative to age 25; their logarithm is linear between medians."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
 
 
 def lesions_ml(age: float) -> float:
-    """White-matter lesions (mL), a choice: about 1 when young, later doubling every 10 years."""
-    return float(1.1 + 0.35 * np.exp((age - 50) / 14))
+    """Return white-matter lesions in mL (our choice): about 1 when young, then growing fast."""
+    return float(1.1 + 0.35 * np.exp((age - 50) / 14))  # the exponential doubles in 10 years
 
 
 SIDE = 64  # voxels along each axis
@@ -117,10 +117,10 @@ SPLINE_SD = 0.315
 
 
 def spline_basis() -> np.ndarray:
-    """Uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
-    place = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
-    first = np.floor(place).astype(int)
-    t = place - first
+    """Return uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
+    position = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
+    first = np.floor(position).astype(int)
+    t = position - first
     pieces = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
     basis = np.zeros((SIDE, KNOTS), np.float32)
     for offset, piece in enumerate(pieces):
@@ -132,7 +132,7 @@ BASIS = spline_basis()
 
 
 def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
-    """Smooth Gaussian fields with SD near 1: float32 (number, 64, 64, 64)."""
+    """Draw smooth Gaussian fields with SD near 1: float32 (number, 64, 64, 64)."""
     field = random.standard_normal((number, KNOTS, KNOTS, KNOTS), dtype=np.float32) @ BASIS.T
     field = np.matmul(BASIS, field)  # (n, 8, 64, 64)
     field = np.matmul(BASIS, field.reshape(number, KNOTS, SIDE * SIDE))
@@ -140,12 +140,12 @@ def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
 
 
 def grid_points() -> np.ndarray:
-    """Indices of all voxels, float32 (3, 64³), the last axis fastest."""
+    """Return the indices of all voxels, float32 (3, 64³), the last axis fastest."""
     return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
 
 
 def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,)."""
+    """Interpolate a volume (64, 64, 64) linearly at points (3, n) in voxels; float32 (n,)."""
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
@@ -154,11 +154,8 @@ def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
 def scan_brain(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
-    """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.
-
-    It has its site's brightness and contrast, smooth shading, and Rician noise. seed and scan: the
-    person's and which of his scans, in random streams that do not touch that of the anatomy.
-    """
+    """Simulate one scan of a brain, float32 (D, H, W): positive in ``mask``, 0 outside."""
+    # streams of the person's scan and of the site, independent of the anatomy's
     random = np.random.default_rng([seed, 2, scan])
     scanner = np.random.default_rng([site, 77])
     gain = scanner.uniform(*SITE_GAIN)
@@ -174,21 +171,18 @@ def scan_brain(
 
 FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
 SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
-# of the distance to the ventricles; below it the direction away from them is not clear and is made
-# shorter
-SMALLEST_SLOPE = 0.2
-SKULL_MM = 20.0  # within this distance of the outer surface tissue gives way less and less
-# the voxels that may become ventricle, and how far its wall may move
+# Below this slope of the distance to the ventricles, the direction away from them is unclear, and
+# its vector gets shorter.
+MIN_SLOPE = 0.2
+SKULL_MM = 20.0  # tissue nearer to the outer surface moves less, down to 0 at the surface
+# distance of voxels that may become ventricle, and the range of its wall's movement
 NEAR_MM = 45.0
 WALL = (-6.0, 40.0)
-BISECTIONS = 22  # 46 mm / 2^22: the wall's place is exact to 1e-5 mm
+BISECTIONS = 22  # 46 mm / 2^22: the wall's position is exact to 1e-5 mm
 
 
 class Template(NamedTuple):
-    """Volumes float32 (64, 64, 64); tissue as shares of a voxel.
-
-    Lateral ventricles are filled with the tissue around them.
-    """
+    """Volumes float32 (64, 64, 64), tissue as shares; lateral ventricles filled with tissue."""
 
     brightness: np.ndarray
     grey: np.ndarray
@@ -196,8 +190,8 @@ class Template(NamedTuple):
     fluid: np.ndarray  # around the brain and in the other ventricles
     distance: np.ndarray  # to the wall of the lateral ventricles, mm; negative inside
     away: np.ndarray  # (3, 64³) direction away from them, about length 1, falling to 0 at the skull
-    region: np.ndarray  # int64 (n,): the voxels in which a head may lie, as flat indices
-    thinning: np.ndarray  # how fast grey matter is lost at a place
+    region: np.ndarray  # int64 (n,): flat indices of the voxels that a head may occupy
+    thinning: np.ndarray  # relative speed of grey matter loss
     head_ml: float
     shares: tuple[float, ...]  # of grey matter, white matter, lateral ventricles in the head
 
@@ -212,22 +206,19 @@ class Pose(NamedTuple):
 
 
 class PlacedTemplate(NamedTuple):
-    """The template in a head: maps float32 (64, 64, 64)."""
+    """The template transformed to a head: maps float32 (64, 64, 64)."""
 
     brightness: np.ndarray
     grey: np.ndarray
     white: np.ndarray
     fluid: np.ndarray  # without the lateral ventricles
     ventricles: np.ndarray
-    caps: np.ndarray  # 1 at the ventricles, falling off outwards
+    caps: np.ndarray  # 1 at the ventricles, decaying outwards
 
 
 @cache
 def load_template() -> Template:
-    """Load the template and derive what does not depend on the person.
-
-    Raises UserError where its file is missing or not the one this code is for.
-    """
+    """Load the template. Raises UserError where its file is missing or has another digest."""
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
@@ -237,7 +228,7 @@ def load_template() -> Template:
         )
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
-    full = np.maximum(grey + white + fluid, 1)  # rounded to bytes they may add up to 1.006
+    full = np.maximum(grey + white + fluid, 1)  # shares rounded to bytes may add up to 1.006
     return template_from_maps(brightness, grey / full, white / full, fluid / full, distance, origin)
 
 
@@ -249,17 +240,14 @@ def template_from_maps(
     distance: np.ndarray,
     origin: np.ndarray,
 ) -> Template:
-    """An anatomy with what follows from its maps.
-
-    Maps and distance float32 (64, 64, 64), as in Template; origin: of voxel (0, 0, 0), (3,) mm.
-    """
+    """Derive a template from its maps (64, 64, 64); origin: of voxel (0, 0, 0), (3,) mm."""
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
     depth = np.asarray(ndimage.distance_transform_edt(head > 0.5))
-    give = np.clip(depth * VOXEL_MM / SKULL_MM, 0, 1)
-    steepness = np.maximum(np.linalg.norm(slope, axis=0), SMALLEST_SLOPE)
-    away = (give * slope / steepness).astype(np.float32).reshape(3, -1)
+    mobility = np.clip(depth * VOXEL_MM / SKULL_MM, 0, 1)
+    steepness = np.maximum(np.linalg.norm(slope, axis=0), MIN_SLOPE)
+    away = (mobility * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
     ventricles = ventricle_voxel_shares(0.0, distance)
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
@@ -272,12 +260,12 @@ def template_from_maps(
 
 
 def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Share of each voxel inside the ventricles when their wall moves outwards ``offset`` mm."""
+    """Return each voxel's share inside ventricles whose wall moved ``offset`` mm outwards."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
 def _thinning(origin: np.ndarray) -> np.ndarray:
-    """Where grey matter is lost first: the front and lateral sulci (this simulation's choice)."""
+    """Return where grey matter is lost first: the front and lateral sulci (our choice)."""
     # mm in MNI space
     x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
     front = 0.6 / (1 + np.exp(-(y + 5) / 12))
@@ -287,7 +275,6 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
 
 
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
-    """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
     shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
     angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
     shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
@@ -296,7 +283,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
 
 
 def rotation_matrix(angles: np.ndarray) -> np.ndarray:
-    """Rx · Ry · Rz, (3, 3), about the body's axes; angles (3,) in radians."""
+    """Return Rx · Ry · Rz, (3, 3), about the body's axes; angles (3,) in radians."""
     cx, cy, cz = np.cos(angles)
     sx, sy, sz = np.sin(angles)
     about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
@@ -307,7 +294,7 @@ def rotation_matrix(angles: np.ndarray) -> np.ndarray:
 def place_template(
     base: Template, pose: Pose, scale: float, ventricle_voxels: float
 ) -> PlacedTemplate:
-    """The template, ``scale`` times as large, in a pose, with these lateral ventricles."""
+    """Scale and pose the template, with lateral ventricles of ``ventricle_voxels``."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
@@ -316,7 +303,7 @@ def place_template(
     distance = interpolate_volume(base.distance, points)
     wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
     inside = ventricle_voxel_shares(wall, distance)
-    # a voxel shows the tissue that lay nearer to the ventricles before they grew
+    # A voxel shows the tissue that was nearer to the ventricles before they grew.
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
     push = wall * np.exp(-np.abs(distance) / PUSH_DECAY_MM) / VOXEL_MM
@@ -333,7 +320,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return how far (mm) the ventricles' wall moves to hold ``voxels``; distance: (n,) mm."""
+    """Return the wall's movement (mm) at which ventricles hold ``voxels``; distance: (n,) mm."""
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -345,7 +332,7 @@ def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
 
 
 def _full(region: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values (n,) at the flat indices ``region`` as a volume float32, 0 elsewhere."""
+    """Return a volume float32 with ``values`` (n,) at the flat indices ``region``, 0 elsewhere."""
     volume = np.zeros(SIDE**3, np.float32)
     volume[region] = values
     return volume.reshape(SIDE, SIDE, SIDE)

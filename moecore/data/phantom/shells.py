@@ -1,8 +1,7 @@
-"""Another generator of phantoms: a head of ellipsoids in place of the MNI152 anatomy, with another
-contrast and other scanners. For tests of what a model learned from the first; nothing trains on it.
+"""A second phantom generator, ellipsoids: its anatomy, contrast and scanners differ from the first.
 
-It ages as the first does (anatomy.py), so that its tissue has the same trajectories. Every number
-here is a choice of this simulation; lengths in mm, from the middle of the head.
+It tests what models learned from the first (``anatomy``, MNI152 maps) and ages like it; nothing
+trains on it. All numbers are our choice; lengths in mm, from the middle of the head.
 """
 
 from functools import cache
@@ -13,39 +12,32 @@ from moecore.data.layouts.volumes import BRAIN
 from moecore.data.phantom import anatomy
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.thread_map import one_blas_thread
-from moecore.data.volumes.volume_preparation import (
-    VolumeWithTissueShares,
-    pack_stored_volume,
-)
+from moecore.data.volumes.volume_preparation import VolumeWithTissueShares, pack_stored_volume
 
-# Semi-axes along right, anterior, superior
+# semi-axes along right, anterior, superior
 HEAD = (72.0, 88.0, 76.0)
 VENTRICLE = (6.0, 30.0, 10.5)
 NUCLEUS = (11.0, 20.0, 12.0)
-# Where they lie, left and right alike
+# centres on the right; the left ones are mirrored
 VENTRICLE_AT = (14.0, -4.0, 4.0)
 NUCLEUS_AT = (30.0, 0.0, -12.0)
-# Depths below the skull at which grey and white matter begin, and how far folds move them
+# depths below the skull where grey and white matter begin, and the amplitude of their folds
 GREY_DEPTH = 3.5
 GREY_FOLD = 2.0
 WHITE_DEPTH = 17.0
 WHITE_FOLD = 7.0
 FOLD_MM = 34.0  # from one gyrus to the next
 
-# Brightness is raised to this power before the scan: grey matter lies at 0.44 of the way from fluid
-# to white matter, and at 0.61 in the first generator, whose scanners vary it by 0.06 (SD of log).
+# Brightness is raised to this power before the scan. Grey matter is then at 0.44 of the way from
+# fluid to white matter; in the first generator at 0.61, which scanners vary by 0.06 (SD of log).
 CONTRAST = 2.5
-FIRST_SITE = 1000  # scanners from here on, which no cohort has
+FIRST_SITE = 1000  # site numbers from here on are in no cohort
 SITES = 8
-_STREAM = 5  # of the seed; the first generator's streams have 1 to 3
+_STREAM = 5  # random stream of the site; the first generator's streams are 1 to 3
 
 
 def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
-    """A scan of person ``seed`` at an age in years, as a woman (F) or a man (M).
-
-    As ``prepare`` stores the first generator's: image float16 (1, D, H, W) in [0, 1], regions uint8
-    (3, D, H, W) of wm, gm, csf, share × 255. A function of its arguments alone.
-    """
+    """Simulate a scan of person ``seed`` at an age (years); sex: F or M."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
@@ -58,7 +50,7 @@ def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShar
 
 @cache
 def folded_brain_template() -> anatomy.Template:
-    """The anatomy: a folded ribbon of grey matter around white, two ventricles, two nuclei."""
+    """Return a folded ribbon of grey matter around white, with two ventricles and two nuclei."""
     middle = (anatomy.SIDE - 1) / 2
     points = ((anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)).reshape(
         3, *(anatomy.SIDE,) * 3
@@ -68,7 +60,7 @@ def folded_brain_template() -> anatomy.Template:
     head = anatomy.ventricle_voxel_shares(0.0, -depth)
     brain = anatomy.ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
     core = anatomy.ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
-    sides = np.abs(points[:1])  # left and right alike
+    sides = np.abs(points[:1])  # mirror symmetry
     half = np.concatenate([sides, points[1:]])
     nucleus = anatomy.ventricle_voxel_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
     white = core * (1 - nucleus)
@@ -83,14 +75,11 @@ def folded_brain_template() -> anatomy.Template:
 def ellipsoid_distance(
     points: np.ndarray, axes: tuple[float, ...], at: tuple[float, ...] = (0.0, 0.0, 0.0)
 ) -> np.ndarray:
-    """Distance in mm to an ellipsoid's surface, negative inside, to first order near the surface.
-
-    points: (3, …) mm; axes: its semi-axes; at: its middle.
-    """
+    """Return distances in mm to an ellipsoid, negative inside; to first order near it."""
     shape = (3, *(1,) * (points.ndim - 1))
-    moved = points - np.reshape(at, shape)
+    centred = points - np.reshape(at, shape)
     size = np.reshape(axes, shape)
-    near = np.sqrt(((moved / size) ** 2).sum(axis=0))
-    slope = np.sqrt(((moved / size**2) ** 2).sum(axis=0))
-    distance = near * (near - 1) / np.maximum(slope, 1e-6)
-    return np.where(slope > 1e-6, distance, -min(axes))  # in the very middle the formula is 0 / 0
+    radius = np.sqrt(((centred / size) ** 2).sum(axis=0))
+    slope = np.sqrt(((centred / size**2) ** 2).sum(axis=0))
+    distance = radius * (radius - 1) / np.maximum(slope, 1e-6)
+    return np.where(slope > 1e-6, distance, -min(axes))  # at the centre the formula is 0 / 0

@@ -1,4 +1,4 @@
-"""A simulated person: what is drawn once for life, and the brain that follows from it at an age."""
+"""A simulated person: traits drawn once for life, and the resulting brain at an age."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from scipy import ndimage
 
 from moecore.data.phantom import anatomy
 
-MOST = 0.9  # of what a voxel holds may be taken from it
-ROUNDS = 4  # of sharing out what capped voxels could not give
-ENOUGH = 0.5  # voxels: 0.0135 mL; what is left over is smaller than that
+MAX_REMOVED = 0.9  # share of a voxel's tissue that may be removed
+ROUNDS = 4  # of redistributing what voxels at this limit could not give
+TOLERANCE = 0.5  # voxels (0.0135 mL) that may remain unremoved
 
 
 class HeadTissueShares(NamedTuple):
-    """The volumes that a brain is made to have: shares of the head."""
+    """Target volumes of a brain, as shares of the head."""
 
     grey: float
     white: float
@@ -22,7 +22,7 @@ class HeadTissueShares(NamedTuple):
 
 
 class BrainMaps(NamedTuple):
-    """An unscanned brain: float32 (64, 64, 64) shares; lesions are white matter."""
+    """A brain before the scan: float32 (64, 64, 64) shares; white matter includes lesions."""
 
     brightness: np.ndarray
     grey: np.ndarray
@@ -38,7 +38,7 @@ class BrainMaps(NamedTuple):
 
 
 class LifelongTraits(NamedTuple):
-    """What one person is given for life; a function of (seed, preset)."""
+    """One person's traits for life, a function of (seed, preset)."""
 
     gap: float  # brain age − age, years
     # z-scores
@@ -48,23 +48,23 @@ class LifelongTraits(NamedTuple):
     lesions: float
     head: float
     pose: anatomy.Pose
-    thinning: np.ndarray  # (64, 64, 64) where cortex is lost
-    spots: np.ndarray  # (64, 64, 64) where lesions lie
+    thinning: np.ndarray  # (64, 64, 64), high where cortex is lost first
+    spots: np.ndarray  # (64, 64, 64), high where lesions lie
     preset: anatomy.Preset
 
     @classmethod
     def draw(cls, seed: int, preset: anatomy.Preset = "demo") -> "LifelongTraits":
-        """Draw a person; scanner and site have other random streams."""
+        """Draw a person; scanner and site have independent random streams."""
         random = np.random.default_rng([seed, 1])
-        varies = anatomy.PRESETS[preset]
+        spread = anatomy.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
-        pose = anatomy.draw_pose(random, varies.warp)
+        pose = anatomy.draw_pose(random, spread.warp)
         thinning, spots = anatomy.smooth_fields(random, 2)
-        scores = (gap * varies.gap, atrophy, boundary, ventricles, lesions, head)
+        scores = (gap * spread.gap, atrophy, boundary, ventricles, lesions, head)
         return cls(*scores, pose, thinning, spots, preset)
 
     def at(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
-        """The brain of this person at an age in years, as a woman (F) or a man (M)."""
+        """Return this person's brain at an age in years; sex: F or M."""
         base = base or anatomy.load_template()
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
@@ -76,19 +76,19 @@ class LifelongTraits(NamedTuple):
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
     def targets(self, base: anatomy.Template, age: float, sex: str) -> HeadTissueShares:
-        """The volumes of this person at an age, as shares of the head."""
+        """Return this person's tissue volumes at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, anatomy.YOUNGEST, anatomy.OLDEST))
-        varies = anatomy.PRESETS[self.preset]
+        spread = anatomy.PRESETS[self.preset]
         grey, white, ventricles = base.shares
-        moved = white * varies.boundary * self.boundary
-        lost = 1 + varies.atrophy * self.atrophy
-        men = anatomy.VENTRICLES_OF_MEN if sex == "M" else 1.0
-        growth = float(np.exp(varies.ventricles * self.ventricles))
-        lesions = anatomy.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
+        boundary_shift = white * spread.boundary * self.boundary
+        tissue_factor = 1 + spread.atrophy * self.atrophy
+        sex_factor = anatomy.VENTRICLES_OF_MEN if sex == "M" else 1.0
+        growth = float(np.exp(spread.ventricles * self.ventricles))
+        lesions = anatomy.lesions_ml(brain_age) * float(np.exp(spread.lesions * self.lesions))
         return HeadTissueShares(
-            grey * anatomy.grey_matter_relative_to_25(brain_age) * lost - moved,
-            white * anatomy.white_matter_relative_to_25(brain_age) * lost + moved,
-            ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * men,
+            grey * anatomy.grey_matter_relative_to_25(brain_age) * tissue_factor - boundary_shift,
+            white * anatomy.white_matter_relative_to_25(brain_age) * tissue_factor + boundary_shift,
+            ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * sex_factor,
             lesions / anatomy.LESION_HEAD_ML,
         )
 
@@ -99,10 +99,7 @@ def shift_tissue_boundaries(
     thinning: np.ndarray,
     spots: np.ndarray,
 ) -> BrainMaps:
-    """Move tissue across its boundaries until grey and white matter have their shares of the head.
-
-    Both (64, 64, 64). thinning: where grey matter goes first; spots: lesions where it is high.
-    """
+    """Move tissue across its boundaries until grey and white matter have their shares."""
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     to_grey = tissue_exchange_map(
@@ -130,29 +127,26 @@ def shift_tissue_boundaries(
 
 
 def tissue_exchange_map(
-    source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
+    source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return what goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in
-    proportion to ``where``; with a negative amount tissue goes the other way, in proportion to
-    ``back``, and the result is negative.
-    """
+    """Move ``amount`` voxels to ``sink`` by ``weight``; if negative, back by ``back_weight``."""
     if amount > 0:
-        return tissue_removal_map(source, where, amount)
-    return -tissue_removal_map(sink, back, -amount)
+        return tissue_removal_map(source, weight, amount)
+    return -tissue_removal_map(sink, back_weight, -amount)
 
 
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
     """Take ``amount`` voxels from ``source``, at most 90 % of a voxel, by ``weight``."""
-    wanted = weight * source
-    most = MOST * source
+    weighted = weight * source
+    limit = MAX_REMOVED * source
     result = np.zeros_like(source)
     for _ in range(ROUNDS):
-        left = amount - _total(result)
-        if left < ENOUGH:
+        remaining = amount - _total(result)
+        if remaining < TOLERANCE:
             break
-        open_voxels = wanted * (result < most)
+        available = weighted * (result < limit)
         result = np.minimum(
-            result + open_voxels * np.float32(left / (_total(open_voxels) + 1e-9)), most
+            result + available * np.float32(remaining / (_total(available) + 1e-9)), limit
         )
     return result
 

@@ -1,1 +1,1 @@
-"""Data sources, which write the prepared layout: a family of parts (see base.py)."""
+"""Data sources, a family of parts that write prepared folders (see base.py)."""

@@ -9,38 +9,41 @@ from moecore.core.files import UserError
 from moecore.data.card import Card
 from moecore.tasks.base import Task
 
-OLD_METHODS = ("prepare", "preview")  # of sources up to version 0.2
+OLD_METHODS = ("prepare", "preview")  # of sources before version 0.3
 
 
 class Source(Part, ABC):
-    """A data set, a family of parts: where its raw data lie and how they are prepared."""
+    """A data set, a family of parts: where its raw data are and how they are prepared."""
 
     task: ClassVar[type[Task]]  # of the labels that ``write`` writes
     volumes: ClassVar[bool] = False  # images of three axes
-    sided: ClassVar[bool] = False  # labels or captions say left and right: no flips
+    sided: ClassVar[bool] = False  # labels or captions depend on left and right: no flips
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a source with the methods of earlier versions."""
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
-            allowed = "describe, write (CHANGELOG.md, 0.3.0, says how)"
-            raise UserError(f"{cls.__name__}: found {', '.join(old)}; allowed: {allowed}")
+            raise UserError.at(
+                cls.__name__,
+                found=", ".join(old),
+                allowed="describe, write (CHANGELOG.md, 0.3.0, says how)",
+            )
 
     @abstractmethod
     def describe(self) -> Card:
         """Return what ``write`` would write, as far as settings, tables and headers tell.
 
-        Quick, and without a random number. What is wrong is the card's ``problem``.
+        Quick, and without random numbers. Anything wrong becomes the card's ``problem``.
         """
 
     @abstractmethod
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the data to ``folder`` by a layout (moecore/data/layouts); return its card.
 
-        Raises UserError where the raw data do not allow it.
+        Raises UserError where the raw data are missing or unusable.
         """
 
     @property
     def labels_task(self) -> type[Task]:
-        """Return the task of the labels, where it depends on the settings."""
+        """The task of the labels, where it depends on the settings."""
         return self.task

@@ -1,4 +1,4 @@
-"""A cohort of T1-weighted MRI kept as BIDS: participants.tsv, volumes and tissue maps as NIfTI."""
+"""A cohort of T1-weighted MRI as BIDS: participants.tsv, volumes and tissue maps as NIfTI."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,15 +6,15 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.sources.file_cohort import PATTERN_WORDS, FileCohort, TissueMapPatterns
-from moecore.data.volumes.cohorts import CohortTable, read_table
+from moecore.data.volumes.cohorts import CohortTable, read_participants_with_sessions
 
 
 class Bids(FileCohort):
-    """One T1-weighted volume a row of participants.tsv (or of sessions.tsv), skull-stripped or with
-    a brain mask, in one common space.
+    """One T1-weighted volume per row of participants.tsv (or of sessions.tsv).
 
-    Volumes are turned to canonical axes, resampled, cropped or padded, and normalised inside the
-    brain; they are not registered.
+    Volumes are skull-stripped or have a brain mask, and share one space. They are turned to
+    canonical axes, resampled, cropped or padded, and normalised inside the brain; they are not
+    registered.
     """
 
     kind: Literal["bids"] = "bids"
@@ -27,5 +27,4 @@ class Bids(FileCohort):
     )
 
     def read_rows(self, root: Path) -> CohortTable:
-        """Return participants.tsv with the sessions of each participant."""
-        return read_table(root, self.diagnoses)
+        return read_participants_with_sessions(root, self.diagnoses)

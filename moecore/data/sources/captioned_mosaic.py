@@ -1,7 +1,4 @@
-"""Mosaics of 2 × 2 images with captions that name what lies where: pairs without a download.
-
-A caption names one layout, and no two test mosaics share one: so it finds one image.
-"""
+"""Mosaics of 2 × 2 images whose captions name their layout, one test image per layout."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,10 +16,10 @@ from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
 from moecore.tasks.image_text import ImageText
 
-STREAM = 8  # those below are the splits', few_shot's and the mosaics'
+STREAM = 8  # first random stream; lower ones belong to splits, few_shot and mosaics
 CHUNK = 4096
-LAYOUTS = 10**4  # of four cells, each of ten classes
-# Of one layout {0} {1} / {2} {3}: five wordings, in other words and in another order.
+LAYOUTS = 10**4  # of four cells with ten classes each
+# five wordings of the layout {0} {1} / {2} {3}, in different words and order
 WORDINGS = (
     "a {0} at the top left, a {1} at the top right, a {2} at the bottom left, "
     "a {3} at the bottom right",
@@ -31,11 +28,11 @@ WORDINGS = (
     "left column: {0} above {2}; right column: {1} above {3}",
     "below a {2} next to a {3}, over them a {0} next to a {1}",
 )
-TEMPLATES = ("a photo of a {0}",)  # words that zero-shot prompts use
+TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts to the vocabulary
 
 
 class CaptionedMosaic(CellSourceUser):
-    """``captions`` wordings of each mosaic; layouts of the test are in no other split."""
+    """Mosaics with ``captions`` wordings each; layouts of the test are in no other split."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions say left and right
@@ -52,14 +49,15 @@ class CaptionedMosaic(CellSourceUser):
 
     @model_validator(mode="after")
     def _layouts_enough(self) -> Self:
-        held = self.validation + self.test
-        if held >= LAYOUTS:
-            given = f"validation and test are {held} mosaics"
-            raise ValueError(f"{given}; allowed: fewer than the {LAYOUTS} layouts of four cells")
+        number = self.validation + self.test
+        if number >= LAYOUTS:
+            raise ValueError(
+                f"validation and test are {number} mosaics; "
+                f"allowed: fewer than the {LAYOUTS} layouts of four cells"
+            )
         return self
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from what the source says of itself."""
         source = self.source.describe()
         return source._replace(
             name=f"{source.name}, captioned mosaics",
@@ -69,8 +67,8 @@ class CaptionedMosaic(CellSourceUser):
         )
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write mosaics with captions."""
-        names, card = source.task.classes, self.describe()
+        names = source.task.classes
+        card = self.describe()
         tokenizer = build_tokenizer(names)
         parts, counts = {}, {}
         for split, rows in draw_layouts(len(names), self).items():
@@ -81,37 +79,36 @@ class CaptionedMosaic(CellSourceUser):
         return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
     def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
-        """Mosaics of these layouts (n, 4), each cell another image of its class."""
+        """Yield mosaics of the layouts (n, 4); each cell is a random image of its class."""
         random = np.random.default_rng([self.seed, STREAM + number])
-        members = [np.flatnonzero(split.labels == one) for one in range(int(layouts.max()) + 1)]
+        members = [np.flatnonzero(split.labels == c) for c in range(int(layouts.max()) + 1)]
         images = np.asarray(split.images)
         for start in range(0, len(layouts), CHUNK):
             part = layouts[start : start + CHUNK]
-            where = np.zeros_like(part)
-            for one in np.unique(part):
-                places = part == one
-                where[places] = random.choice(members[one], int(places.sum()))
-            yield compose_mosaics(images[where], 2)
+            rows = np.zeros_like(part)
+            for class_number in np.unique(part):
+                cells = part == class_number
+                rows[cells] = random.choice(members[class_number], int(cells.sum()))
+            yield compose_mosaics(images[rows], 2)
 
 
 def layout_captions(names: Sequence[str]) -> list[str]:
-    """The wordings of a layout of four names: top left, top right, bottom left, bottom right."""
+    """Return the captions of four names: top left, top right, bottom left, bottom right."""
     return [wording.format(*names) for wording in WORDINGS]
 
 
 def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
-    """The words of all wordings of these classes, and of prompts, in the alphabet's order."""
+    """Return a tokenizer of all words of captions and prompts, in alphabetical order."""
     texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
     return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 
 
 def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
-    """Classes of the cells (n, 4) of each split: test and validation have layouts of their own,
-    each once; training draws from the rest, each again only after all others.
-    """
+    """Draw classes of cells (n, 4) per split; layouts of test and validation occur once."""
     random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
     order = random.permutation(classes**4)
     test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])
+    # Training repeats a layout only after all others.
     rounds = -(-settings.train // len(rest))
     train = np.concatenate([random.permutation(rest) for _ in range(rounds)])[: settings.train]
     powers = classes ** np.arange(3, -1, -1)

@@ -1,7 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), *binary* version: 50,000 + 10,000, 32×32.
-
-A file has records of label bytes and 3×32×32 pixel bytes.
-"""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), *binary* version: 50,000 + 10,000, 32×32 pixels."""
 
 import tarfile
 from pathlib import Path, PurePosixPath
@@ -20,55 +17,51 @@ from moecore.data.files.published_image_sets import (
 )
 
 URL = "https://www.cs.toronto.edu/~kriz/"
-PIXELS = 3 * 32 * 32
+PIXELS = 3 * 32 * 32  # bytes of a record, after its label bytes
 
 
 class CifarArchiveSpec(NamedTuple):
-    """One of the two sets; ``train`` and ``test`` give the number of records of each file."""
+    """One of the two sets; ``train`` and ``test`` map file names to numbers of records."""
 
     archive: str
     md5: str
     folder: str
     train: dict[str, int]
     test: dict[str, int]
-    label_bytes: int  # of a record; the last one is used
+    label_bytes: int  # per record; the last one is the label
     names: tuple[str, ...]
 
 
 def read_binary(
-    place: Path, chosen: CifarArchiveSpec, files: dict[str, int]
+    place: Path, spec: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 (N, 3, 32, 32) and labels int64 (N,) of ``files``, from a folder or, without
-    unpacking, from the authors' archive.
-
-    Raises UserError naming the file on a wrong length, and on another archive than the published.
-    """
+    """Read images uint8 (N, 3, 32, 32) and labels int64 (N,) from a folder or archive, checked."""
     if place.is_file():
-        check_digest(place, "md5", chosen.md5, str(place))
+        check_digest(place, "md5", spec.md5, str(place))
         contents = _read_archive(place, files)
     else:
         contents = {name: (place / name).read_bytes() for name in files}
-    width = chosen.label_bytes + PIXELS
+    width = spec.label_bytes + PIXELS
     for name, number in files.items():
         if (length := len(contents[name])) != number * width:
             needed = f"{number * width} bytes ({number} records of {width})"
             raise UserError(f"{place / name}: expected {needed}, found {length}; fetch it again")
     records = np.frombuffer(b"".join(contents[name] for name in files), np.uint8)
     records = records.reshape(-1, width)
-    images = records[:, chosen.label_bytes :].reshape(-1, 3, 32, 32)
-    return images, records[:, chosen.label_bytes - 1].astype(np.int64)
+    images = records[:, spec.label_bytes :].reshape(-1, 3, 32, 32)
+    return images, records[:, spec.label_bytes - 1].astype(np.int64)
 
 
-def fetch_archive(chosen: CifarArchiveSpec, root: Path) -> Path:
+def fetch_archive(spec: CifarArchiveSpec, root: Path) -> Path:
     """Download the authors' archive into ``root``, checked by its published md5."""
-    path = root / chosen.archive
-    url = URL + chosen.archive
-    download_file(url, path, lambda temporary: check_digest(temporary, "md5", chosen.md5, url))
+    path = root / spec.archive
+    url = URL + spec.archive
+    download_file(url, path, lambda temporary: check_digest(temporary, "md5", spec.md5, url))
     return path
 
 
 def _read_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
-    """Return the contents of the wanted files by base name; nothing is written to disk."""
+    """Return the contents of the named files by base name; nothing is written to disk."""
     contents = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
@@ -112,7 +105,7 @@ SETS = {
 
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-# files of the version that is refused
+# files of the python version, which is refused
 PYTHON = (
     "cifar-{}-python.tar.gz",
     "cifar-10-batches-py/data_batch_1",
@@ -138,46 +131,40 @@ class Cifar(PublishedSource):
     )
 
     def facts(self) -> PublishedSetFacts:
-        """Return what is known of the set."""
-        chosen = SETS[self.classes]
+        spec = SETS[self.classes]
         name = f"CIFAR-{self.classes}"
-        train, test = (sum(files.values()) for files in (chosen.train, chosen.test))
+        train, test = (sum(files.values()) for files in (spec.train, spec.test))
         licence = "none stated by the authors"
-        return PublishedSetFacts(name, chosen.names, 3, licence, PAGE, train, test)
+        return PublishedSetFacts(name, spec.names, 3, licence, PAGE, train, test)
 
     def fetch_files(self, root: Path) -> Path:
-        """Download the archive into ``root``, checked."""
         return fetch_archive(SETS[self.classes], root)
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """The authors' training and test sets. Raises UserError where a file is damaged."""
-        chosen = SETS[self.classes]
-        return read_binary(place, chosen, chosen.train), read_binary(place, chosen, chosen.test)
+        spec = SETS[self.classes]
+        return read_binary(place, spec, spec.train), read_binary(place, spec, spec.test)
 
     def find_files(self, roots: list[Path]) -> Path | None:
-        """The first folder with all .bin files, or archive."""
-        chosen = SETS[self.classes]
+        spec = SETS[self.classes]
         for root in roots:
-            for folder in (root, root / chosen.folder):
-                if all((folder / name).is_file() for name in chosen.train | chosen.test):
+            for folder in (root, root / spec.folder):
+                if all((folder / name).is_file() for name in spec.train | spec.test):
                     return folder
-            if (root / chosen.archive).is_file():
-                return root / chosen.archive
+            if (root / spec.archive).is_file():
+                return root / spec.archive
         return None
 
     def describe_absence(self, roots: list[Path]) -> str:
-        """Say what is wanted, and how to get it."""
-        chosen = SETS[self.classes]
-        wanted = f"{chosen.archive}, or its {', '.join(chosen.train | chosen.test)}"
+        spec = SETS[self.classes]
+        needed = f"{spec.archive}, or its {', '.join(spec.train | spec.test)}"
         candidates = [root / name.format(self.classes) for root in roots for name in PYTHON]
         pickled = [path for path in candidates if path.is_file()]
         if pickled:
-            why = (
-                "the python version of CIFAR is refused: it is pickle, which can run any program "
-                "when read"
+            return (
+                f"{pickled[0]}: the python version of CIFAR is refused: it is pickle, which can "
+                f"run any program when read. Allowed: {needed} (the binary version, {PAGE})"
             )
-            return f"{pickled[0]}: {why}. Allowed: {wanted} (the binary version, {PAGE})"
         return (
-            f"CIFAR-{self.classes} is not in {' or '.join(map(str, roots))}; put {wanted} there, "
+            f"CIFAR-{self.classes} is not in {' or '.join(map(str, roots))}; put {needed} there, "
             f"or set `download: true` (from {PAGE}, checked)"
         )

@@ -1,7 +1,4 @@
-"""Clusters whose centre says which feature counts (Chen et al. 2022, definition 3.1).
-
-K clusters, P = g² patches of d = p² pixels, n images.
-"""
+"""Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1)."""
 
 from typing import ClassVar, Literal, NamedTuple
 
@@ -11,8 +8,8 @@ from pydantic import Field
 from moecore.core.files import UserError
 from moecore.data.drawn_images import DrawnImages, DrawnSource
 
-SIGNAL = (0.5, 2.0)  # α and γ, evenly between; the paper's third setting, where both are alike
-CENTRE = (1.0, 2.0)  # β
+SIGNAL = (0.5, 2.0)  # range of α and γ, uniform; the paper's third setting, with equal ranges
+CENTRE = (1.0, 2.0)  # range of β
 
 
 class ClusterDirections(NamedTuple):
@@ -23,10 +20,11 @@ class ClusterDirections(NamedTuple):
 
 
 class Clusters(DrawnSource):
-    """Each image is of a cluster k, and another, k', disturbs it; y and ε are −1 or 1.
+    """Images of a cluster k, disturbed by the feature of another cluster k'; y and ε are −1 or 1.
 
-    One patch is y·α times the feature of k, one β times the centre of k, one ε·γ times the feature
-    of k', the rest noise; patches lie in any order. The label is y, the truth k.
+    Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
+    k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
+    truth k.
     """
 
     paper: ClassVar[str] = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
@@ -36,22 +34,19 @@ class Clusters(DrawnSource):
     patch: int = Field(7, ge=2, le=64, description="Side of a patch p, pixels")
     grid: int = Field(2, ge=2, le=16, description="Patches along each side of an image")
     noise: float = Field(
-        1.0, ge=0, le=10, description="Expected length of a patch of noise; a centre's: 1 to 2"
+        1.0, ge=0, le=10, description="Expected norm of a noise patch; a centre has 1 to 2"
     )
 
     @property
     def title(self) -> str:
-        """Return what the data is, in words."""
         return f"{self.clusters} clusters"
 
     @property
     def side(self) -> int:
-        """Pixels along each side of an image."""
         return self.grid * self.patch
 
     @property
     def kinds(self) -> int:
-        """Number of kinds: the clusters."""
         return self.clusters
 
     @property
@@ -60,30 +55,33 @@ class Clusters(DrawnSource):
         return ("-1", "+1")
 
     def draw_rule(self, random: np.random.Generator) -> ClusterDirections:
-        """Return the directions; UserError where a patch has too few dimensions for them."""
+        """Draw the directions. Raises UserError where a patch has too few pixels for them."""
         dimension = self.patch**2
         if 2 * self.clusters > dimension:
-            allowed = f"at most {dimension // 2}, half of a patch's {dimension} pixels"
-            raise UserError(f"clusters: found {self.clusters}; allowed: {allowed}")
-        drawn = random.standard_normal((dimension, 2 * self.clusters))
-        directions = np.linalg.qr(drawn)[0].T
+            raise UserError.at(
+                "clusters",
+                found=self.clusters,
+                allowed=f"at most {dimension // 2}, half of a patch's {dimension} pixels",
+            )
+        vectors = random.standard_normal((dimension, 2 * self.clusters))
+        directions = np.linalg.qr(vectors)[0].T
         return ClusterDirections(*directions.reshape(2, self.clusters, dimension))
 
     def draw_images(
         self, rule: ClusterDirections, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Return images whose signals, at their strongest, just fit."""
+        """Draw images, scaled so that the strongest possible signal just fits."""
         dimension = self.patch**2
         labels, signs = random.integers(2, size=(2, number))
         kinds = random.integers(self.clusters, size=number)
-        others = (kinds + random.integers(1, self.clusters, size=number)) % self.clusters
+        disturbing = (kinds + random.integers(1, self.clusters, size=number)) % self.clusters
         alpha, gamma = random.uniform(*SIGNAL, size=(2, number))
         beta = random.uniform(*CENTRE, size=number)
         scale = self.noise / dimension**0.5
         patches = random.normal(0, scale, (number, self.grid**2, dimension))
         patches[:, 0] = ((2 * labels - 1) * alpha)[:, None] * rule.features[kinds]
         patches[:, 1] = beta[:, None] * rule.centres[kinds]
-        patches[:, 2] = ((2 * signs - 1) * gamma)[:, None] * rule.features[others]
+        patches[:, 2] = ((2 * signs - 1) * gamma)[:, None] * rule.features[disturbing]
         order = random.random(patches.shape[:2]).argsort(axis=1)
         patches = np.take_along_axis(patches, order[:, :, None], axis=1)
         cells = patches.reshape(number, self.grid, self.grid, self.patch, self.patch)

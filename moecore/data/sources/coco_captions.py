@@ -21,23 +21,24 @@ class CocoCaptions(captioned_source.CaptionedSource):
         None, description="dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"
     )
     folders: tuple[str, ...] = Field(
-        ("train2014", "val2014"), description="Of each annotation file's images, below the root"
+        ("train2014", "val2014"), description="Image folders, one per annotation file"
     )
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
     def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
-        """The images of each split. Raises UserError for files that are none of COCO's."""
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:
             return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
-            given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
-            raise UserError(f"coco_captions: found {given}; allowed: as many")
+            raise UserError.at(
+                "coco_captions",
+                found=f"{len(self.annotations)} annotations and {len(self.folders)} folders",
+                allowed="equally many",
+            )
         images: list[captioned_source.ImageCaptions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
             images += read_coco_annotation_file(find_raw_file(name), folder)
@@ -45,27 +46,28 @@ class CocoCaptions(captioned_source.CaptionedSource):
 
 
 def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.ImageCaptions]:
-    """The images of one annotation file, in its order; their files lie in ``folder``."""
+    """Return the images of one annotation file, in its order; their files are in ``folder``."""
     content = captioned_source.read_annotation_json(path)
     try:
         numbers = [image["id"] for image in content["images"]]
         files = {
             image["id"]: f"{folder}/{_text_at(image, 'file_name')}" for image in content["images"]
         }
-        said = [
-            (one["image_id"], _text_at(one, "caption").strip()) for one in content["annotations"]
+        captions = [
+            (entry["image_id"], _text_at(entry, "caption").strip())
+            for entry in content["annotations"]
         ]
-        hash(tuple(image for image, _ in said))  # a TypeError where one is a list
+        hash(tuple(image for image, _ in captions))  # a TypeError where an id is a list
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
     if len(files) != len(numbers):
-        twice = Counter(numbers).most_common(1)[0][0]
-        raise UserError(f"{path}: the image id {twice} is there twice; allowed: once")
-    return captioned_source.group_captions(path, files, iter(said))
+        duplicate = Counter(numbers).most_common(1)[0][0]
+        raise UserError(f"{path}: the image id {duplicate} is listed twice; allowed: once")
+    return captioned_source.group_captions(path, files, iter(captions))
 
 
 def _text_at(entry: Any, key: str) -> str:
-    """``entry[key]``. Raises KeyError where there is none, TypeError where it is no text."""
+    """Return ``entry[key]``. Raises KeyError where it is missing, TypeError for other types."""
     if not isinstance(entry[key], str):
-        raise TypeError(f"{key}, {entry[key]!r:.40}, which is no text")
+        raise TypeError(f"{key}, {entry[key]!r:.40}, which is not text")
     return entry[key]

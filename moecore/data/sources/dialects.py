@@ -1,10 +1,9 @@
-"""Images in dialects: data on which it matters who routes, and the right answer is known.
+"""Images in dialects: data for which routing matters, and the right route is known.
 
-A dialect is a fixed change of an image and a fixed exchange of the classes' names, so that what is
-learned of one says nothing of another. The images are real, the combinations are drawn.
+A dialect is a fixed change of images and a fixed permutation of the class names, so that what is
+learned of one dialect does not help with another. Images are real, their combinations drawn.
 
-n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families, each of as many
-dialects with adjacent numbers. A function of the seed.
+n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families of dialects.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
@@ -29,31 +28,29 @@ from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification import Classification
 
 Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation", "frequency"]
-STRENGTH = 0.35  # of a texture, against the image's
+STRENGTH = 0.35  # weight of a texture; the image has the rest
 WAVES = (0.9, 1.6)  # of textures, radians per pixel
 DIRECTIONS = 8
 
 
 class DialectChange(Protocol):
-    """What a dialect does to an image, and how it is undone."""
+    """A change of images by their dialects, and its inverse."""
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        """Return images uint8 (n, C', S, S) of their dialects."""
-        ...
+        """Return images uint8 (n, C', S, S) in their dialects."""
 
     def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        """Return the images (n, C, S, S) that ``apply`` was given."""
-        ...
+        """Return the images (n, C, S, S) from which ``apply`` made these."""
 
 
 class Permutation(NamedTuple):
-    """Each dialect has its own order of the pixels."""
+    """Each dialect permutes the pixels."""
 
     orders: np.ndarray  # int64 (D, S·S)
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Permutation":
-        """Return the orders of so many dialects."""
+        """Draw the permutations of ``number`` dialects."""
         random = np.random.default_rng([seed, size])
         return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
 
@@ -65,13 +62,13 @@ class Permutation(NamedTuple):
 
 
 class Texture(NamedTuple):
-    """Each dialect lays its own waves over the image, which becomes fainter."""
+    """Each dialect adds waves to the faded image."""
 
-    waves: np.ndarray  # uint8 (D, S, S), at their strength
+    waves: np.ndarray  # uint8 (D, S, S), already scaled
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Texture":
-        """Return the textures of so many dialects: directions, then lengths, then phases differ."""
+        """Draw ``number`` textures; directions differ first, then wave lengths, then phases."""
         row, column = np.mgrid[:size, :size]
         phases = np.random.default_rng([seed, size]).uniform(0, 2 * np.pi, number)
         kinds = np.arange(number)
@@ -91,13 +88,13 @@ class Texture(NamedTuple):
 
 
 class Colour(NamedTuple):
-    """Each dialect paints grey images in a hue of its own, in three channels."""
+    """Each dialect tints grey images with one hue, in three channels."""
 
-    hues: np.ndarray  # float64 (D, 3), of which the largest is 1
+    hues: np.ndarray  # float64 (D, 3), each with a maximum of 1
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
-        """Return hues that lie equally far from each other on the colour circle."""
+        """Return equidistant hues on the colour circle."""
         return cls(colours_of_hues(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -108,23 +105,22 @@ class Colour(NamedTuple):
 
 
 class ShiftedColour(Colour):
-    """The same with other hues: each lies halfway between two of ``colour``."""
+    """Like Colour, with hues halfway between the hues of ``colour``."""
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
-        """Return hues that lie equally far from each other on the colour circle."""
         return cls(colours_of_hues((np.arange(number) + 0.5) / number))
 
 
 def colours_of_hues(shares: np.ndarray) -> np.ndarray:
-    """Return the hues (D, 3) at shares (D,) of a turn from red; the largest of each is 1."""
+    """Return colours (D, 3) of hues (D,), shares of a turn from red; each has a maximum of 1."""
     thirds = np.arange(3) * 2 * np.pi / 3
     hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - thirds)
     return hues / hues.max(axis=1, keepdims=True)
 
 
 class Rotation(NamedTuple):
-    """Each dialect turns the image by quarters; from the fifth on it also inverts the greys."""
+    """Each dialect rotates by quarter turns; from the fifth on it also inverts the greys."""
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Rotation":
@@ -139,23 +135,21 @@ class Rotation(NamedTuple):
 
 
 class WalshProduct(NamedTuple):
-    """Each dialect multiplies the image by a Walsh function of its own, 127.5 counted as 0.
-
-    So the image's Walsh coefficient of sequence k becomes that of k XOR the dialect's own: the
-    coarse bands, in which most of an image lies, are exchanged for the dialect's.
-    """
+    """Each dialect multiplies the image by a different Walsh function, with 127.5 as zero."""
 
     negative: np.ndarray  # bool (D, S, S), where the function is −1
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "WalshProduct":
-        """Return the functions of so many dialects, no two alike."""
+        """Draw different functions for ``number`` dialects."""
+        # The Walsh coefficient of sequence k becomes that of k XOR the dialect's: the coarse bands,
+        # which hold most of an image, move to the dialect's bands.
         bits = (size - 1).bit_length()
         random = np.random.default_rng([seed, size])
         functions = random.choice(4**bits, number, replace=False)
         rows, columns = functions[:, None] >> bits, functions[:, None] % 2**bits
-        place = np.arange(size)
-        down, across = (np.bitwise_count(part & place) % 2 == 1 for part in (rows, columns))
+        positions = np.arange(size)
+        down, across = (np.bitwise_count(part & positions) % 2 == 1 for part in (rows, columns))
         return cls(down[:, :, None] ^ across[:, None])
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -166,17 +160,17 @@ class WalshProduct(NamedTuple):
 
 
 class FamilyChange(NamedTuple):
-    """Each family shares a change; each dialect then has its own order of every other pixel."""
+    """Dialects of a family share a change; each then permutes every other pixel."""
 
-    shared: DialectChange  # of F
-    own: Permutation  # of D; the white fields of a chessboard stay
-    members: int  # D / F
+    shared: DialectChange  # of F families
+    own: Permutation  # of D dialects; the white fields of a chessboard stay
+    members: int  # dialects per family, D / F
 
     @classmethod
     def draw(
         cls, shared: DialectChange, families: int, number: int, size: int, seed: int
     ) -> "FamilyChange":
-        """Return the orders of so many dialects beside what their families share."""
+        """Draw the permutations of ``number`` dialects, applied after the shared changes."""
         random = np.random.default_rng([seed, size, 1])
         orders = np.tile(np.arange(size * size), (number, 1))
         black = np.flatnonzero(np.indices((size, size)).sum(axis=0) % 2)
@@ -199,7 +193,7 @@ CHANGES = {
     "frequency": WalshProduct,
 }
 HUES = 24
-MOST = {  # dialects that differ
+MAX_DIALECTS = {  # numbers of different dialects
     "texture": DIRECTIONS * len(WAVES),
     "colour": HUES,
     "shifted_colour": HUES,
@@ -210,23 +204,25 @@ MOST = {  # dialects that differ
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Return what so many dialects do to images of ``size``² pixels; families: F, a divisor.
-
-    Raises UserError for more changes than there are, and for colours of images that have some.
-    """
+    """Draw the change of all dialects. Raises UserError for more dialects than it has."""
     kinds = families or number
-    most = {**MOST, "frequency": 4 ** (size - 1).bit_length()}.get(change, kinds)
-    if kinds > most:
+    limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
+    limit = limits.get(change, kinds)
+    if kinds > limit:
         key = "families" if families else "dialects"
-        raise UserError(f"{key}: found {kinds}; allowed: at most {most} of {change}")
+        raise UserError.at(key, found=kinds, allowed=f"at most {limit} of {change}")
     if has_colours(change) and channels != 1:
-        raise UserError(f"change: found {change}, of images of {channels} channels; allowed: grey")
-    drawn = CHANGES[change].draw(kinds, size, seed)
-    return FamilyChange.draw(drawn, families, number, size, seed) if families else drawn
+        raise UserError.at(
+            "change", found=f"{change}, of images of {channels} channels", allowed="grey"
+        )
+    shared = CHANGES[change].draw(kinds, size, seed)
+    if families is None:
+        return shared
+    return FamilyChange.draw(shared, families, number, size, seed)
 
 
 def has_colours(change: Change) -> bool:
-    """Return whether the change makes three channels of one."""
+    """Return whether the change turns one channel into three."""
     return issubclass(CHANGES[change], Colour)
 
 
@@ -236,10 +232,10 @@ def _take_pixels(images: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _turn(images: np.ndarray, quarters: np.ndarray) -> np.ndarray:
-    out = images.copy()
+    turned = images.copy()
     for quarter in range(1, 4):
-        out[quarters == quarter] = np.rot90(images[quarters == quarter], quarter, axes=(2, 3))
-    return out
+        turned[quarters == quarter] = np.rot90(images[quarters == quarter], quarter, axes=(2, 3))
+    return turned
 
 
 def _invert(images: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -247,17 +243,17 @@ def _invert(images: np.ndarray, which: np.ndarray) -> np.ndarray:
 
 
 CHUNK = 4096
-STREAM = 8  # of the splits' random streams; those below are other sources'
-NAMES = 11  # the stream of the exchanges of names
-LEAST = 50  # training images, or paragraphs, of a dialect
+STREAM = 8  # first random stream of the splits; lower ones belong to other sources
+NAMES = 11  # random stream of the permutations of names
+MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
 class Dialects(CellSourceUser):
-    """Images of ``source``, each in one of D dialects; the label is what its dialect calls it.
+    """Images of ``source``, each in one of D dialects; the label is its name in the dialect.
 
-    ``mosaic``: ``grid`` × ``grid`` cells, each in a dialect of its own; one is marked in a channel
-    of its own, and its label is the mosaic's. ``cells``: the same without a mark, and every cell
-    has its label. One more channel, which no model sees, says the dialect of every pixel.
+    ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
+    label is the mosaic's. ``cells``: without a mark, every cell has a label. An additional channel,
+    which models do not see, has the dialect of every pixel.
     """
 
     task: ClassVar[type[Classification]] = Classification
@@ -269,15 +265,15 @@ class Dialects(CellSourceUser):
     families: int | None = Field(
         None,
         ge=1,
-        description="Number of families F, each of D / F dialects with adjacent numbers, which "
-        "share names, a change, and half of the pixels' places; null: dialects share nothing",
+        description="Number of families F of D / F dialects with adjacent numbers, which share "
+        "names, a change, and half of the pixels' places; null: dialects share nothing",
     )
     form: Literal["image", "mosaic", "cells"] = Field(
-        "image", description="One image; a mosaic with one marked cell; a label for every cell"
+        "image", description="One image; a mosaic with one marked cell, or with a label per cell"
     )
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     zipf: float = Field(
-        0.0, ge=0, description="Dialect n occurs in proportion to n to the power of −this; 0: alike"
+        0.0, ge=0, description="Dialect n occurs in proportion to n^−zipf; 0: equally often"
     )
     train: int = Field(60000, ge=1, description="Number of images for training")
     validation: int = Field(5000, ge=1, description="Number of images for validation")
@@ -291,12 +287,12 @@ class Dialects(CellSourceUser):
         if families and number % families:
             divisors = [str(part) for part in range(1, number + 1) if number % part == 0]
             allowed = f"null, or of {number} dialects {', '.join(divisors)}"
-            raise ValueError(f"found {families}; allowed: {allowed}")
+            raise ValueError(describe_refusal(found=families, allowed=allowed))
         return families
 
     @property
     def labels_task(self) -> type[ClassTask]:
-        """Return the task of one label an image, or of one a cell."""
+        """The task: one label per image, or one per cell."""
         return Cells if self.form == "cells" else Classification
 
     @property
@@ -311,18 +307,17 @@ class Dialects(CellSourceUser):
 
     @property
     def shares(self) -> np.ndarray:
-        """Return ``zipf_shares`` of its dialects."""
+        """``zipf_shares`` of the dialects."""
         return zipf_shares(self.dialects, self.zipf)
 
     @property
     def title(self) -> str:
-        """Return what the data is, in words, without the source's name."""
+        """Title of the data, without the source's name."""
         form = f", mosaics of {self.grid}×{self.grid}" if self.side > 1 else ""
         families = f" of {self.families} families" if self.families else ""
         return f"in {self.dialects} dialects{families} ({self.change}){form}"
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from what the source says of itself."""
         source = self.source.describe()
         card = source._replace(
             name=f"{source.name} {self.title}",
@@ -343,10 +338,9 @@ class Dialects(CellSourceUser):
         return card.complete_with(count)
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write each split in dialects; UserError where there are too many of them."""
         card = source.card
-        change, words = self._vocabulary(card["channels"], card["size"], source.task.outputs)
-        parts = {name: self._part(getattr(source, name), name, change, words) for name in SPLITS}
+        change, names = self._vocabulary(card["channels"], card["size"], source.task.outputs)
+        parts = {name: self._part(getattr(source, name), name, change, names) for name in SPLITS}
         return write_images(folder, self, self.describe(), parts)
 
     def _task(self, classes: tuple[str, ...]) -> ClassTask:
@@ -357,20 +351,16 @@ class Dialects(CellSourceUser):
     def _vocabulary(
         self, channels: int, size: int, classes: int
     ) -> tuple[DialectChange, np.ndarray]:
-        """Return what dialects do, and what each calls each class, int64 (D, K).
-
-        Raises UserError where there are too many dialects, or too few images of one.
-        """
+        """Return the dialects' change, and their names of the classes, int64 (D, K)."""
         check_rarest_dialect(self.zipf, self.shares, self.train * self.cells)
-        kinds = (self.dialects, size, self.seed, channels, self.families)
-        change = draw_change(self.change, *kinds)
+        change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
         random = np.random.default_rng([self.seed, NAMES])
         families = self.families or self.dialects
-        words = np.stack([random.permutation(classes) for _ in range(families)])
-        return change, words.repeat(self.dialects // families, axis=0)
+        names = np.stack([random.permutation(classes) for _ in range(families)])
+        return change, names.repeat(self.dialects // families, axis=0)
 
     def _part(
-        self, split: Split, name: str, change: DialectChange, words: np.ndarray
+        self, split: Split, name: str, change: DialectChange, names: np.ndarray
     ) -> SplitToWrite:
         number = getattr(self, name)
         seed = [self.seed, STREAM + SPLITS.index(name)]
@@ -378,7 +368,7 @@ class Dialects(CellSourceUser):
         random = np.random.default_rng([*seed, 1])
         dialects = random.choice(self.dialects, size=cells.shape, p=self.shares)
         marked = random.integers(self.cells, size=number)
-        labels = words[dialects, split.labels[cells]]
+        labels = names[dialects, split.labels[cells]]
         if self.form != "cells":
             labels = labels[np.arange(number), marked]
         images = np.asarray(split.images)
@@ -392,29 +382,34 @@ class Dialects(CellSourceUser):
         marked: np.ndarray,
         change: DialectChange,
     ) -> Iterator[np.ndarray]:
-        """Yield the images: seen channels, the mark of a mosaic's cell, the truth."""
+        """Yield images: visible channels, the mark of a mosaic's cell, the truth."""
         for start in range(0, len(cells), CHUNK):
             part = slice(start, start + CHUNK)
-            spoken = dialects[part].reshape(-1)
-            seen = change.apply(images[cells[part]].reshape(-1, *images.shape[1:]), spoken)
-            constant = [spoken + 1]
+            dialect_of_cell = dialects[part].reshape(-1)
+            pixels = change.apply(
+                images[cells[part]].reshape(-1, *images.shape[1:]), dialect_of_cell
+            )
+            constants = [dialect_of_cell + 1]
             if self.form == "mosaic":
-                constant.insert(0, 255 * (np.arange(self.cells) == marked[part, None]).reshape(-1))
-            planes = np.stack(constant, axis=1)[:, :, None, None].astype(np.uint8)
-            planes = np.broadcast_to(planes, (*planes.shape[:2], *seen.shape[2:]))
-            whole = np.concatenate([seen, planes], axis=1)
-            yield compose_mosaics(whole.reshape(-1, self.cells, *whole.shape[1:]), self.side)
+                constants.insert(0, 255 * (np.arange(self.cells) == marked[part, None]).reshape(-1))
+            planes = np.stack(constants, axis=1)[:, :, None, None].astype(np.uint8)
+            planes = np.broadcast_to(planes, (*planes.shape[:2], *pixels.shape[2:]))
+            stacked = np.concatenate([pixels, planes], axis=1)
+            yield compose_mosaics(stacked.reshape(-1, self.cells, *stacked.shape[1:]), self.side)
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
-    """Return how often each dialect occurs, (D,), which add up to 1: n to the power of −zipf."""
+    """Return the shares of the dialects, (D,): in proportion to n^−zipf, with sum 1."""
     weights = np.arange(1.0, dialects + 1) ** -zipf
     return weights / weights.sum()
 
 
 def check_rarest_dialect(zipf: float, shares: np.ndarray, items: int) -> None:
-    """Raise UserError where fewer than LEAST of so many training items are of the last dialect."""
-    fewest = shares[-1] * items
-    if fewest < LEAST:
-        problem = f"found {zipf}, which leaves about {fewest:.0f} of the last dialect"
-        raise UserError(f"zipf: {problem} in training; allowed: {LEAST} or more of each")
+    """Raise UserError where the last dialect is expected for fewer than MIN_ITEMS items."""
+    expected = shares[-1] * items
+    if expected < MIN_ITEMS:
+        raise UserError.at(
+            "zipf",
+            found=f"{zipf}, which leaves about {expected:.0f} of the last dialect in training",
+            allowed=f"{MIN_ITEMS} or more of each",
+        )

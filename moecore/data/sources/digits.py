@@ -14,11 +14,11 @@ from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
-IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # of each class
+IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # per class
 
 
 class Digits(stratified_splits.SplitSettings, Source):
-    """Needs no download; the test set is drawn by the seed, stratified by class."""
+    """The digits, without a download; the test set is drawn by the seed, stratified by class."""
 
     kind: Literal["digits"] = "digits"
     size: int = Field(
@@ -27,7 +27,6 @@ class Digits(stratified_splits.SplitSettings, Source):
     test: float = Field(0.2, gt=0, lt=1, description="Share of each class for the test split")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; the numbers of each class are known."""
         source = "scikit-learn load_digits (UCI, doi 10.24432/C50P49)"
         card = Card("Digits", 1, self.size, TASK, "CC BY 4.0", source)
         labels = np.repeat(np.arange(10), IMAGES)
@@ -39,8 +38,7 @@ class Digits(stratified_splits.SplitSettings, Source):
         return card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card."""
-        from sklearn.datasets import load_digits  # a second of import, needed only here
+        from sklearn.datasets import load_digits  # takes a second to import
 
         flat, classes = load_digits(return_X_y=True)
         grey = np.asarray(flat).reshape(-1, 8, 8)  # 0 to 16
@@ -53,7 +51,6 @@ class Digits(stratified_splits.SplitSettings, Source):
         return write_images(folder, self, self.describe(), parts)
 
     def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of each split, int64."""
         rest, test = stratified_splits.stratified_split(labels, self.test, self.seed, purpose=2)
         test = test[stratified_splits.stratified_limit(labels[test], self.test_limit, self.seed)]
         train, validation = (

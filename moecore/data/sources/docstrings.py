@@ -1,7 +1,4 @@
-"""The prose in docstrings of installed packages: English text that needs no download.
-
-Files are read with ``ast`` and never imported.
-"""
+"""The prose in docstrings of installed packages, which are parsed and never imported."""
 
 import ast
 import hashlib
@@ -24,14 +21,14 @@ from moecore.data.text.words import (
 )
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
-CODE = (">>>", "---", "===", "::")  # what prose does not have
-LEAST = 3  # times that a word of the vocabulary occurs
-LEAST_WORDS = 8  # of a paragraph
-LEAST_LETTERS = 0.7  # share of its characters
+CODE = (">>>", "---", "===", "::")  # marks of code and markup; prose has none of them
+MIN_COUNT = 3  # occurrences in training of a word of the vocabulary
+MIN_WORDS = 8  # of a paragraph
+MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 
 
 class DocstringSource(TextSource):
-    """Fields of the sources that read docstrings, and how they are read."""
+    """Fields of the sources that read docstrings, and the reader."""
 
     reading: ClassVar[ReadingStyle] = "prose"
 
@@ -42,71 +39,69 @@ class DocstringSource(TextSource):
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
     def read(self) -> NumberedText:
-        """Return the text of all splits; UserError where a package lacks."""
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
-        seen: set[str] = set()
+        identities: set[str] = set()
         versions = {name: find_distribution(name).version for name in self.packages}
         for name in sorted(self.packages):
             for path, text in read_python_files(name):
                 for paragraph in extract_docstring_prose(text, path):
-                    if (identity := self.identify_paragraph(paragraph)) not in seen:
-                        seen.add(identity)
+                    if (identity := self.identify_paragraph(paragraph)) not in identities:
+                        identities.add(identity)
                         lines[self._split(path)].append(lower_words(paragraph))
-        vocabulary = build_vocabulary(lines["train"], LEAST)
+        vocabulary = build_vocabulary(lines["train"], MIN_COUNT)
         numbers = {word: number for number, word in enumerate(vocabulary)}
         tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
-        more = {
-            "packages": versions,
-            "lines": {split: len(part) for split, part in lines.items()},
-        }
+        more = {"packages": versions, "lines": {split: len(part) for split, part in lines.items()}}
         return NumberedText(tokens, vocabulary, more)
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; how many words there are is not known before."""
         licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"
         card = self.text_card("Docstrings", licence, "docstrings of installed packages")
 
-        def look() -> dict[str, Any]:
+        def check_packages() -> dict[str, Any]:
             for name in self.packages:
                 find_distribution(name)
             return {}
 
-        return card.complete_with(look)
+        return card.complete_with(check_packages)
 
     def identify_paragraph(self, paragraph: str) -> str:
-        """Return what two paragraphs must share for the later one to be left out."""
+        """Return a key; of paragraphs with equal keys, only the first is kept."""
         return paragraph
 
     def _split(self, path: str) -> str:
-        place = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
-        if place < self.test:
+        position = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
+        if position < self.test:
             return "test"
-        if place < self.test + self.validation:
+        if position < self.test + self.validation:
             return "validation"
         return "train"
 
 
 class Docstrings(DocstringSource):
-    """Paragraphs of prose, each once, in the order of packages and files; a line each.
+    """Paragraphs of prose without duplicates, one per line, in the order of packages and files.
 
-    A file's split is decided by the sha256 of its path in the package, so a new release of one
-    package moves no file of another. Words rarer than LEAST in training are ``<unk>``.
+    A file's split depends on the sha256 of its path in the package, so a new release of one package
+    moves no file of another. Words with fewer than MIN_COUNT occurrences in training are ``<unk>``.
     """
 
     kind: Literal["docstrings"] = "docstrings"
 
 
 def find_distribution(name: str) -> Distribution:
-    """An installed distribution. Raises UserError where there is none of this name."""
+    """Return an installed distribution. Raises UserError where it is not installed."""
     try:
         return distribution(name)
     except PackageNotFoundError as error:
-        mend = f"allowed: installed distributions, such as {', '.join(PACKAGES)}"
-        raise UserError(f"packages: found {name}, which is not installed; {mend}") from error
+        raise UserError.at(
+            "packages",
+            found=f"{name}, which is not installed",
+            allowed=f"installed distributions, such as {', '.join(PACKAGES)}",
+        ) from error
 
 
 def read_python_files(name: str) -> Iterator[tuple[str, str]]:
-    """Path and text of every Python file of a distribution but its tests, in the order of paths."""
+    """Yield path and text of every Python file of a distribution except tests, ordered by path."""
     package = find_distribution(name)
     paths = sorted(str(path) for path in package.files or () if str(path).endswith(".py"))
     for path in paths:
@@ -116,17 +111,14 @@ def read_python_files(name: str) -> Iterator[tuple[str, str]]:
         try:
             yield path, file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{file}: found {error}; allowed: UTF-8") from error
+            raise UserError.at(file, found=error, allowed="UTF-8") from error
 
 
 def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
-    """The paragraphs of a Python file's docstrings that are prose, blanks joined to one.
-
-    Raises UserError, naming ``path``, where it is no Python of this version.
-    """
+    """Yield paragraphs of prose in a file's docstrings. Raises UserError for invalid Python."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # brackets, no end
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting, too
         why = str(error) or "nested too deep"
         raise UserError(
             f"{path}: no Python of this version: {why}; leave its package out"
@@ -137,7 +129,7 @@ def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
         for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
             text = " ".join(paragraph.split())
             letters = sum(map(str.isalpha, text))
-            plain = letters > LEAST_LETTERS * len(text)
+            plain = letters > MIN_LETTERS * len(text)
             coded = any(mark in text for mark in CODE)
-            if plain and not coded and len(text.split()) >= LEAST_WORDS:
+            if plain and not coded and len(text.split()) >= MIN_WORDS:
                 yield text

@@ -1,7 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of clothes, 28×28, 10 classes.
-
-MNIST's IDX format: magic (0, 0, type, dimensions), big-endian sizes, values.
-"""
+"""Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of clothes, 28×28, 10 classes."""
 
 import gzip
 import hashlib
@@ -43,7 +40,7 @@ SHA256 = {  # of the decompressed content
 
 
 class FashionMnist(PublishedSource):
-    """The four IDX files (plain or .gz), checked by content; the test set is the authors' own."""
+    """The four IDX files (plain or .gz), checked by content; the test set is the authors'."""
 
     kind: Literal["fashion_mnist"] = "fashion_mnist"
     root: str | tuple[str, ...] = Field(
@@ -55,33 +52,28 @@ class FashionMnist(PublishedSource):
     )
 
     def facts(self) -> PublishedSetFacts:
-        """Return what is known of the set."""
         source = "https://github.com/zalandoresearch/fashion-mnist"
         return PublishedSetFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
 
     def find_files(self, roots: list[Path]) -> Path | None:
-        """The first folder with all four files."""
-        return next((root for root in roots if not _lacking_files(root)), None)
+        return next((root for root in roots if not _missing_files(root)), None)
 
     def fetch_files(self, root: Path) -> Path:
-        """Download the files into ``root``, checked."""
-        for name in _lacking_files(root):
+        for name in _missing_files(root):
             download_file(f"{URL}{name}.gz", root / f"{name}.gz", partial(_read_file, name))
         return root
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """The authors' training and test sets. Raises UserError where a file is damaged."""
         return _read_part(place, "train"), _read_part(place, "t10k")
 
     def describe_absence(self, roots: list[Path]) -> str:
-        """Say which files are lacking, and how to get them."""
-        lacking = []
+        gaps = []
         for root in roots:
-            names = _lacking_files(root)
-            words = "all four files" if len(names) == len(SHA256) else ", ".join(names)
-            lacking.append(f"{root} lacks {words}")
+            names = _missing_files(root)
+            listed = "all four files" if len(names) == len(SHA256) else ", ".join(names)
+            gaps.append(f"{root} lacks {listed}")
         return (
-            f"Fashion-MNIST is not on this machine ({'; '.join(lacking)}). "
+            f"Fashion-MNIST is not on this machine ({'; '.join(gaps)}). "
             "Get it in one of three ways: (1) `make data` (Debian's package, without root); "
             "(2) `apt-get install dataset-fashion-mnist`; "
             "(3) `download: true` in its params (from the authors, checked), or put the four IDX "
@@ -96,7 +88,7 @@ def _read_part(root: Path, part: str) -> LabelledImages:
 
 
 def _read_file(name: str, path: Path) -> np.ndarray:
-    """A file's array. Raises UserError where it is not the published one."""
+    """Return a file's array. Raises UserError where it is not the published one."""
     return read_idx(path, 3 if "images" in name else 1, SHA256[name])
 
 
@@ -104,20 +96,16 @@ def _existing_files(root: Path, name: str) -> list[Path]:
     return [path for path in (root / name, root / f"{name}.gz") if path.is_file()]
 
 
-def _lacking_files(root: Path) -> list[str]:
+def _missing_files(root: Path) -> list[str]:
     return [name for name in SHA256 if not _existing_files(root, name)]
 
 
 GZIP = b"\x1f\x8b"
-MAX_BYTES = 2**26  # unpacked; the largest published file has 47 million
+MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
-    """Read a uint8 IDX file, plain or gzip, as an array with ``dimensions`` axes.
-
-    sha256: of the *decompressed* content, so that a plain and a packed copy have the same one.
-    Raises UserError naming the file where it cannot be read or its content is another one.
-    """
+    """Read a uint8 IDX file, plain or gzip; sha256: of the decompressed content, checked."""
     try:
         with open(path, "rb") as file:
             is_packed = file.read(2) == GZIP
@@ -132,5 +120,6 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
             f"{path}: its content has sha256 {digest}; the published file has {sha256}. Fetch the "
             "file again"
         )
+    # IDX: magic (0, 0, type, dimensions), big-endian sizes, values
     shape = np.frombuffer(content, ">u4", dimensions, 4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)

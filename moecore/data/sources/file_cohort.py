@@ -1,7 +1,4 @@
-"""What cohorts of T1-weighted MRI share, whatever their layout: each subject's files, read once.
-
-What was made of a subject's files is kept for the next ``write``.
-"""
+"""Cohorts of T1-weighted MRI of any layout: each subject's files are read once, and cached."""
 
 import hashlib
 import json
@@ -37,37 +34,36 @@ from moecore.data.volumes.volume_preparation import (
     read_subject_volumes,
 )
 
-VERSION = 2  # raise it where reading a subject gives other values than before
+VERSION = 2  # of the cache; raise it when reading a subject gives different values
 
 
 class VolumeCache(NamedTuple):
-    """One .npz file per subject, named after the settings and path, size and time of change of the
-    subject's files; those of other settings stay, the folder may be deleted at any time.
+    """One .npz file per subject, named by a hash of settings and of files' path, size and time.
+
+    Entries of other settings stay; the folder may be deleted at any time.
     """
 
     folder: Path
     settings: dict[str, Any]
 
     def subject_path(self, files: Mapping[str, Path]) -> Path:
-        """Return where a subject is kept."""
+        """Return the path of a subject's entry."""
         states = {name: (path, path.stat()) for name, path in files.items()}
         stamps = {
             name: [str(path.resolve()), state.st_size, state.st_mtime_ns]
             for name, (path, state) in states.items()
         }
-        words = json.dumps([VERSION, self.settings, stamps], sort_keys=True)
-        return self.folder / f"{hashlib.sha256(words.encode()).hexdigest()}.npz"
+        key = json.dumps([VERSION, self.settings, stamps], sort_keys=True)
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.npz"
 
 
 def load_cached_volume(path: Path) -> VolumeWithTissueShares:
-    """Return what was kept."""
-    with np.load(path, allow_pickle=False) as kept:
-        return VolumeWithTissueShares(kept["image"], kept.get("regions"))
+    with np.load(path, allow_pickle=False) as stored:
+        return VolumeWithTissueShares(stored["image"], stored.get("regions"))
 
 
-def save_cached_volume(path: Path, made: VolumeWithTissueShares) -> None:
-    """Keep a subject."""
-    arrays = {name: values for name, values in made._asdict().items() if values is not None}
+def save_cached_volume(path: Path, volume: VolumeWithTissueShares) -> None:
+    arrays = {name: values for name, values in volume._asdict().items() if values is not None}
     with whole_file(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, **arrays)
 
@@ -77,7 +73,7 @@ sub-01 or sub-01_ses-1, * for anything"""
 
 
 class TissueMapPatterns(Config):
-    """Where the probability maps of the three tissues lie."""
+    """Patterns of the probability maps of the three tissues."""
 
     wm: str = Field(
         "{folder}/anat/{prefix}*_label-WM_probseg.nii*",
@@ -88,7 +84,7 @@ class TissueMapPatterns(Config):
 
 
 class Dseg(Config):
-    """One map with a number for each tissue."""
+    """One label map with numbers for each tissue."""
 
     pattern: str = Field(
         "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
@@ -99,7 +95,7 @@ class Dseg(Config):
 
 
 class CachedSubject(NamedTuple):
-    """One subject, kept in the cache at ``path``, and the digest of the T1 as stored."""
+    """One subject, the path of its cache entry, and the digest of the stored T1."""
 
     subject: VolumeSubject
     path: Path
@@ -107,23 +103,23 @@ class CachedSubject(NamedTuple):
 
 
 class FileCohort(CohortSettings, Grid, Source):
-    """One T1-weighted volume a row of a table, skull-stripped or with a brain mask, in one common
-    space: NIfTI files or FreeSurfer's .mgz.
+    """One T1-weighted volume per row of a table: NIfTI files or FreeSurfer's .mgz.
 
-    Volumes are turned to canonical axes, resampled, cropped or padded, and normalised inside the
-    brain; they are not registered.
+    Volumes are skull-stripped or have a brain mask, and share one space. They are turned to
+    canonical axes, resampled, cropped or padded, and normalised inside the brain; they are not
+    registered.
     """
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
     t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
     mask: str | None = Field(
-        None, description="A brain mask, as t1; null: where tissue is more than half"
+        None, description="A brain mask, a pattern as t1; null: voxels with more than half tissue"
     )
     maps: TissueMapPatterns | None = Field(
         None, description="Tissue as probability maps; null: none"
     )
     dseg: Dseg | None = Field(
-        None, description="Tissue as one label map, in the place of maps (set maps: null)"
+        None, description="Tissue as one label map, instead of maps (set maps: null)"
     )
     diagnoses: tuple[str, ...] | None = Field(
         None, min_length=1, description="Only these of the column `diagnosis`; null: all"
@@ -131,20 +127,20 @@ class FileCohort(CohortSettings, Grid, Source):
     train_diagnoses: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="Who has another diagnosis is in the test alone; null: no matter",
+        description="Participants with other diagnoses are only in the test; null: no such rule",
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop", description="Problems stop, all of them named, or leave those subjects out"
+        "stop", description="On problems: stop and list all of them, or skip those subjects"
     )
     cache: str = Field(
-        ".state/volumes", description="Keeps what was read; the next run reads what changed"
+        ".state/volumes",
+        description="Folder of prepared volumes; only changed files are read again",
     )
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")
 
     @property
     def allowed_diagnoses(self) -> tuple[str, ...] | None:
-        """Return ``train_diagnoses``."""
         return self.train_diagnoses
 
     @model_validator(mode="after")
@@ -155,69 +151,57 @@ class FileCohort(CohortSettings, Grid, Source):
 
     @abstractmethod
     def read_rows(self, root: Path) -> CohortTable:
-        """Return the cohort's table; UserError where there is none."""
+        """Return the cohort's table. Raises UserError where it is missing."""
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with what the name of the T1 says of it; nothing, unless said."""
+        """Return the subject with facts from the T1's file name; by default unchanged."""
         return subject
 
     @property
     def uncounted_card(self) -> Card:
-        """The card without counts and without who was left out."""
+        """The card without counts and skipped subjects."""
         about = (self.licence, self.root)
         return age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; tables are read and files are sought."""
-
-        def look() -> dict[str, Any]:
+        def count() -> dict[str, Any]:
             usable, table = self.find_subjects()
             rows = split_cohort(usable, self, table.splits, table.places)
             return count_subjects(rows, table.problems)
 
-        return self.uncounted_card.complete_with(look)
+        return self.uncounted_card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card.
-
-        Raises UserError that lists every problem of the whole cohort (unless ``on_error`` is
-        ``skip``), or on splits without anybody.
-        """
-        ready, table = self.read_volumes()
-        rows = split_cohort([one.subject for one in ready], self, table.splits, table.places)
-        parts = {split: [ready[place] for place in places] for split, places in rows.items()}
+        cached, table = self.read_volumes()
+        subjects = [entry.subject for entry in cached]
+        rows_of_split = split_cohort(subjects, self, table.splits, table.places)
+        parts = {split: [cached[row] for row in rows] for split, rows in rows_of_split.items()}
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
-        """Read every subject into the cache; return those that can be used, and the table.
-
-        Raises UserError that lists every problem, unless ``on_error`` is ``skip``: then they are
-        the table's.
-        """
+        """Read subjects into the cache; return the usable ones, and the table with all problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
-        read = partial(self._read, root, self._cache())
-        ready = []
+        read_subject = partial(self._read, root, self._cache())
+        usable = []
         first: dict[str, VolumeSubject] = {}
-        outcomes = map_in_threads(read, table.subjects)
+        outcomes = map_in_threads(read_subject, table.subjects)
         for subject, outcome in zip(table.subjects, outcomes, strict=True):
             if isinstance(outcome, UnusableVolume):
                 problems += _list_problems(subject, outcome)
             elif (other := first.setdefault(outcome.digest, subject)) is not subject:
-                # in another split it would be a leak
-                one, two = (" ".join(who[:2]).strip() for who in (subject, other))
-                why = f"{one}: its T1 is a copy of that of {two}"
-                problems.append(SubjectProblem(*subject[:2], why))
+                # A copy in another split would leak.
+                copy, original = (" ".join(who[:2]).strip() for who in (subject, other))
+                reason = f"{copy}: its T1 is a copy of that of {original}"
+                problems.append(SubjectProblem(*subject[:2], reason))
             else:
-                ready.append(outcome)
+                usable.append(outcome)
         self._refuse(root, problems)
-        return ready, table
+        return usable, table
 
     def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
-        """Return the subjects that have their files, and the table, as ``read_volumes`` does; no
-        volume is read.
-        """
+        """Return the subjects whose files exist, and the table; no volume is read."""
         root = self._root()
         table = self.read_rows(root)
         usable = []
@@ -233,12 +217,14 @@ class FileCohort(CohortSettings, Grid, Source):
     def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
         if problems and self.on_error == "stop":
             lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
-            way = "repair them, or set `on_error: skip` to leave these subjects out"
-            raise UserError(f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}")
+            raise UserError(
+                f"{len(problems)} problems in the cohort {root}; repair them, or set "
+                f"`on_error: skip` to leave these subjects out:\n  {lines}"
+            )
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """Return the tissues that are stored beside the volumes."""
+        """Tissues that are stored with the volumes."""
         return REGIONS if self.maps or self.dseg else ()
 
     def _read(
@@ -258,10 +244,7 @@ class FileCohort(CohortSettings, Grid, Source):
         )
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """The subject's files below ``root``: t1, and what there is of mask, wm, gm, csf, dseg.
-
-        Raises UnusableVolume with a line for each that is missing or not the only one.
-        """
+        """Return the subject's files by kind. Raises UnusableVolume with all problems."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask
@@ -281,10 +264,10 @@ class FileCohort(CohortSettings, Grid, Source):
         return paths
 
     def _cache(self) -> VolumeCache:
-        chosen = self.dseg and self.dseg.model_dump(exclude={"pattern"})
-        settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": chosen}
-        there = [path for path in candidate_folders(self.cache) if path.is_dir()]
-        return VolumeCache(there[0] if there else Path(self.cache), settings)
+        labels = self.dseg and self.dseg.model_dump(exclude={"pattern"})
+        settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": labels}
+        folders = (path for path in candidate_folders(self.cache) if path.is_dir())
+        return VolumeCache(next(folders, Path(self.cache)), settings)
 
     def _root(self) -> Path:
         return find_raw_folder(self.root, "the cohort's folder")
@@ -297,23 +280,20 @@ def write_cohort(
     problems: Sequence[SubjectProblem],
     parts: Mapping[str, Sequence[CachedSubject]],
 ) -> dict[str, Any]:
-    """Write the prepared layout of subjects in the cache, by split; return the card.
-
-    settings: of the whole source; problems: who was left out.
-    """
-    written = {}
+    """Write the prepared layout of cached subjects; problems: of those that were left out."""
+    splits = {}
     for split, part in parts.items():
-        # a generator: the volumes of a split are loaded one by one, when written
-        volumes = (load_cached_volume(one.path) for one in part)
-        written[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
+        # A generator: volumes are loaded one by one, when written.
+        volumes = (load_cached_volume(entry.path) for entry in part)
+        splits[split] = VolumeSplitToWrite([entry.subject for entry in part], volumes)
     skipped = {"skipped": [problem._asdict() for problem in problems]}
-    return write_volumes(folder, settings, card._replace(more={**card.more, **skipped}), written)
+    return write_volumes(folder, settings, card._replace(more={**card.more, **skipped}), splits)
 
 
 def count_subjects(
     rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
 ) -> dict[str, Any]:
-    """Return the counts of each split, and a note on who will be left out."""
+    """Return the counts of each split, and a note on subjects that will be left out."""
     note = f"{len(problems)} problems; those subjects will be left out" if problems else None
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 

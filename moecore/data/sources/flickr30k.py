@@ -1,4 +1,4 @@
-"""Flickr30k (Young et al. 2014): a token file of captions beside a folder of images."""
+"""Flickr30k (Young et al. 2014): a file of captions and a folder of images."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from moecore.data.files import captioned_source
 
 
 class Flickr30k(captioned_source.CaptionedSource):
-    """31,783 images, five captions each; Karpathy's split by its file, or a drawn one."""
+    """31,783 images with five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
     captions_file: str | None = Field(
@@ -21,12 +21,10 @@ class Flickr30k(captioned_source.CaptionedSource):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 
     def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
-        """The images of each split. Raises UserError for files that are none of Flickr30k's."""
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
@@ -40,18 +38,19 @@ class Flickr30k(captioned_source.CaptionedSource):
 
 
 def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
-    """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
+    """Yield (image, caption) of lines ``name.jpg#0<TAB>caption``; UserError for other lines."""
     text = captioned_source.read_text_file(path, "captions")
-    seen: set[str] = set()
+    keys: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         key, tab, caption = line.partition("\t")
         name, mark, place = key.rpartition("#")
         if not (tab and mark and place.isdigit() and name and caption.strip()):
-            allowed = "name.jpg#0, a tab, a caption"
-            raise UserError(f"{path}:{number}: found {line[:60]!r}; allowed: {allowed}")
-        if key in seen:
-            raise UserError(f"{path}:{number}: {key} is there twice; allowed: once")
-        seen.add(key)
+            raise UserError.at(
+                f"{path}:{number}", found=repr(line[:60]), allowed="name.jpg#0, a tab, a caption"
+            )
+        if key in keys:
+            raise UserError(f"{path}:{number}: {key} is listed twice; allowed: once")
+        keys.add(key)
         yield name, caption.strip()

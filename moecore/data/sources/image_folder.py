@@ -1,4 +1,4 @@
-"""Any image classification set kept as class folders."""
+"""Any image classification set stored as class folders."""
 
 import os
 from typing import Literal
@@ -13,8 +13,8 @@ from moecore.data.stratified_splits import split_train, stratified_limit, strati
 class ImageFolder(image_files.ImageFilesSource):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` to split.
 
-    A split without a folder of its own is split off ``train``. Every image is decoded whole; its
-    short side becomes ``size`` and the centre is kept.
+    A split without its own folder is split off ``train``. Every image is resized so that its short
+    side is ``size``, then cropped to its centre.
     """
 
     kind: Literal["image_folder"] = "image_folder"
@@ -25,25 +25,23 @@ class ImageFolder(image_files.ImageFilesSource):
         0.2, gt=0, lt=1, description="Share of each class for the test split, without a test folder"
     )
     name: str | None = Field(
-        None, min_length=1, description="Of the data set, on card and page; null: the folder's"
+        None, min_length=1, description="Name on card and page; null: the folder's name"
     )
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
         return name, self.licence, self.root
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
-        """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         train = root / "train"
         fixed = {}
         if train.is_dir():
-            # ImageNet's archives say `val`
-            named = "validation" if (root / "validation").is_dir() else "val"
-            fixed = {"validation": root / named, "test": root / "test"}
+            # ImageNet's archives say `val`.
+            validation = "validation" if (root / "validation").is_dir() else "val"
+            fixed = {"validation": root / validation, "test": root / "test"}
         else:
             train = root
         classes = image_files.class_names(train)
@@ -54,14 +52,14 @@ class ImageFolder(image_files.ImageFilesSource):
             if folder.is_dir()
         }
         if "test" not in splits:
-            kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = image_files.take_files_at_rows(rest, carved)
-            rest = image_files.take_files_at_rows(rest, kept)
+            remaining, drawn_rows = stratified_split(rest.labels, self.test, self.seed, purpose=2)
+            splits["test"] = image_files.take_files_at_rows(rest, drawn_rows)
+            rest = image_files.take_files_at_rows(rest, remaining)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
         splits["test"] = image_files.take_files_at_rows(splits["test"], chosen)
         if "validation" in splits:
-            kept = stratified_limit(rest.labels, self.train_limit, self.seed)
+            train_rows = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
-            kept, carved = split_train(rest.labels, self)
-            splits["validation"] = image_files.take_files_at_rows(rest, carved)
-        return classes, splits | {"train": image_files.take_files_at_rows(rest, kept)}
+            train_rows, validation_rows = split_train(rest.labels, self)
+            splits["validation"] = image_files.take_files_at_rows(rest, validation_rows)
+        return classes, splits | {"train": image_files.take_files_at_rows(rest, train_rows)}

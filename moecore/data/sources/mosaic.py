@@ -1,4 +1,4 @@
-"""Images with several labels: mosaics of another source's images, in JFT's place."""
+"""Images with several labels: mosaics of another source's images, a substitute for JFT."""
 
 import shutil
 from abc import abstractmethod
@@ -18,26 +18,24 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.tasks.multi_label import MultiLabel
 
-# the random streams below 4 are those of the splits and of few_shot
 CHUNK = 4096
-STREAM = 4
+STREAM = 4  # first random stream; lower ones belong to splits and few_shot
 CellSource = Annotated[
     FashionMnist | Digits,
-    Field(discriminator="kind", description="Where the cells come from; its splits are kept apart"),
+    Field(discriminator="kind", description="Source of the cells; its splits stay separate"),
 ]
 
 
 class CellSourceUser(Source):
-    """A source of images that are made of another source's; its splits are kept apart."""
+    """A source of images made from another source's images; its splits stay separate."""
 
     source: CellSource
 
     @abstractmethod
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout, made of the other source's images; return the card."""
+        """Write the prepared layout from the other source's images; return the card."""
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where the source lacks."""
         scratch = folder / ".source"
         self.source.write(scratch)
         card = self.write_from(Prepared.open(scratch), folder)
@@ -46,10 +44,7 @@ class CellSourceUser(Source):
 
 
 class Mosaic(CellSourceUser):
-    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
-
-    A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.
-    """
+    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur."""
 
     task: ClassVar[type[MultiLabel]] = MultiLabel
 
@@ -58,10 +53,9 @@ class Mosaic(CellSourceUser):
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(2000, ge=1, description="Number of mosaics for validation")
     test: int = Field(2000, ge=1, description="Number of mosaics for the test")
-    seed: int = Field(0, ge=0, description="Draws which images come together")
+    seed: int = Field(0, ge=0, description="Draws the images of each mosaic")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from what the source says of itself."""
         source = self.source.describe()
         card = source._replace(
             name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
@@ -72,7 +66,6 @@ class Mosaic(CellSourceUser):
         return card.complete_with(lambda: check_cells_suffice(source, self.grid**2))
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write mosaics of each split."""
         classes = source.task.outputs
         parts = {name: self._part(getattr(source, name), name, classes) for name in SPLITS}
         return write_images(folder, self, self.describe(), parts)
@@ -94,12 +87,9 @@ class Mosaic(CellSourceUser):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells).
-
-    Cut from one random order of the images after the other, so that every image is used equally
-    often (but for the rest of an order). A function of the seed; more mosaics begin with the same
-    ones. Raises UserError where a mosaic has more cells.
-    """
+    """Draw which of ``total`` images form each of ``number`` mosaics; int64 (number, cells)."""
+    # Cut from random permutations: images are used equally often, and a larger number of mosaics
+    # begins with the same ones.
     check_images_fill_mosaic(total, cells, name)
     random = np.random.default_rng(seed)
     per_order = total // cells
@@ -111,7 +101,7 @@ def draw_mosaic_members(
 
 
 def check_cells_suffice(source: Card, cells: int) -> dict[str, Any]:
-    """Raise UserError where a split of the source, which has no problem, has too few images."""
+    """Raise UserError where a split of a source without problems has too few images."""
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)
@@ -119,7 +109,7 @@ def check_cells_suffice(source: Card, cells: int) -> dict[str, Any]:
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
-    """Raise UserError where a split of so many images has not enough for one mosaic."""
+    """Raise UserError where a split of ``total`` images is too small for one mosaic."""
     if total < cells:
         raise UserError(
             f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "
@@ -128,7 +118,7 @@ def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
 
 
 def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
-    """Cells uint8 (n, grid², C, h, w), row by row, to mosaics uint8 (n, C, grid·h, grid·w)."""
+    """Arrange cells uint8 (n, grid², C, h, w), row by row, to (n, C, grid·h, grid·w)."""
     number, _, channels, height, width = images.shape
     cells = images.reshape(number, grid, grid, channels, height, width)
     return np.ascontiguousarray(cells.transpose(0, 3, 1, 4, 2, 5)).reshape(
@@ -137,7 +127,7 @@ def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
 
 
 def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return uint8 (n, K) of the cells' labels int64 (n, cells): 1 for every class there."""
+    """Return uint8 (n, K) of the cells' labels int64 (n, cells): 1 for every class that occurs."""
     hot = np.zeros((len(labels), classes), np.uint8)
     np.put_along_axis(hot, labels, 1, axis=1)
     return hot

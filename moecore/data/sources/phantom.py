@@ -22,8 +22,8 @@ from moecore.data.volumes.volume_preparation import (
     resample_volume,
 )
 
-MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
-AGES = (20.0, 90.0)  # drawn evenly between the two
+MAX_SUBJECTS = 1_000_000  # of one cohort: keeps the seeds of cohorts apart
+AGES = (20.0, 90.0)  # years; uniform between the two
 WOMEN = 0.5  # share of the people
 SITES = 3  # scanners, each with its brightness, contrast and noise
 LICENCE = "simulated from the MNI152 maps (see moecore/data/phantom/mni152/NOTICE.md)"
@@ -34,24 +34,22 @@ SOURCE = (
 
 
 class SimulatedScan(NamedTuple):
-    """One simulated scan: float32 volume (D, H, W) with a background of 0, regions (3, D, H, W) of
-    wm, gm, csf, and the voxels of the brain and its fluid, bool (D, H, W).
-    """
+    """One scan: volume float32 (D, H, W) on 0, regions (3, D, H, W), mask bool (D, H, W)."""
 
     volume: np.ndarray
-    regions: np.ndarray
-    mask: np.ndarray
+    regions: np.ndarray  # shares of wm, gm, csf
+    mask: np.ndarray  # voxels of the brain and its fluid
 
     def resample(self, voxel_mm: float) -> "SimulatedScan":
-        """Return the scan on voxels of this side; it shows no more than on those of VOXEL_MM."""
+        """Resample to voxels of this side; it shows no more than voxels of VOXEL_MM do."""
         zooms = (VOXEL_MM,) * 3
         volume, mask = resample_masked_volume(self.volume, self.mask, zooms, voxel_mm)
-        regions = np.stack([resample_volume(one, zooms, voxel_mm) for one in self.regions])
+        regions = np.stack([resample_volume(share, zooms, voxel_mm) for share in self.regions])
         return SimulatedScan(volume, regions, mask)
 
 
 class Visit(NamedTuple):
-    """One scan of a cohort: the row it gets, and what ``Phantom.draw`` makes it from."""
+    """One scan of a cohort: its row, and the arguments for ``Phantom.draw``."""
 
     subject: VolumeSubject
     seed: int
@@ -63,10 +61,12 @@ def simulate_scan(
 ) -> SimulatedScan:
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age.
 
-    The same seed at another age is the same person, older; another ``scan`` or ``site`` is the same
-    brain in the scanner again. A function of its arguments alone.
+    The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
+    same brain again. A function of its arguments alone.
     """
-    with one_blas_thread():  # else two voxels in a hundred volumes depend on the number of cores
+    with (
+        one_blas_thread()
+    ):  # otherwise two voxels in a hundred volumes depend on the number of cores
         brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
         volume = scan_brain(brain.brightness, mask, seed, scan, site)
@@ -74,29 +74,29 @@ def simulate_scan(
 
 
 class Phantom(CohortSettings, Source):
-    """Simulated people: what a model shows here says nothing about real brains.
+    """Simulated people: results say nothing about real brains.
 
-    Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
-    other but for age and sex.
+    Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
+    sex.
     """
 
     regions: ClassVar[tuple[str, ...]] = REGIONS
 
     kind: Literal["phantom"] = "phantom"
-    subjects: int = Field(480, ge=8, lt=MOST, description="Number of simulated people")
+    subjects: int = Field(480, ge=8, lt=MAX_SUBJECTS, description="Number of simulated people")
     preset: Preset = Field(
-        "demo", description="How much people of one age differ: demo little, realistic"
+        "demo", description="Variation among people of one age: demo (small) or realistic"
     )
     voxel_mm: Literal[3, 2] = Field(
-        3, description="Side of a voxel, mm; 2: the scans of 3 mm, resampled to 96³ voxels"
+        3, description="Side of a voxel, mm; 2: scans of 3 mm, resampled to 96³ voxels"
     )
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; nothing is simulated."""
         side = round(SIDE * VOXEL_MM / self.voxel_mm)
         name = f"Simulated ageing cohort (phantom, {self.preset})"
-        size, about = (side, side, side), (LICENCE, SOURCE)
-        card = age_cohort_card(name, size, self.voxel_mm, REGIONS, about, simulated=True)
+        card = age_cohort_card(
+            name, (side,) * 3, self.voxel_mm, REGIONS, (LICENCE, SOURCE), simulated=True
+        )
 
         def count() -> dict[str, Any]:
             rows = split_cohort([visit.subject for visit in self.visits()], self)
@@ -109,27 +109,26 @@ class Phantom(CohortSettings, Source):
         visits = self.visits()
         parts = {}
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
-            own = [visits[row] for row in rows]
-            volumes = map_in_threads(self._draw_visit, own)
-            parts[split] = VolumeSplitToWrite([visit.subject for visit in own], volumes)
+            visits_of_split = [visits[row] for row in rows]
+            volumes = map_in_threads(self._draw_visit, visits_of_split)
+            parts[split] = VolumeSplitToWrite([visit.subject for visit in visits_of_split], volumes)
         return write_volumes(folder, self, self.describe(), parts)
 
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
-        """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
-        drawn = simulate_scan(age, sex, seed, scan, site, self.preset)
-        return pack_stored_volume(*drawn.resample(self.voxel_mm))
+        """Simulate a scan exactly as ``prepare`` stores it; seed: from ``person_seed``."""
+        simulated = simulate_scan(age, sex, seed, scan, site, self.preset)
+        return pack_stored_volume(*simulated.resample(self.voxel_mm))
 
     def _draw_visit(self, visit: Visit) -> VolumeWithTissueShares:
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:
-        """The seed of a person; from ``subjects`` on they are in no split."""
-        return self.seed * MOST + number
+        """Return the seed of a person; numbers from ``subjects`` on are in no split."""
+        return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:
-        """Every scan of the cohort, in the order of the people."""
         return [self._visit(number) for number in range(self.subjects)]
 
     def _visit(self, number: int) -> Visit:

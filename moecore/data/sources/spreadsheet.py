@@ -1,7 +1,4 @@
-"""A cohort of T1-weighted MRI in folders of any layout, with a spreadsheet: IXI, UK Biobank.
-
-The spreadsheet is a .csv or .tsv with columns of any name.
-"""
+"""A cohort of T1-weighted MRI in any folders, with a .csv or .tsv table: IXI, UK Biobank."""
 
 import re
 from collections import Counter, defaultdict
@@ -21,7 +18,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class ColumnNames(Config):
-    """How a table calls what a cohort needs; null: it has no such column."""
+    """The table's names of the columns that a cohort uses; null: no such column."""
 
     participant_id: str = "participant_id"
     age: str = Field("age", description="At the scan, years")
@@ -33,47 +30,49 @@ class ColumnNames(Config):
 
 
 class SpreadsheetReading(NamedTuple):
-    """How the rows of a table are read."""
+    """How to read the rows of a table."""
 
     columns: ColumnNames
     sexes: Mapping[str, str]  # the table's code → F or M
-    digits: int  # of a participant's id, with zeros in front
-    diagnoses: tuple[str, ...] | None  # others are passed over
+    digits: int  # of a participant's id, padded with zeros
+    diagnoses: tuple[str, ...] | None  # rows of other diagnoses are skipped
 
 
 def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> cohorts.CohortTable:
-    """Return the subjects of the table root/name; each problem has file and line.
-
-    Raises UserError where the file is missing, no .csv or .tsv, or lacks a column, and where nobody
-    has one of the diagnoses.
-    """
+    """Read the subjects of the table root/name; each problem has file and line."""
     path = root / name
     rows = _rename_columns(path, _read_rows(root, path), reading)
-    problems, subjects = [], []
-    seen: Counter[str] = Counter()
+    problems = []
+    subjects = []
+    diagnosis_counts: Counter[str] = Counter()
     people = defaultdict(list)
     places: dict[str, str] = {}
     for line, row in enumerate(rows, 2):
-        seen[row.get("diagnosis") or "none given"] += 1
+        diagnosis_counts[row.get("diagnosis") or "none given"] += 1
         if reading.diagnoses is not None and row.get("diagnosis") not in reading.diagnoses:
             continue
         people[row["participant_id"]].append(row)
         places.setdefault(row["participant_id"], f"{path}:{line}")
-        subject, wrong = cohorts.parse_subject_with_problems(row)
+        subject, reasons = cohorts.parse_subject_with_problems(row)
         who = subject[:2]
         problems += [
-            cohorts.SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in wrong
+            cohorts.SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in reasons
         ]
         subjects.append(subject)
     if not subjects:
-        raise UserError(f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, seen)}")
+        raise UserError(
+            f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, diagnosis_counts)}"
+        )
     return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
 
 
 def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
     if path.suffix not in SEPARATORS:
-        allowed = "a table saved as .csv (between commas) or .tsv (between tabs)"
-        raise UserError(f"{path}: found a file that ends in {path.suffix!r}; allowed: {allowed}")
+        raise UserError.at(
+            path,
+            found=f"a file that ends in {path.suffix!r}",
+            allowed="a table saved as .csv (between commas) or .tsv (between tabs)",
+        )
     if not join_below_root(root, path).is_file():
         raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
     _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
@@ -85,12 +84,13 @@ def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
 def _rename_columns(
     path: Path, rows: list[dict[str, str]], reading: SpreadsheetReading
 ) -> list[dict[str, str]]:
-    """Return the rows under the names of ``ColumnNames``, with sexes F and M and whole ids."""
+    """Return the rows under the names of ``ColumnNames``, with sexes F and M and padded ids."""
     names = {name: theirs for name, theirs in reading.columns.model_dump().items() if theirs}
-    if lacking := [theirs for theirs in names.values() if theirs not in rows[0]]:
-        listed = ", ".join(rows[0])[:200]
-        given = f"lacks the columns {', '.join(lacking)}; found: {listed}"
-        raise UserError(f"{path}: {given} (`columns` says what they are called)")
+    if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
+        raise UserError(
+            f"{path}: lacks the columns {', '.join(missing)}; found: {', '.join(rows[0])[:200]} "
+            "(`columns` says what they are called)"
+        )
     renamed = []
     for row in rows:
         ours = {name: row[theirs] for name, theirs in names.items()}
@@ -102,24 +102,23 @@ def _rename_columns(
 
 
 class Spreadsheet(FileCohort):
-    """One T1-weighted volume a row of a spreadsheet, whose columns and codes settings name; the
-    files lie wherever patterns find them, by {prefix}, the participant's id (and session).
+    """One T1-weighted volume per row of a spreadsheet; settings name its columns and codes.
 
-    Of the volumes it asks what ``bids`` does.
+    Patterns find the files by {prefix}, the participant's id (and session). Volumes must be as for
+    ``bids``.
     """
 
     kind: Literal["spreadsheet"] = "spreadsheet"
     table: str = Field(description="The table below root, a spreadsheet saved as .csv or .tsv")
-    columns: ColumnNames = Field(ColumnNames(), description="What the table's columns are called")
+    columns: ColumnNames = Field(ColumnNames(), description="Names of the table's columns")
     sexes: dict[str, Literal["F", "M"]] = Field(
-        {}, description="The table's code of a sex → F or M, as {1: M, 2: F}"
+        {}, description="The table's code of a sex → F or M, such as {1: M, 2: F}"
     )
     digits: int = Field(
-        0, ge=0, le=20, description="Digits of an id in file names; a shorter one gets zeros"
+        0, ge=0, le=20, description="Digits of an id in file names; shorter ids get zeros"
     )
     site_in_name: str | None = Field(
-        None,
-        description="A regular expression whose group is the site, sought in the T1's file name",
+        None, description="A regular expression for the T1's file name, whose group is the site"
     )
 
     @model_validator(mode="after")
@@ -137,12 +136,11 @@ class Spreadsheet(FileCohort):
         return self
 
     def read_rows(self, root: Path) -> cohorts.CohortTable:
-        """Return the rows of the table."""
         reading = SpreadsheetReading(self.columns, self.sexes, self.digits, self.diagnoses)
         return read_spreadsheet(root, self.table, reading)
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with the site of the T1's name, "" where it names none."""
+        """Return the subject with the site from the T1's file name, "" if none."""
         if self.site_in_name is None:
             return subject
         match = re.search(self.site_in_name, t1.name)

@@ -1,4 +1,4 @@
-"""Training on one cohort and testing on another: two folders, whose sites do not meet."""
+"""Training on one cohort and testing on another: two folders without common sites."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,30 +16,35 @@ from moecore.data.volumes.cohorts import CohortSettings, CohortTable, split_coho
 from moecore.data.volumes.subjects import VolumeSubject
 
 Cohort = Annotated[Bids | Spreadsheet, Field(discriminator="kind")]
-SAME = ("voxel_mm", "size", "regions")  # of both cohorts
+EQUAL_SETTINGS = ("voxel_mm", "size", "regions")  # of both cohorts
 
 
 class TwoCohorts(CohortSettings, Source):
-    """All usable participants of ``second`` are the test; those of ``first`` are trained and
-    validated on. A site or a volume of one must not be in the other. Settings of splits are this
-    source's; those of the two do nothing.
+    """Training and validation on participants of ``first``, testing on all of ``second``.
+
+    A site or a volume of one must not be in the other. This source's split settings count; the
+    settings of splits in ``first`` and ``second`` are ignored.
     """
 
     kind: Literal["two_cohorts"] = "two_cohorts"
-    first: Cohort = Field(description="The cohort that models learn from: bids or spreadsheet")
-    second: Cohort = Field(description="The cohort that they are tested on, on the same grid")
+    first: Cohort = Field(description="The training cohort: bids or spreadsheet")
+    second: Cohort = Field(description="The test cohort, on the same grid")
 
     @model_validator(mode="after")
     def _alike(self) -> Self:
         for name in ("first", "second"):
-            part = getattr(self, name)
-            if part.test_sites or part.train_diagnoses:
-                problem = "found test_sites or train_diagnoses, but the splits are two cohorts"
-                raise ValueError(f"{name}: {problem}; allowed: diagnoses, to choose participants")
-        for name in SAME:
-            one, two = getattr(self.first, name), getattr(self.second, name)
-            if one != two:
-                raise ValueError(f"{name}: found {one} of first, {two} of second; allowed: alike")
+            cohort = getattr(self, name)
+            if cohort.test_sites or cohort.train_diagnoses:
+                raise ValueError(
+                    f"{name}: found test_sites or train_diagnoses, but the splits are two "
+                    "cohorts; allowed: diagnoses, to choose participants"
+                )
+        for name in EQUAL_SETTINGS:
+            first, second = getattr(self.first, name), getattr(self.second, name)
+            if first != second:
+                raise ValueError(
+                    f"{name}: found {first} of first, {second} of second; allowed: equal values"
+                )
         if self.test_sites:
             raise ValueError("test_sites: found some; allowed: none, the test is all of second")
         return self
@@ -54,60 +59,65 @@ class TwoCohorts(CohortSettings, Source):
         )
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; tables are read and files are sought."""
+        def count() -> dict[str, Any]:
+            train_subjects, train_table = self.first.find_subjects()
+            test_subjects, test_table = self.second.find_subjects()
+            rows = self._split(train_subjects, train_table, test_subjects, test_table)
+            return count_subjects(rows, [*train_table.problems, *test_table.problems])
 
-        def look() -> dict[str, Any]:
-            usable, table = self.first.find_subjects()
-            others, other_table = self.second.find_subjects()
-            rows = self._split(usable, table, others, other_table)
-            return count_subjects(rows, [*table.problems, *other_table.problems])
-
-        return self._card.complete_with(look)
+        return self._card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card.
-
-        Raises UserError as each cohort does, and where the two meet.
-        """
-        ready, table = self.first.read_volumes()
-        others, other_table = self.second.read_volumes()
-        subjects = [one.subject for one in ready]
-        rows = self._split(subjects, table, [one.subject for one in others], other_table)
-        copies = {one.digest: one for one in ready}
-        for one in others:
-            if twin := copies.get(one.digest):
-                who, place = one.subject.participant_id, other_table.places
-                was = f"its T1 is a copy of that of {twin.subject.participant_id} of first"
-                raise UserError(f"{place[who]}: {who}: {was}; allowed: other volumes")
-        both = [*ready, *others]
-        parts = {split: [both[place] for place in places] for split, places in rows.items()}
-        problems = [*table.problems, *other_table.problems]
+        train_volumes, train_table = self.first.read_volumes()
+        test_volumes, test_table = self.second.read_volumes()
+        rows_of_split = self._split(
+            [volume.subject for volume in train_volumes],
+            train_table,
+            [volume.subject for volume in test_volumes],
+            test_table,
+        )
+        by_digest = {volume.digest: volume for volume in train_volumes}
+        for volume in test_volumes:
+            if original := by_digest.get(volume.digest):
+                who = volume.subject.participant_id
+                raise UserError(
+                    f"{test_table.places[who]}: {who}: its T1 is a copy of that of "
+                    f"{original.subject.participant_id} of first; allowed: other volumes"
+                )
+        volumes = [*train_volumes, *test_volumes]
+        parts = {split: [volumes[row] for row in rows] for split, rows in rows_of_split.items()}
+        problems = [*train_table.problems, *test_table.problems]
         return write_cohort(folder, self, self._card, problems, parts)
 
     def _split(
         self,
-        subjects: Sequence[VolumeSubject],
-        table: CohortTable,
-        others: Sequence[VolumeSubject],
-        other_table: CohortTable,
+        train_subjects: Sequence[VolumeSubject],
+        train_table: CohortTable,
+        test_subjects: Sequence[VolumeSubject],
+        test_table: CohortTable,
     ) -> dict[str, list[int]]:
-        """Rows of both cohorts' subjects, one behind the other, in each split."""
-        there = {one.site for one in subjects} - {""}
-        met = [one for one in others if one.site in there]
+        """Return each split's rows in the subjects of ``first`` followed by ``second``."""
+        train_sites = {subject.site for subject in train_subjects} - {""}
         lines = [
-            f"{other_table.places[one.participant_id]}: {one.participant_id}: site {one.site} is "
-            "in first, too; allowed: a site that it has not"
-            for one in met
+            f"{test_table.places[subject.participant_id]}: {subject.participant_id}: "
+            f"site {subject.site} is in first, too; allowed: a site that it has not"
+            for subject in test_subjects
+            if subject.site in train_sites
         ]
-        for one, names in ((table, ("train", "validation")), (other_table, ("test",))):
+        for table, names in ((train_table, ("train", "validation")), (test_table, ("test",))):
             lines += [
-                f"{one.places[who]}: {who}: split is {split}; allowed here: {', '.join(names)}"
-                for who, split in one.splits.items()
+                f"{table.places[who]}: {who}: split is {split}; allowed here: {', '.join(names)}"
+                for who, split in table.splits.items()
                 if split not in names
             ]
         if lines:
             raise UserError("\n".join(lines))
-        # two people of two cohorts may have one id
-        tested = [one._replace(participant_id=f"second: {one.participant_id}") for one in others]
-        given = table.splits | {one.participant_id: "test" for one in tested}
-        return split_cohort([*subjects, *tested], self.model_copy(update={"test": 0.0}), given)
+        # Both cohorts may use the same ids.
+        renamed = [
+            subject._replace(participant_id=f"second: {subject.participant_id}")
+            for subject in test_subjects
+        ]
+        splits = train_table.splits | {subject.participant_id: "test" for subject in renamed}
+        return split_cohort(
+            [*train_subjects, *renamed], self.model_copy(update={"test": 0.0}), splits
+        )

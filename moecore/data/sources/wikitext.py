@@ -1,7 +1,7 @@
-"""WikiText (Merity et al. 2016), or any text in its form: a file of words a split.
+"""WikiText (Merity et al. 2016), or any text in its form: one file of words per split.
 
-Counted as Transformer-XL's and MomentumSMoE's code does: a line's words and ``<eos>``, an empty
-line ``<eos>`` alone, the vocabulary of all three files in the order of appearance.
+Counted as in the code of Transformer-XL and MomentumSMoE: a line is its words and ``<eos>``, an
+empty line is ``<eos>`` alone, the vocabulary has all words of all files in order of appearance.
 """
 
 from array import array
@@ -21,35 +21,33 @@ SPLIT_FILES = {
     "validation": ("wiki.valid.tokens", "valid.txt"),
     "test": ("wiki.test.tokens", "test.txt"),
 }
-# words of the vocabulary, tokens of the training split
+# published size of the vocabulary, and tokens of the training split
 PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
 class Wikitext(TextSource):
-    """``root/wiki.{train,valid,test}.tokens``, or ``.txt``; UTF-8, words apart by blanks."""
+    """``root/wiki.{train,valid,test}.tokens``, or ``.txt``; UTF-8, words separated by blanks."""
 
     reading: ClassVar[ReadingStyle] = "blanks"
 
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")
     name: str = Field(
-        "wikitext", description="wikitext-103: refused unless it has as many words and tokens"
+        "wikitext", description="wikitext-103: its numbers of words and tokens are checked"
     )
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; words are counted only then."""
-        words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
-        card = self.text_card(self.name, self.licence, self.root, words)
+        vocabulary_size = PRINTED_COUNTS.get(self.name, (2, 0))[0]
+        card = self.text_card(self.name, self.licence, self.root, vocabulary_size)
 
-        def look() -> dict[str, Any]:
+        def check_files() -> dict[str, Any]:
             self._files()
             return {}
 
-        return card.complete_with(look)
+        return card.complete_with(check_files)
 
     def read(self) -> NumberedText:
-        """Return the text of all splits; UserError for files that misfit."""
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
@@ -58,8 +56,8 @@ class Wikitext(TextSource):
         vocabulary = list(numbers)
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
-        read = {path.name: file_checksum(path) for path in files.values()}
-        return NumberedText(tokens, vocabulary, {"read": read})
+        checksums = {path.name: file_checksum(path) for path in files.values()}
+        return NumberedText(tokens, vocabulary, {"read": checksums})
 
     def _files(self) -> dict[str, Path]:
         for root in candidate_folders(self.root):
@@ -69,31 +67,32 @@ class Wikitext(TextSource):
             }
             if all(paths.values()):
                 return {split: path for split, path in paths.items() if path is not None}
-        tried = ", ".join(map(str, candidate_folders(self.root)))
-        allowed = "a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt"
-        raise UserError(f"root: found {tried}, where a file is missing; allowed: {allowed}")
+        folders = ", ".join(map(str, candidate_folders(self.root)))
+        raise UserError.at(
+            "root",
+            found=f"{folders}, where a file is missing",
+            allowed="a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt",
+        )
 
     def _check_printed(self, words: int, tokens: int) -> None:
-        wanted, long = PRINTED_COUNTS[self.name]
-        if (words, tokens) != (wanted, long):
-            counted = f"found {words:,} words and {tokens:,} training tokens"
-            allowed = f"allowed with name {self.name}: {wanted:,} and {long:,}"
-            raise UserError(f"{self.root}: {counted}; {allowed}, or another name")
+        expected = PRINTED_COUNTS[self.name]
+        if (words, tokens) != expected:
+            raise UserError(
+                f"{self.root}: found {words:,} words and {tokens:,} training tokens; allowed with "
+                f"name {self.name}: {expected[0]:,} and {expected[1]:,}, or another name"
+            )
 
 
 def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
-    """Token numbers (n,) int32 of a file; words that are new are added to ``numbers``.
-
-    Raises UserError where it is empty or not UTF-8.
-    """
+    """Return a file's token numbers int32 (n,); new words are added to ``numbers``."""
     tokens = array("i")
     lines = 0
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for text in file:
                 lines += 1
-                words = [*text.split(), END]
-                tokens.extend([numbers.setdefault(word, len(numbers)) for word in words])
+                line_words = [*text.split(), END]
+                tokens.extend([numbers.setdefault(word, len(numbers)) for word in line_words])
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: after line {lines}: found {error}; allowed: UTF-8") from error
     if not lines:

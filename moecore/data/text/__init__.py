@@ -1,1 +1,1 @@
-"""Text: words, tokens, captions, and the streams that a language model is trained on."""
+"""Words, tokenizers of captions, and what sources of text share."""

@@ -1,7 +1,4 @@
-"""Tokenizers of captions: words of their own, or the byte pairs of a file, CLIP's among them.
-
-M tokens of a caption.
-"""
+"""Tokenizers of captions, M tokens each: words, or byte pairs of a file such as CLIP's."""
 
 import hashlib
 import shutil
@@ -24,18 +21,18 @@ CLIP = ("<|startoftext|>", "<|endoftext|>")
 
 
 class EncodedCaption(NamedTuple):
-    """A caption as tokens (M,), and what was lost of it."""
+    """A caption as tokens (M,), and what was lost in encoding."""
 
     tokens: list[int]
     cut: bool
-    unknown: int  # words that the vocabulary does not have
+    unknown: int  # number of words outside the vocabulary
 
 
 class WordTokenizer:
-    """Words in lower case, punctuation apart."""
+    """Lower-case words, with punctuation as separate words."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """words: without the special ones, each once."""
+        """Build from unique words, without the special ones."""
         self.vocabulary = (*SPECIAL, *words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
         self.words = len(self.vocabulary)
@@ -46,7 +43,7 @@ class WordTokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> EncodedCaption:
-        """START, the words, END, PAD; a caption that is too long is cut before END."""
+        """Return START, the words, END, PAD; captions that are too long are cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
         tokens, cut = fit_tokens_to_context(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
@@ -63,25 +60,26 @@ class WordTokenizer:
 
 
 class BpeTokenizer:
-    """Byte pairs of a ``tokenizer.json``, CLIP's among them."""
+    """Byte pairs of a ``tokenizer.json``, such as CLIP's."""
 
     def __init__(self, path: Path, words: int) -> None:
-        """Raises UserError where the file is missing, is none, or has not as many ``words``."""
-        from tokenizers import Tokenizer as Loaded  # for those who use it
+        """Load a file. Raises UserError if it is missing, invalid, or not of ``words`` words."""
+        from tokenizers import Tokenizer as LoadedTokenizer  # slow to import, rarely used
 
         self.path = path
         if not path.is_file():
             raise UserError(f"{path}: no such file; allowed: a tokenizer.json, such as CLIP's")
         try:
-            self.loaded = Loaded.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+            self.loaded = LoadedTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower class
             raise UserError(f"{path}: not a tokenizer.json: {error}") from error
         self.loaded.no_truncation()
         self.loaded.no_padding()
         self.words = self.loaded.get_vocab_size()
         if self.words != words:
-            counted = f"found {self.words:,} words"
-            raise UserError(f"{path}: {counted}; allowed: {words:,}, as tokenizer.words says")
+            raise UserError.at(
+                path, found=f"{self.words:,} words", allowed=f"{words:,}, as tokenizer.words says"
+            )
         self.start, self.end = (self._number(special) for special in CLIP)
 
     @cached_property
@@ -113,32 +111,34 @@ Tokenizer = WordTokenizer | BpeTokenizer
 def fit_tokens_to_context(
     numbers: list[int], context: int, start: int, end: int
 ) -> tuple[list[int], bool]:
-    """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
-    kept = numbers[: context - 2]
-    tokens = [start, *kept, end]
-    return tokens + [0] * (context - len(tokens)), len(kept) < len(numbers)
+    """Put tokens between ``start`` and ``end``, padded with 0 to ``context``; and whether cut."""
+    fitting = numbers[: context - 2]
+    tokens = [start, *fitting, end]
+    return tokens + [0] * (context - len(tokens)), len(fitting) < len(numbers)
 
 
 class WordSettings(Config):
-    """A vocabulary of the training captions' own words."""
+    """A vocabulary of the training captions' words."""
 
     kind: Literal["words"] = "words"
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
-        """The vocabulary of these captions: most frequent first, ties by the alphabet."""
-        words = frequent_words(map(lower_words, training), least=1)
-        return WordTokenizer([word for word in words if word not in SPECIAL])
+        """Return the vocabulary of these captions: most frequent first, ties alphabetical."""
+        frequent = frequent_words(map(lower_words, training), minimum=1)
+        return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 
 class BpeFileSettings(Config):
-    """Byte pairs of a file."""
+    """Byte pairs from a file."""
 
     kind: Literal["bpe"] = "bpe"
     file: str = Field(description="tokenizer.json of the `tokenizers` library, such as CLIP's")
-    words: int = Field(49408, ge=4, description="of its vocabulary; another number is refused")
+    words: int = Field(
+        49408, ge=4, description="Number of words of its vocabulary, which is checked"
+    )
 
     def build(self, training: Iterable[str]) -> BpeTokenizer:
-        """The file's."""
+        """Return the file's tokenizer; the captions are not used."""
         return BpeTokenizer(find_raw_file(self.file), self.words)
 
 
@@ -146,20 +146,17 @@ AnyTokenizer = Annotated[WordSettings | BpeFileSettings, Field(discriminator="ki
 
 
 def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
-    """The tokenizer that was written to ``folder``, of a data set or beside a model.
-
-    Raises UserError where it is missing or not the task's.
-    """
+    """Load the tokenizer in ``folder``. Raises UserError where it is missing or not the task's."""
     path = folder / THEIRS
     if path.is_file():
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)
     else:
         path = folder / OURS
         try:
-            words = path.read_text(encoding="utf-8").split("\n")[:-1]
+            vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-        tokenizer = WordTokenizer(words[len(SPECIAL) :])
+        tokenizer = WordTokenizer(vocabulary[len(SPECIAL) :])
     if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
     return tokenizer

@@ -1,4 +1,4 @@
-"""Words, vocabularies, and what the sources of text share."""
+"""Words, vocabularies, and the base class of text sources."""
 
 import re
 from abc import abstractmethod
@@ -17,22 +17,22 @@ from moecore.data.sources.base import Source
 from moecore.tasks.next_token import NextToken
 
 WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
-# How a text becomes words: in lower case with punctuation apart, or apart by blanks as it is.
+# How text becomes words: "prose" lower-cases and separates punctuation, "blanks" splits at blanks.
 ReadingStyle = Literal["prose", "blanks"]
 
 
 class TextSource(Source):
-    """Fields that every source of text shares."""
+    """Fields that every text source shares."""
 
     task: ClassVar[type[NextToken]] = NextToken
     reading: ClassVar[ReadingStyle]
 
-    block: int = Field(64, ge=1, description="tokens of a block, M: an item of every table")
+    block: int = Field(64, ge=1, description="Tokens per block, M; a block is one item")
     context: int = Field(
         3,
         ge=0,
-        description="blocks that a block is read with where a model starts anew; with "
-        "model.depth · model.span / block of them as if it had read all of the text",
+        description="Blocks read before each block, where models start without memory; "
+        "model.depth · model.span / block of them are as good as all of the text",
     )
 
     @property
@@ -41,28 +41,26 @@ class TextSource(Source):
         return (self.block,)
 
     def text_card(self, name: str, licence: str, source: str, words: int = 2) -> Card:
-        """Return the card of a text with so many words; 2, the fewest: they are not known yet."""
-        task, more = NextToken(words=words), {"reading": self.reading}
+        """Return the card of a text; words: 2, the minimum, where the number is not known yet."""
+        task = NextToken(words=words)
+        more = {"reading": self.reading}
         return Card(name, self.context + 1, self.size, task, licence, source, more=more)
 
     @abstractmethod
     def read(self) -> NumberedText:
-        """Return the text of all splits; UserError where it is missing or misfits."""
+        """Return the text of all splits. Raises UserError where it is missing or invalid."""
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return the card."""
         return write_text(folder, self, self.describe(), self.read())
 
 
 def lower_words(text: str) -> list[str]:
-    """The words of a text in lower case, punctuation apart."""
+    """Split a text into lower-case words, with punctuation as separate words."""
     return WORD.findall(text.lower())
 
 
 def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
-    """The words of a text that somebody wrote, as a source with this reading would have them:
-    ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
-    """
+    """Split a prompt into words; ``<eos>`` before every paragraph (prose) or line (blanks)."""
     if reading == "prose":
         parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
     else:
@@ -70,49 +68,43 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
     return [word for part in parts for word in (END, *part)]
 
 
-def build_vocabulary(train: Iterable[Sequence[str]], least: int) -> list[str]:
-    """The vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
-    words = frequent_words(train, least)
-    return [END, UNKNOWN, *(word for word in words if word not in (END, UNKNOWN))]
+def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
+    """Return the vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
+    frequent = frequent_words(train, minimum)
+    return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
-def frequent_words(lines: Iterable[Sequence[str]], least: int) -> list[str]:
-    """The words that occur at least ``least`` times, most frequent first, ties by the alphabet."""
+def frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
+    """Return words that occur ``minimum`` times or more, most frequent first, ties alphabetical."""
     counts = Counter(word for line in lines for word in line)
-    kept = [word for word, number in counts.items() if number >= least]
-    return sorted(kept, key=lambda word: (-counts[word], word))
+    frequent = [word for word, number in counts.items() if number >= minimum]
+    return sorted(frequent, key=lambda word: (-counts[word], word))
 
 
 def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
-    """Token numbers (n,) int32 of lines, each closed by ``<eos>``; unknown words ``<unk>``."""
+    """Return token numbers int32 (n,) of lines, each closed by ``<eos>``; unknown: ``<unk>``."""
     unknown = numbers[UNKNOWN]
-    every = (numbers.get(word, unknown) for line in lines for word in (*line, END))
-    return np.fromiter(every, np.int32)
+    tokens = (numbers.get(word, unknown) for line in lines for word in (*line, END))
+    return np.fromiter(tokens, np.int32)
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:
-    """The words of a prepared text, or of a model of one, in the order of their numbers. Raises
-    UserError where the file is missing, is not UTF-8, or has not as many ``words`` as the model.
-    """
+    """Read a vocabulary in order of the numbers. Raises UserError unless it has ``words`` words."""
     path = folder / "vocabulary.txt"
     try:
         vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-    again = "run the stage that writes it again"
+    remedy = "run the stage that writes it again"
     if len(vocabulary) != words:
-        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {again}")
-    if lacking := {UNKNOWN, END} - set(vocabulary):
-        raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
+        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {remedy}")
+    if missing := {UNKNOWN, END} - set(vocabulary):
+        raise UserError(f"{path}: found no {min(missing)}, which every vocabulary has; {remedy}")
     return vocabulary
 
 
 def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
-    """Return of each word 1 for a stop word, 0 for another, -1 for punctuation and marks, (V,).
-
-    scikit-learn's English stop words: articles, prepositions, pronouns, conjunctions, auxiliaries
-    and few words of content.
-    """
+    """Label words (V,): 1 for scikit-learn's English stop words, 0 for others, −1 for non-words."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     return np.array(

@@ -1,1 +1,1 @@
-"""Random views of images and volumes, with the affine that made each; mixing of images."""
+"""Random views of images and volumes with the affines that made them; mixing of images."""

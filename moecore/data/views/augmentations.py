@@ -3,7 +3,7 @@
 Pixels fp32 (n, C, H, W) in 0..255, strength (n, 1, 1, 1). Each colour operation follows PIL's
 ImageOps or ImageEnhance of the same name to within one grey level (PIL truncates to whole levels,
 these do not); posterize, solarize, invert and equalize are exact on whole levels. RandAugment's
-geometry goes into the view's affine, its colours are applied by subsets of the batch.
+geometric operations join the view's affine; colours are applied to subsets of the batch.
 """
 
 import math
@@ -23,7 +23,7 @@ LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
 
 def adjust_brightness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with black: factor 0 is black, 1 the image."""
+    """Blend with black: factor 0 gives black, 1 the image."""
     return (pixels * factor).clamp(0, 255)
 
 
@@ -33,14 +33,14 @@ def adjust_contrast(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def adjust_saturation(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the grey image (PIL: Color); grey images stay as they are."""
+    """Blend with the grey image (PIL: Color); grey images do not change."""
     if pixels.shape[1] == 1:
         return pixels
     return _blend(_grey(pixels), pixels, factor)
 
 
 def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13; its rim stays."""
+    """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13, except at its border."""
     smooth = pixels.clone()
     smooth[..., 1:-1, 1:-1] = (
         (F.avg_pool2d(pixels, 3, 1) * 9 + 4 * pixels[..., 1:-1, 1:-1]) / 13 + 0.5
@@ -55,17 +55,16 @@ def posterize(pixels: Tensor, bits: Tensor) -> Tensor:
 
 
 def solarize(pixels: Tensor, threshold: Tensor) -> Tensor:
-    """Invert the levels from ``threshold`` on."""
+    """Invert all levels from ``threshold`` up."""
     return torch.where(pixels < threshold, pixels, 255 - pixels)
 
 
 def invert(pixels: Tensor, strength: Tensor) -> Tensor:
-    """The negative."""
     return 255 - pixels
 
 
 def autocontrast(pixels: Tensor, strength: Tensor) -> Tensor:
-    """Stretch each channel to 0..255; a channel of one level stays as it is."""
+    """Stretch each channel to 0..255; a channel with a single level does not change."""
     low = pixels.amin((2, 3), keepdim=True)
     high = pixels.amax((2, 3), keepdim=True)
     return torch.where(
@@ -103,15 +102,14 @@ def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
 class ColourJitter(Config):
     """ColorJitter without hue: factors uniform in 1 ± value (≥ 0), in random order, per image."""
 
-    brightness: float = Field(0.0, ge=0, description="Blended with black; 0 leaves it out")
-    contrast: float = Field(0.0, ge=0, description="Blended with the mean grey; 0 leaves it out")
+    brightness: float = Field(0.0, ge=0, description="Blend with black; 0: off")
+    contrast: float = Field(0.0, ge=0, description="Blend with the mean grey; 0: off")
     saturation: float = Field(
-        0.0, ge=0, description="Blended with the grey image; 0 leaves it out, as a grey image does"
+        0.0, ge=0, description="Blend with the grey image; 0: off; grey images do not change"
     )
 
     @property
     def is_identity(self) -> bool:
-        """Return whether no colour is changed."""
         return not (self.brightness or self.contrast or self.saturation)
 
 
@@ -119,14 +117,13 @@ JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    """Of B images: order of JITTERED (B, 3), and factors fp64 (B, 3)."""
+    """Jitter of B images: order of JITTERED (B, 3), and factors fp64 (B, 3)."""
 
     order: Tensor
     factors: Tensor
 
 
 def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
-    """The draws of each image, on the CPU."""
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
         warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
@@ -135,38 +132,42 @@ def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
     return DrawnJitter(order, torch.stack(factors, dim=1))
 
 
-def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
-    """Pixels fp32 (B, C, H, W) in 0..255, changed in place and returned."""
+def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
+    """Jitter pixels fp32 (B, C, H, W) in 0..255, in place, and return them."""
     for place in range(len(JITTERED)):
         for index, operation in enumerate(JITTERED):
-            # on the CPU: the device is never waited for
-            chosen = (drawn.order[:, place] == index) & (drawn.factors[:, index] != 1)
+            # Rows are selected on the CPU, so that nothing waits for the device.
+            chosen = (jitter.order[:, place] == index) & (jitter.factors[:, index] != 1)
             rows = chosen.nonzero()[:, 0]
             if len(rows) == 0:
                 continue
-            factors = drawn.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
-            where = warping.to_device_async(rows, pixels.device)
+            factors = jitter.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
+            device_rows = warping.to_device_async(rows, pixels.device)
             changed = operation(
-                pixels.index_select(0, where), warping.to_device_async(factors, pixels.device)
+                pixels.index_select(0, device_rows), warping.to_device_async(factors, pixels.device)
             )
-            pixels.index_copy_(0, where, changed)
+            pixels.index_copy_(0, device_rows, changed)
     return pixels
 
 
 def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
     """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
     height, width = pixels.shape[-2:]
-    top, left, tall, wide = warping.draw_crop_windows(
+    first_row, first_column, box_height, box_width = warping.draw_crop_windows(
         draws, (height, width), (0.02, 1 / 3), (0.3, 3.3)
     )
     chosen = draws.rand() < probability
     rows = torch.arange(height) + 0.5
     columns = torch.arange(width) + 0.5
-    in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
-    in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
-    tall_part = warping.to_device_async(in_rows, pixels.device)[:, None, :, None]
-    wide_part = warping.to_device_async(in_columns, pixels.device)[:, None, None, :]
-    return pixels.masked_fill_(tall_part & wide_part, 0.0)
+    in_rows = (
+        (rows >= first_row[:, None]) & (rows < (first_row + box_height)[:, None]) & chosen[:, None]
+    )
+    in_columns = (columns >= first_column[:, None]) & (
+        columns < (first_column + box_width)[:, None]
+    )
+    row_mask = warping.to_device_async(in_rows, pixels.device)[:, None, :, None]
+    column_mask = warping.to_device_async(in_columns, pixels.device)[:, None, None, :]
+    return pixels.masked_fill_(row_mask & column_mask, 0.0)
 
 
 Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
@@ -182,23 +183,23 @@ Colour = Literal[
     "solarize",
     "invert",
 ]
-STRENGTHLESS = frozenset({"autocontrast", "equalize", "invert"})  # alike at all magnitudes
+STRENGTHLESS = frozenset({"autocontrast", "equalize", "invert"})  # independent of the magnitude
 STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
 
 
 class RandAugment(Config):
-    """How many operations an image gets and how strong they are.
+    """Number of random operations per image, and their strength.
 
     At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
-    0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometry is about
-    the image's centre, and comes before all colours (our choice).
+    0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations
+    are about the image's centre and come before all colours (our choice).
     """
 
     operations: int = Field(
-        2, ge=0, le=16, description="Operations drawn for each image, with replacement"
+        2, ge=0, le=16, description="Operations per image, drawn with replacement"
     )
     magnitude: float = Field(
-        9, ge=0, le=30, description="Strength; 10 is the full range of each, above in proportion"
+        9, ge=0, le=30, description="Strength; 10 is the full range of each, others in proportion"
     )
     names: tuple[Geometric | Colour, ...] = Field(
         STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
@@ -206,18 +207,17 @@ class RandAugment(Config):
 
     @property
     def is_identity(self) -> bool:
-        """Return whether no image is changed: without operations, or without their strength."""
-        strong = set(self.names) - {"identity"}
-        return not self.operations or not (strong if self.magnitude else strong & STRENGTHLESS)
+        """True where no image is changed: no operations, or none with an effect."""
+        names = set(self.names) - {"identity"}
+        return not self.operations or not (names if self.magnitude else names & STRENGTHLESS)
 
     @property
     def moves(self) -> bool:
-        """Return whether any operation changes the geometry."""
         return any(name in get_args(Geometric) for name in self.names)
 
 
 class DrawnOperations(NamedTuple):
-    """Positions in ``names`` and signed strength, both (B, operations); 1 = magnitude 10."""
+    """Positions in ``names`` and signed strengths, both (B, operations); 1 = magnitude 10."""
 
     names: tuple[str, ...]
     choices: Tensor
@@ -225,7 +225,6 @@ class DrawnOperations(NamedTuple):
 
 
 def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:
-    """Draw the operations of each image, on the CPU."""
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
     return DrawnOperations(
@@ -233,13 +232,15 @@ def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations
     )
 
 
-def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Tensor:
-    """All geometric operations of each image as one affine (B, 3, 3), fp64, in their order."""
-    count = len(drawn.choices)
+def operation_affines(operations: DrawnOperations, height: float, width: float) -> Tensor:
+    """Combine all geometric operations of each image, in order, to one affine (B, 3, 3), fp64."""
+    count = len(operations.choices)
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
-    for place in range(drawn.choices.shape[1]):
+    for place in range(operations.choices.shape[1]):
         level = {
-            name: torch.where(_is_operation(drawn, place, name), drawn.levels[:, place], 0.0)
+            name: torch.where(
+                _is_operation(operations, place, name), operations.levels[:, place], 0.0
+            )
             for name in get_args(Geometric)
         }
         shear = warping.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
@@ -247,32 +248,34 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
             0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
         )
         turn = warping.rotation_affines(math.radians(30) * level["rotate"])
-        # at most one of the three is not the identity
+        # At most one of the three is not the identity.
         total = warping.recentre_affines(move @ turn @ shear, height, width) @ total
     return total
 
 
-def apply_colour_operations(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
-    """Apply colour operations in their order to fp32 (B, C, H, W) in 0..255, in place."""
-    for place in range(drawn.choices.shape[1]):
-        for name in (name for name in dict.fromkeys(drawn.names) if name in OPERATIONS):
-            # on the CPU: the device is never waited for
-            rows = _is_operation(drawn, place, name).nonzero()[:, 0]
+def apply_colour_operations(pixels: Tensor, operations: DrawnOperations) -> Tensor:
+    """Apply colour operations in order to fp32 (B, C, H, W) in 0..255, in place."""
+    for place in range(operations.choices.shape[1]):
+        for name in (name for name in dict.fromkeys(operations.names) if name in OPERATIONS):
+            # Rows are selected on the CPU, so that nothing waits for the device.
+            rows = _is_operation(operations, place, name).nonzero()[:, 0]
             if len(rows) == 0:
                 continue
             operation, strength = OPERATIONS[name]
             values = warping.to_device_async(
-                strength(drawn.levels[rows, place]).to(torch.float32), pixels.device
+                strength(operations.levels[rows, place]).to(torch.float32), pixels.device
             ).view(-1, 1, 1, 1)
-            where = warping.to_device_async(rows, pixels.device)
-            pixels.index_copy_(0, where, operation(pixels.index_select(0, where), values))
+            device_rows = warping.to_device_async(rows, pixels.device)
+            pixels.index_copy_(
+                0, device_rows, operation(pixels.index_select(0, device_rows), values)
+            )
     return pixels
 
 
-def _is_operation(drawn: DrawnOperations, place: int, name: str) -> Tensor:
-    if name not in drawn.names:
-        return torch.zeros(len(drawn.choices), dtype=torch.bool)
-    return drawn.choices[:, place] == drawn.names.index(name)
+def _is_operation(operations: DrawnOperations, place: int, name: str) -> Tensor:
+    if name not in operations.names:
+        return torch.zeros(len(operations.choices), dtype=torch.bool)
+    return operations.choices[:, place] == operations.names.index(name)
 
 
 def _enhance_factor(levels: Tensor) -> Tensor:

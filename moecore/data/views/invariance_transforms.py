@@ -1,10 +1,10 @@
 """The twelve transforms of MoGE's table 1: small rotations, scalings, translations and shears.
 
 They follow torchvision's RandomAffine, which the paper names: rotation, translation and shear are
-uniform between −limit and +limit, about the centre, the shear moves columns, translations are
-rounded to whole pixels, outside is black. Two readings are ours: a scaling by s is by exactly s
-(the paper gives one number where RandomAffine takes a range), and pixels are interpolated
-(torchvision's default takes the nearest).
+uniform between −limit and +limit, about the centre; the shear moves columns; translations are
+rounded to whole pixels; outside is black. Two choices are ours: a scaling by s is exactly s (the
+paper gives one number where RandomAffine takes a range), and pixels are interpolated (torchvision's
+default takes the nearest).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from moecore.data.views import warping
 
 
 class Transform(NamedTuple):
-    """A family of affines; the default changes nothing."""
+    """A family of random affines; the default is the identity."""
 
     degrees: float = 0.0  # rotation from −degrees to +degrees
     # horizontal, vertical: at most this share of the side
@@ -43,10 +43,7 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 
 
 def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """``count`` draws of TRANSFORMS[name] for ``size`` (height, width): affines (count, 3, 3).
-
-    A function of the arguments alone, so that every model is measured on the same pictures.
-    """
+    """Draw affines (count, 3, 3) of TRANSFORMS[name] for (height, width), by the seed alone."""
     settings = TRANSFORMS[name]
     generator = generator_for(seed, *name.encode())
 
@@ -68,7 +65,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
 
 
 def transform_images(images: Tensor, affines: Tensor) -> Tensor:
-    """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8."""
+    """Warp images uint8 (N, C, H, W) by affines (N, 3, 3), rounded to uint8."""
     height, width = images.shape[-2:]
     moved = warping.warp_images(images, affines, (height, width), "zeros")
     return moved.round().clamp(0, 255).to(torch.uint8)

@@ -1,8 +1,8 @@
 """Random views of a batch, made on its device, with their exact affines, and mixing of images.
 
-B images, C channels, H×W pixels, as many in a view (volumes: views3d). Every random number comes
-from the CPU generator that is passed in, so a view is a function of (seed, step) on every device.
-Two images become one by Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019).
+B images, C channels, H×W pixels, also of the views (volumes: views3d). All random numbers come from
+the given CPU generator, so a view is a function of (seed, step) on every device. Mixup (Zhang et
+al. 2018) and CutMix (Yun et al. 2019) combine two images.
 """
 
 import math
@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from torch import Generator, Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.core.streams import BatchDraws
 from moecore.core.surroundings import Misfits, Surroundings, format_changed_settings
 from moecore.data.views import augmentations, warping
@@ -44,13 +44,13 @@ class AffineRanges(Config):
     """Random affine about the centre: scale and shear, rotation, translation."""
 
     degrees: float = Field(
-        0.0, ge=0, le=180, description="Largest rotation; of volumes about each of three axes"
+        0.0, ge=0, le=180, description="Largest rotation; volumes: about each of three axes"
     )
     translate: float = Field(
-        0.0, ge=0, le=1, description="Movement along each axis, up to this share of the side"
+        0.0, ge=0, le=1, description="Largest movement along each axis, as a share of the side"
     )
     scale: tuple[float, float] = Field(
-        (1.0, 1.0), description="Factor on both sides: lowest, highest"
+        (1.0, 1.0), description="Scaling factor of all sides: lowest, highest"
     )
     shear: float = Field(
         0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
@@ -63,26 +63,24 @@ class AffineRanges(Config):
 
     @property
     def is_identity(self) -> bool:
-        """Return whether no image is moved."""
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
 def falsifies_truth(around: Surroundings) -> str:
-    """Return why pixels must not change where a channel of the images says the truth."""
     return f"which would falsify the truth of {around.data}; allowed: leave it out"
 
 
 class ViewSettings(Config):
-    """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
-    its colours, jitter, erasing.
+    """Random training views: shift, crop, flip, affine, RandAugment's geometry, colours, erasing.
 
-    The default changes nothing. All geometry is one affine and one linear sampling; shifts and
-    flips alone keep every pixel exact. Volumes take shift, flip (of their first axis, which runs
-    from left to right), affine without shear, and fill.
+    They are applied in this order (colours: RandAugment's, then jitter); the default changes
+    nothing. All geometry is one affine and one linear sampling; shifts and flips alone keep every
+    pixel exact. Volumes take shift, flip (of their first axis, which runs from left to right),
+    affine without shear, and fill.
     """
 
     shift: int = Field(
-        0, ge=0, description="Move by up to this many whole pixels along each axis (pad and crop)"
+        0, ge=0, description="Largest movement along each axis in whole pixels (pad and crop)"
     )
     crop: CropRanges | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
@@ -97,59 +95,66 @@ class ViewSettings(Config):
         0.0, ge=0, le=1, description="Probability of a black rectangle of 2 to 33 % of the view"
     )
     fill: Literal["zeros", "border", "reflection"] = Field(
-        "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
+        "zeros", description="Outside the image: black, the nearest pixel, the mirrored image"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield changes that are none, whatever the images, or that volumes or grey images lack."""
+        """Yield changes without effect, and changes that volumes or grey images do not allow."""
         for key in ("affine", "randaugment", "jitter"):
             change = getattr(self, key)
             if change is not None and change.is_identity:
-                others = ", ".join(name for name in type(change).model_fields if name != "names")
-                yield (key,), f"found one that changes nothing; allowed: null, or other {others}"
+                fields = ", ".join(name for name in type(change).model_fields if name != "names")
+                yield (key,), f"found one that changes nothing; allowed: null, or other {fields}"
         if self.fill != "zeros" and not self.leaves_image:
-            text = f"found {self.fill}, but no view reaches beyond its image"
-            yield ("fill",), f"{text}; allowed: zeros, or a shift, a crop or an affine"
+            yield (
+                ("fill",),
+                f"found {self.fill}, but no view reaches beyond its image; "
+                "allowed: zeros, or a shift, a crop or an affine",
+            )
         if around.source is not None and around.source.volumes:
             for name in FLAT_VIEWS:
                 if value := getattr(self, name):
-                    text = f"found {format_changed_settings(value)}, which is for flat images"
-                    allowed = "allowed for volumes: shift, flip, affine and fill"
-                    yield (name,), f"{text}; {allowed}"
+                    yield (
+                        (name,),
+                        f"found {format_changed_settings(value)}, which is for flat images; "
+                        "allowed for volumes: shift, flip, affine and fill",
+                    )
             if self.affine is not None and self.affine.shear:
-                text = f"found {self.affine.shear:g}, which is for flat images"
-                yield ("affine", "shear"), f"{text}; allowed for volumes: 0"
+                yield (
+                    ("affine", "shear"),
+                    f"found {self.affine.shear:g}, which is for flat images; "
+                    "allowed for volumes: 0",
+                )
         elif around.preview is not None and around.preview.channels == 1:
             why = f"but {around.data} has grey images, whose saturation nothing changes"
             if self.jitter is not None and self.jitter.saturation:
-                text = f"found {self.jitter.saturation:g}, {why}; allowed: 0"
-                yield ("jitter", "saturation"), text
+                yield (
+                    ("jitter", "saturation"),
+                    f"found {self.jitter.saturation:g}, {why}; allowed: 0",
+                )
             if self.randaugment is not None and set(self.randaugment.names) == {"saturation"}:
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield changes of pixels where a channel of theirs says the truth."""
+        """Yield changes of pixels where the images have a truth channel."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {falsifies_truth(around)}"
 
     @property
     def leaves_image(self) -> bool:
-        """Return whether views show, or interpolate with, what lies outside of the image."""
+        """True where views show, or interpolate with, the outside of the image."""
         moves = self.randaugment is not None and self.randaugment.moves
         return bool(self.shift or self.crop or self.affine or moves)
 
     @property
     def on_grid(self) -> bool:
-        """Whether views are whole-pixel moves and flips only, so that nothing is interpolated."""
+        """True where views are only whole-pixel moves and flips: nothing is interpolated."""
         return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, H, W) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
-
-    Of volumes: (B, C, D, H, W) and (B, 4, 4).
-    """
+    """Views fp32 (B, C, *pixels) in [0, 1], affines fp32 (B, 3, 3) or, of volumes, (B, 4, 4)."""
 
     images: Tensor
     affines: Tensor
@@ -160,12 +165,11 @@ def make_random_views(
     settings: ViewSettings,
     source: Generator | BatchDraws,
 ) -> ViewsWithAffines:
-    """One random view of each image.
+    """Make one random view of each image.
 
-    images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
-    images of different shapes, of which there must be a crop.
-    source: a generator on the CPU, or the draws of these images. Raises UserError for settings
-    that have no meaning for volumes or for uneven images.
+    images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
+    which need a crop. Raises UserError for settings that do not apply to volumes or to uneven
+    images.
     """
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
@@ -176,25 +180,25 @@ def make_random_views(
     original, size = warping.image_and_view_sizes(images)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
-    # drawn whether or not it is used: a setting then changes no other draw
+    # Drawn even if unused, so that a setting changes no other draw.
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
     moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], count)
     affines = warping.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
-    drawn = None
+    operations = None
     if settings.randaugment:
-        drawn = augmentations.draw_operations(settings.randaugment, draws)
+        operations = augmentations.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
-            affines = augmentations.operation_affines(drawn, *size) @ affines
+            affines = augmentations.operation_affines(operations, *size) @ affines
     if isinstance(images, warping.MixedSizeImageList):
         pixels = warping.warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = warping.shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
         pixels = warping.warp_images(images, affines, size, settings.fill)
-    if drawn:
-        pixels = augmentations.apply_colour_operations(pixels, drawn)
+    if operations:
+        pixels = augmentations.apply_colour_operations(pixels, operations)
     if settings.jitter:
         pixels = augmentations.jitter_colours(
             pixels, augmentations.draw_jitter(settings.jitter, draws)
@@ -208,7 +212,7 @@ def make_random_views(
 
 
 def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
-    """The images for evaluation, fp32 (B, C, H, W) in [0, 1]; centre squares of uneven ones."""
+    """Return images for evaluation, fp32 (B, C, H, W) in [0, 1]; uneven ones as centre squares."""
     if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
     if images.is_floating_point():
@@ -222,15 +226,15 @@ def _frame_affines(
     size: tuple[int, int],
     draws: BatchDraws,
 ) -> Tensor:
-    """From the original to the (cropped) view of ``size``."""
+    """Return affines from the original to the (cropped) view of ``size``."""
     count = draws.images
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)
-    top, left, height, width = warping.draw_crop_windows(
+    first_row, first_column, height, width = warping.draw_crop_windows(
         draws, original, settings.crop.scale, CROP_RATIO
     )
     enlarged = warping.scaling_affines(size[0] / height, size[1] / width, count)
-    return enlarged @ warping.translation_affines(-top, -left, count)
+    return enlarged @ warping.translation_affines(-first_row, -first_column, count)
 
 
 def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
@@ -251,19 +255,18 @@ def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) ->
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
 
 
-def _check_range(ends: tuple[float, float], most: float) -> tuple[float, float]:
+def _check_range(ends: tuple[float, float], limit: float) -> tuple[float, float]:
     low, high = ends
-    if not 0 < low <= high <= most:
-        limit = f" ≤ {most:g}" if math.isfinite(most) else ""
-        raise ValueError(f"found [{low}, {high}]; allowed: 0 < lowest ≤ highest{limit}")
+    if not 0 < low <= high <= limit:
+        allowed = "0 < lowest ≤ highest"
+        if math.isfinite(limit):
+            allowed += f" ≤ {limit:g}"
+        raise ValueError(describe_refusal(found=f"[{low}, {high}]", allowed=allowed))
     return ends
 
 
 class Mix(Config):
-    """Which images are mixed and how strongly.
-
-    Where both alphas are above 0, each image gets one of the two by a fair coin.
-    """
+    """Mixup and CutMix; with both alphas above 0, a fair coin picks one of the two per image."""
 
     mixup: float = Field(0.0, ge=0, description="alpha of mixup's Beta(alpha, alpha); 0 = off")
     cutmix: float = Field(0.0, ge=0, description="alpha of CutMix's Beta(alpha, alpha); 0 = off")
@@ -273,14 +276,12 @@ class Mix(Config):
 
     @property
     def active(self) -> bool:
-        """True where anything is ever mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings by which nothing is mixed, and images whose truth mixing would falsify."""
+        """Yield settings that mix nothing, and images whose truth mixing would falsify."""
         if not self.active:
-            text = "found one that mixes nothing"
-            yield (), f"{text}; allowed: null, or mixup or cutmix above 0"
+            yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:
             yield (), f"found a change of pixels, {falsifies_truth(around)}"
 
@@ -295,11 +296,9 @@ def mix_images(
 ) -> tuple[Tensor, Tensor]:
     """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
 
-    images: fp32 (B, C, H, W) in [0, 1], as the mixed ones; labels: int64 (B,), the mixed ones fp32.
-    task: of the labels. source: a generator on the CPU, or the draws of these images. others: the
-    images and labels at places (B,) of the whole batch, where these images are a part of it. λ is
-    drawn per image; CutMix's λ is the exact share of pixels kept. Raises UserError for a task whose
-    labels are not one class each.
+    images: fp32 in [0, 1]. others: returns images and labels at positions (B,) of the whole batch,
+    where these images are a part of it. λ is drawn per image; CutMix's λ is the exact share of
+    unreplaced pixels.
     """
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
@@ -310,56 +309,52 @@ def mix_images(
     height, width = images.shape[-2:]
     partner = draws.select_rows(torch.randperm(draws.whole, generator=draws.generator))
     shares, cut = _draw_shares(settings, draws)
-    rows, columns = _boxes(shares, cut, height, width, draws)
-    area = (rows.sum(1) * columns.sum(1)).to(torch.float64) / (height * width)
+    box_rows, box_columns = _boxes(shares, cut, height, width, draws)
+    area = (box_rows.sum(1) * box_columns.sum(1)).to(torch.float64) / (height * width)
     shares = torch.where(cut, 1 - area, shares).to(torch.float32)
     # Boxes go to the device as their rows and columns: whole masks would be half of a step's bytes.
     hidden = (
-        warping.to_device_async(rows, images.device)[:, :, None]
-        & warping.to_device_async(columns, images.device)[:, None, :]
+        warping.to_device_async(box_rows, images.device)[:, :, None]
+        & warping.to_device_async(box_columns, images.device)[:, None, :]
     )
-    cut, shares = (
-        warping.to_device_async(cut, images.device)[:, None],
-        warping.to_device_async(shares, images.device)[:, None],
-    )
-    kept = 1 - hidden.to(torch.float32)
-    weights = torch.where(cut[:, None], kept, shares[:, None])[:, None]
+    cut = warping.to_device_async(cut, images.device)[:, None]
+    shares = warping.to_device_async(shares, images.device)[:, None]
+    visible = 1 - hidden.to(torch.float32)
+    weights = torch.where(cut[:, None], visible, shares[:, None])[:, None]
     if others is None:
-        where = warping.to_device_async(partner, images.device)
-        return torch.lerp(images[where], images, weights), torch.lerp(hard[where], hard, shares)
-    other, labelled = others(partner)
-    known = F.one_hot(labelled, task.outputs).to(torch.float32)
-    return torch.lerp(other, images, weights), torch.lerp(known, hard, shares)
+        rows = warping.to_device_async(partner, images.device)
+        return torch.lerp(images[rows], images, weights), torch.lerp(hard[rows], hard, shares)
+    partner_images, partner_labels = others(partner)
+    partner_hard = F.one_hot(partner_labels, task.outputs).to(torch.float32)
+    return torch.lerp(partner_images, images, weights), torch.lerp(partner_hard, hard, shares)
 
 
 def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
-    """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,)."""
-    # torch draws no Beta from a generator, numpy does.
+    """Draw λ (B,) fp64, 1 for unmixed images, and whether CutMix is used (B,)."""
+    # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
-    coin = np.full(draws.whole, settings.cutmix > 0)
+    is_cutmix = np.full(draws.whole, settings.cutmix > 0)
     if settings.mixup and settings.cutmix:
-        coin = random.random(draws.whole) < 0.5
-    alphas = np.where(coin, settings.cutmix, settings.mixup)
-    mixed = random.random(draws.whole) < settings.probability
-    shares = np.where(mixed, random.beta(alphas, alphas), 1.0)
-    return draws.select_rows(torch.from_numpy(shares)), draws.select_rows(torch.from_numpy(coin))
+        is_cutmix = random.random(draws.whole) < 0.5
+    alphas = np.where(is_cutmix, settings.cutmix, settings.mixup)
+    is_mixed = random.random(draws.whole) < settings.probability
+    shares = torch.from_numpy(np.where(is_mixed, random.beta(alphas, alphas), 1.0))
+    return draws.select_rows(shares), draws.select_rows(torch.from_numpy(is_cutmix))
 
 
 def _boxes(
     shares: Tensor, cut: Tensor, height: int, width: int, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Rows (B, H) and columns (B, W) of a box of area 1 − λ around a random centre.
-
-    Cut at the border, whole pixels.
-    """
-    drawn = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
-    centre = [draws.select_rows(values) for values in drawn]
+    """Return rows (B, H) and columns (B, W) of boxes of area 1 − λ around random centres."""
+    centres = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
+    row, column = (draws.select_rows(values) for values in centres)
     half = (1 - shares).sqrt() / 2 * cut
-    return _is_within_box(height, centre[0], half), _is_within_box(width, centre[1], half)
+    return _is_within_box(height, row, half), _is_within_box(width, column, half)
 
 
 def _is_within_box(side: int, centre: Tensor, half: Tensor) -> Tensor:
+    # Boxes are whole pixels, clipped at the border.
     low = ((centre - half) * side).round()
     high = ((centre + half) * side).round()
-    places = torch.arange(side)
-    return (places >= low[:, None]) & (places < high[:, None])
+    positions = torch.arange(side)
+    return (positions >= low[:, None]) & (positions < high[:, None])

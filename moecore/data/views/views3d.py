@@ -1,7 +1,7 @@
-"""Random views of a batch of volumes, made on its device, each with the exact affine that made it.
+"""Random views of a batch of volumes, made on its device, with their exact affines.
 
-B volumes, C channels, D × H × W voxels. Every random number comes from the CPU generator that is
-passed in. All geometry is one trilinear sampling; shifts and flips alone keep every voxel exact.
+B volumes, C channels, D × H × W voxels. All random numbers come from the given CPU generator. All
+geometry is one trilinear sampling; shifts and flips alone keep every voxel exact.
 
 Affines (B, 4, 4), drawn on the CPU in fp64, map a point (x, y, z, 1) of the original volume to the
 view, in voxels along the first, second and third axis; voxel centres are at +0.5. In canonical
@@ -24,18 +24,13 @@ from moecore.data.views.warping import (
     uniform_draws,
 )
 
-FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # which volumes do not have
+FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 
 
 def make_random_volume_views(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """One random view of each volume, fp32, and affines fp32 (B, 4, 4), on the volumes' device.
-
-    volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings;
-    draws: of these volumes.
-    Raises UserError for settings that have no meaning for volumes.
-    """
+    """Make one random view of each volume, fp32, and affines fp32 (B, 4, 4), on their device."""
     _refuse(settings)
     size = list(volumes.shape[2:])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
@@ -50,11 +45,7 @@ def make_random_volume_views(
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Trilinear views fp32 of volumes (B, C, D, H, W); affines fp64 (B, 4, 4), CPU, to the view.
-
-    Outside the volume: 0 (zeros), the nearest voxel (border) or the mirrored volume (reflection).
-    Strong shrinking is not smoothed.
-    """
+    """Sample views fp32 of (B, C, D, H, W) trilinearly, without smoothing; affines fp64, CPU."""
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half
@@ -70,10 +61,8 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
 
 
 def _grid(theta: Tensor, size: torch.Size) -> Tensor:
-    """theta (B, 3, 4) at the voxel centres of a volume of ``size``, −1 … 1: (B, D, H, W, 3).
-
-    A third of the time of torch's affine_grid.
-    """
+    """Apply theta (B, 3, 4) to the voxel centres of a volume in −1 … 1: (B, D, H, W, 3)."""
+    # takes a third of the time of torch's affine_grid
     grid = theta[:, None, None, None, :, 3]
     for axis, length in enumerate(size):
         centres = (
@@ -84,18 +73,18 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
 
 
 def _refuse(settings: Any) -> None:
-    given = [name for name in FLAT_VIEWS if getattr(settings, name)]
+    names = [name for name in FLAT_VIEWS if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
-        given.append("affine.shear")
-    if given:
+        names.append("affine.shear")
+    if names:
         raise UserError(
-            f"views: found {', '.join(given)}, which are for images; allowed for volumes: shift, "
+            f"views: found {', '.join(names)}, which are for images; allowed for volumes: shift, "
             "flip, affine (without shear), fill"
         )
 
 
 def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
-    """Scale, then turn about the three axes, then move; about the centre."""
+    """Draw affines about the centre: scale, then rotate about the three axes, then move."""
     low, high = settings.scale
     factors = uniform_draws(draws, low, high)
     turns = torch.stack(
@@ -111,17 +100,17 @@ def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
 
 
 def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Views fp32 moved by whole voxels (B, 3) int64, then mirrored where (B,) says so."""
+    """Move volumes by whole voxels (B, 3) int64, then mirror where ``mirrored`` (B,); fp32."""
     count, channels, *size = volumes.shape
     depth, height, width = size
-    places = [
+    indices = [
         torch.arange(length) - move[:, None] for length, move in zip(size, shifts.T, strict=True)
     ]
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
-    places[0] = torch.where(mirrored[:, None], turned, places[0])
+    indices[0] = torch.where(mirrored[:, None], turned, indices[0])
     first, second, third = (
-        to_device_async(clamp_or_reflect_indices(where, length, fill), volumes.device)
-        for where, length in zip(places, size, strict=True)
+        to_device_async(clamp_or_reflect_indices(index, length, fill), volumes.device)
+        for index, length in zip(indices, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.
     pages = torch.arange(count * channels, device=volumes.device).view(count, channels, 1)
@@ -130,19 +119,17 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     if shifts[:, 2].any():
         views = views.gather(4, third[:, None, None, None].expand(views.shape))
     if fill == "zeros" and shifts.any():
-        for axis, (where, length) in enumerate(zip(places, size, strict=True)):
-            seen = to_device_async(in_range_mask(where, length), volumes.device)
-            views.mul_(seen.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
+        for axis, (index, length) in enumerate(zip(indices, size, strict=True)):
+            inside = to_device_async(in_range_mask(index, length), volumes.device)
+            views.mul_(inside.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
     return views.to(torch.float32)
 
 
 def volume_identities(count: int) -> Tensor:
-    """(count, 4, 4) fp64 that change nothing."""
     return torch.eye(4, dtype=torch.float64).repeat(count, 1, 1)
 
 
 def volume_translations(moves: Tensor) -> Tensor:
-    """Move by ``moves`` (B, 3) voxels."""
     affines = volume_identities(len(moves))
     affines[:, :3, 3] = moves.to(torch.float64)
     return affines
@@ -158,7 +145,7 @@ def volume_scale_affines(factors: Tensor) -> Tensor:
 
 
 def volume_rotations(radians: Tensor) -> Tensor:
-    """Turn by ``radians`` (B, 3) about the first axis, then the second, then the third."""
+    """Rotate by ``radians`` (B, 3) about the first axis, then the second, then the third."""
     affines = volume_identities(len(radians))
     for axis in range(3):
         affines = _turn(radians[:, axis], (axis + 1) % 3, (axis + 2) % 3) @ affines
@@ -180,7 +167,7 @@ def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
 
 
 def _turn(radians: Tensor, first: int, second: int) -> Tensor:
-    """Carry the axis ``first`` towards the axis ``second`` by ``radians`` (B,)."""
+    """Rotate the axis ``first`` towards the axis ``second`` by ``radians`` (B,)."""
     affines = volume_identities(len(radians))
     affines[:, first, first] = affines[:, second, second] = radians.to(torch.float64).cos()
     affines[:, second, first] = radians.to(torch.float64).sin()

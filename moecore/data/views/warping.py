@@ -1,4 +1,4 @@
-"""Affines of views, and the pixels of a view: a gather on the pixel grid, else grid_sample.
+"""Affines of views, and the pixels of a view: gathered on the pixel grid, or by grid_sample.
 
 Affines (B, 3, 3) of a batch are drawn on the CPU in fp64. An affine maps a point (row, column, 1)
 of the original image to the view; pixel centres are at +0.5. Later maps multiply from the left.
@@ -19,17 +19,17 @@ from moecore.data.files.decode import resize_centre_square
 
 
 def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
-    """(B,) fp64, uniform in [low, high)."""
+    """Draw (B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
 def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """(count, 3, 3) with first row ``rows``, second row ``columns`` and third row 0 0 1."""
-    full = torch.zeros(count, 3, 3, dtype=torch.float64)
-    for line, entries in enumerate((rows, columns, (0, 0, 1))):
-        for place, entry in enumerate(entries):
-            full[:, line, place] = entry
-    return full
+    """Build (count, 3, 3) with first row ``rows``, second row ``columns``, third row 0 0 1."""
+    affines = torch.zeros(count, 3, 3, dtype=torch.float64)
+    for row, entries in enumerate((rows, columns, (0, 0, 1))):
+        for column, entry in enumerate(entries):
+            affines[:, row, column] = entry
+    return affines
 
 
 def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
@@ -43,14 +43,14 @@ def translation_affines(rows: Tensor | float, columns: Tensor | float, count: in
 
 
 def rotation_affines(radians: Tensor) -> Tensor:
-    """Turn about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
+    """Rotate about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
     cosine = radians.cos()
     sine = radians.sin()
     return affines_from_matrix_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
 def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
-    """row += rows · column; column += columns · row."""
+    """Shear: row += rows · column; column += columns · row."""
     return affines_from_matrix_rows((1, rows, 0), (columns, 1, 0), count)
 
 
@@ -78,25 +78,22 @@ def draw_crop_windows(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random windows as (top, left, height, width), each (B,) in pixels, fractions allowed.
+    """Draw windows as (first row, first column, height, width), each (B,), fractions allowed.
 
-    size: height and width of all images, or fp64 (B,) of each.
-
-    Area uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a side
-    longer than the image's is cut to it (our choice: Inception's rule draws again up to ten times).
-    Position uniform among those that lie inside.
+    Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
+    side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
     """
     area = uniform_draws(draws, *scale) * (size[0] * size[1])
     aspect = uniform_draws(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
     height = (area / aspect).sqrt().clamp(max=size[0])
     width = (area * aspect).sqrt().clamp(max=size[1])
-    top = (size[0] - height) * uniform_draws(draws, 0, 1)
-    left = (size[1] - width) * uniform_draws(draws, 0, 1)
-    return top, left, height, width
+    first_row = (size[0] - height) * uniform_draws(draws, 0, 1)
+    first_column = (size[1] - width) * uniform_draws(draws, 0, 1)
+    return first_row, first_column, height, width
 
 
 def invert_affines(affines: Tensor) -> Tensor:
-    """Inverse of affines (B, 3, 3), in closed form."""
+    """Invert affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
     return affines_from_matrix_rows(
@@ -114,7 +111,7 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Bilinear views fp32 (B, C, h, w) in 0..255 of uint8 images; affines fp64 (B, 3, 3), CPU.
+    """Sample bilinear views fp32 (B, C, h, w) in 0..255 of uint8 images; affines fp64, CPU.
 
     Outside the image: 0 (zeros), the nearest pixel (border) or the mirrored image (reflection).
     Strong shrinking is not smoothed.
@@ -141,10 +138,10 @@ def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: st
 
 @dataclass(frozen=True)
 class MixedSizeImageList:
-    """Images of different shapes, uint8 (H, W, C) each, that are still on the CPU."""
+    """Images of different shapes, uint8 (H, W, C) each, still on the CPU."""
 
     images: list[np.ndarray]
-    size: int  # height and width of a view whose settings name none
+    size: int  # height and width of a view, by default
     device: torch.device  # of the views
 
     def __len__(self) -> int:
@@ -157,17 +154,16 @@ class MixedSizeImageList:
         return sizes[:, 0], sizes[:, 1]
 
     def squares(self) -> Tensor:
-        """Their largest centre squares, resized: uint8 (B, C, size, size) on the device."""
-        squares = [
-            resize_centre_square(Image.fromarray(one.squeeze()), self.size) for one in self.images
-        ]
+        """Resize the largest centre squares: uint8 (B, C, size, size) on the device."""
+        pictures = [Image.fromarray(image.squeeze()) for image in self.images]
+        squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
 
 
 def image_and_view_sizes(
     images: Tensor | MixedSizeImageList,
 ) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
-    """Heights and widths of the images, and of their views."""
+    """Return heights and widths of the images, and of their views."""
     if isinstance(images, MixedSizeImageList):
         return images.extents, (images.size, images.size)
     height, width = images.shape[2:]
@@ -177,76 +173,71 @@ def image_and_view_sizes(
 def warp_uneven_images(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> Tensor:
-    """Warp images of different shapes as ``warp_images`` does; on their device.
-
-    What the views reach of each image is cut out first, and that alone is sent to the device.
-    """
-    parts, moved = crop_images_to_views(images, affines, size, fill)
+    """Warp images of different shapes as ``warp_images`` does, sending only visible parts."""
+    parts, affines_of_parts = cut_parts_seen_by_views(images, affines, size, fill)
     pixels = to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
-    return warp_images(pixels, moved, size, "zeros")
+    return warp_images(pixels, affines_of_parts, size, "zeros")
 
 
-def crop_images_to_views(
+def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
-    (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.
-    """
+    """Cut out what views reach, padded by ``fill``: uint8 (B, H, W, C), CPU; affines to views."""
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
-    low = reached.amin(-1).floor().to(torch.int64) - 1  # a pixel more, for the interpolation
+    low = reached.amin(-1).floor().to(torch.int64) - 1  # one more pixel, for the interpolation
     high = reached.amax(-1).ceil().to(torch.int64) + 1
-    tall, wide = (high - low).amax(0).tolist()
+    height, width = (high - low).amax(0).tolist()
     channels = images.images[0].shape[-1]
     pinned = images.device.type == "cuda"
-    cut = torch.zeros(len(images), tall, wide, channels, dtype=torch.uint8, pin_memory=pinned)
-    for image, place, first, last in zip(
-        images.images, cut.numpy(), low.tolist(), high.tolist(), strict=True
+    parts = torch.zeros(len(images), height, width, channels, dtype=torch.uint8, pin_memory=pinned)
+    for image, part, first, last in zip(
+        images.images, parts.numpy(), low.tolist(), high.tolist(), strict=True
     ):
-        _cut_part(image, place, first, last, fill)
-    return cut, affines @ translation_affines(low[:, 0], low[:, 1], len(images))
+        _copy_part(image, part, first, last, fill)
+    return parts, affines @ translation_affines(low[:, 0], low[:, 1], len(images))
 
 
-def _cut_part(
-    image: np.ndarray, place: np.ndarray, first: list[int], last: list[int], fill: str
+def _copy_part(
+    image: np.ndarray, part: np.ndarray, first: list[int], last: list[int], fill: str
 ) -> None:
-    """Rows and columns from ``first`` to ``last`` of an image (H, W, C), into ``place``."""
+    """Copy rows and columns from ``first`` to ``last`` of an image (H, W, C) to ``part``."""
     if fill == "zeros":
         begin = np.clip(first, 0, image.shape[:2])
         end = np.clip(last, 0, image.shape[:2])
-        to = [slice(a - f, b - f) for a, b, f in zip(begin, end, first, strict=True)]
-        place[to[0], to[1]] = image[begin[0] : end[0], begin[1] : end[1]]
+        inside = [slice(a - f, b - f) for a, b, f in zip(begin, end, first, strict=True)]
+        part[inside[0], inside[1]] = image[begin[0] : end[0], begin[1] : end[1]]
         return
     rows, columns = (
         clamp_or_reflect_indices(torch.arange(a, b), length, fill).numpy()
         for a, b, length in zip(first, last, image.shape[:2], strict=True)
     )
-    place[: len(rows), : len(columns)] = image[rows][:, columns]
+    part[: len(rows), : len(columns)] = image[rows][:, columns]
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Views uint8 moved by whole pixels (B, 2) int64, then mirrored where (B,) says so."""
+    """Move images uint8 by whole pixels (B, 2) int64, then mirror where ``mirrored`` (B,)."""
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
     columns = (
         torch.where(mirrored[:, None], torch.arange(width).flip(0), torch.arange(width))
         - shifts[:, 1:]
     )
-    # Rows and columns go to the device, not their products: a hundredth of the bytes.
-    down = to_device_async(clamp_or_reflect_indices(rows, height, fill), images.device)
-    right = to_device_async(clamp_or_reflect_indices(columns, width, fill), images.device)
-    flat = down[:, :, None] * width + right[:, None, :]
+    # Sending rows and columns instead of all their products takes a hundredth of the bytes.
+    source_rows = to_device_async(clamp_or_reflect_indices(rows, height, fill), images.device)
+    source_columns = to_device_async(clamp_or_reflect_indices(columns, width, fill), images.device)
+    flat = source_rows[:, :, None] * width + source_columns[:, None, :]
     index = flat.view(count, 1, -1).expand(-1, images.shape[1], -1)
     views = images.flatten(2).gather(2, index).view_as(images)
     if fill != "zeros" or not shifts.any():
         return views
-    tall = to_device_async(in_range_mask(rows, height), images.device)
-    wide = to_device_async(in_range_mask(columns, width), images.device)
-    return views * (tall[:, :, None] & wide[:, None, :])[:, None]
+    rows_inside = to_device_async(in_range_mask(rows, height), images.device)
+    columns_inside = to_device_async(in_range_mask(columns, width), images.device)
+    return views * (rows_inside[:, :, None] & columns_inside[:, None, :])[:, None]
 
 
 def in_range_mask(index: Tensor, length: int) -> Tensor:
-    """Return which indices are of 0 … length − 1."""
+    """Return which indices are in 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 

@@ -1,8 +1,4 @@
-"""Cohorts: tables of participants and sessions, and which participant belongs to which split.
-
-A table is read with all that is wrong about its rows. Splits are stratified by age and sex, and
-never separate the sessions of a participant.
-"""
+"""Cohorts: tables of participants and sessions, and splits by age and sex per participant."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +16,13 @@ from moecore.data.volumes.subjects import VolumeSubject, id_problem
 from moecore.tasks.regression import Regression
 
 NEEDED_COLUMNS = ("participant_id", "age", "sex")
-AGES = (0, 120)  # years; another age is a problem
+AGES = (0, 120)  # years; other ages are problems
 SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
 MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
-    """Why a subject, or one of his sessions (``*``: all), cannot be used."""
+    """Why a subject, or one of the sessions (``*``: all), cannot be used."""
 
     participant_id: str
     session_id: str
@@ -34,23 +30,21 @@ class SubjectProblem(NamedTuple):
 
 
 class CohortTable(NamedTuple):
-    """The usable rows, splits that the user chose, the problems of the others, and each
-    participant's first line, as file:line.
-    """
+    """A cohort's table: usable rows, splits set by the table, and problems."""
 
-    subjects: list[VolumeSubject]
-    splits: dict[str, str]
+    subjects: list[VolumeSubject]  # the usable ones
+    splits: dict[str, str]  # participant → split, where the table sets it
     problems: list[SubjectProblem]
-    places: dict[str, str]
+    places: dict[str, str]  # participant → file:line of the first row
 
 
-def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
-    """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
+def read_participants_with_sessions(
+    root: Path, diagnoses: tuple[str, ...] | None = None
+) -> CohortTable:
+    """Read root/participants.tsv, and each participant's sessions.tsv if it exists.
 
-    A sessions table gives session_id and, where it has the columns, age and diagnosis; else
-    participants.tsv does. Rows of another diagnosis than ``diagnoses`` are passed over. Raises
-    UserError where participants.tsv is missing or lacks a column, or nobody has one of the
-    diagnoses.
+    A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
+    participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
     """
     path = root / "participants.tsv"
     people = defaultdict(list)
@@ -60,21 +54,21 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
         places.setdefault(row["participant_id"], f"{path}:{line}")
     problems = []
     subjects = []
-    seen: Counter[str] = Counter()
+    diagnosis_counts: Counter[str] = Counter()
     for participant, rows in people.items():
-        if odd := id_problem("participant_id", participant):  # before it becomes a path
-            problems.append(SubjectProblem(participant, "*", f"{path}: {odd}"))
+        if reason := id_problem("participant_id", participant):  # before it becomes a path
+            problems.append(SubjectProblem(participant, "*", f"{path}: {reason}"))
             continue
         for file, row in _visit_rows(root, path, rows):
             diagnosis = row.get("diagnosis", "")
-            seen[diagnosis or "none given"] += 1
+            diagnosis_counts[diagnosis or "none given"] += 1
             if diagnoses is None or diagnosis in diagnoses:
-                subject, wrong = parse_subject_with_problems(row)
+                subject, reasons = parse_subject_with_problems(row)
                 who = subject[:2]
-                problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in wrong]
+                problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in reasons]
                 subjects.append(subject)
     if not subjects and not problems:
-        raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, seen)}")
+        raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, diagnosis_counts)}")
     table = table_of_usable_rows(path, people, subjects, problems, places)
     for folder in sorted(root.glob("sub-*")):
         if folder.is_dir() and folder.name not in people:
@@ -90,7 +84,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return the subjects that have no problem; people: the rows of each participant."""
+    """Return the table of subjects without problems; people: the rows of each participant."""
     splits, split_problems = _chosen_splits(path, people)
     problems = problems + _duplicate_problems(path, subjects) + split_problems
     bad = {problem[:2] for problem in problems}
@@ -100,25 +94,27 @@ def table_of_usable_rows(
     return CohortTable(usable, splits, problems, places)
 
 
-def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:
-    """Return in words that nobody has one of the diagnoses; seen: how often each is there."""
-    counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
-    wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
-    return f"{wanted}; found: {counted}"
+def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
+    """Say that no row has one of the diagnoses; counts: rows per diagnosis."""
+    counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
+    listed = ", ".join(diagnoses or ())
+    return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
-    """The rows of a table, with "" for n/a."""
+    """Return the rows of a table, with "" for n/a."""
     if not join_below_root(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns "
             f"{', '.join(NEEDED_COLUMNS)} (set `root` to its folder)"
         )
     columns, rows = read_delimited_table(path)
-    if lacking := [name for name in needed if name not in columns]:
+    if missing := [name for name in needed if name not in columns]:
         listed = " ".join(", ".join(columns).split()) or "nothing"
-        given = f"lacks the columns {', '.join(lacking)}; found: {listed[:200]}"
-        raise UserError(f"{path}: {given} (columns are separated by tabs)")
+        raise UserError(
+            f"{path}: lacks the columns {', '.join(missing)}; found: {listed[:200]} "
+            "(columns are separated by tabs)"
+        )
     if not rows:
         raise UserError(f"{path}: has no rows")
     return [
@@ -129,11 +125,8 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
 def read_delimited_table(
     path: Path, separator: str = "\t"
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of a table with a head line, and its rows, without blanks around values.
-
-    Raises UserError where it is no text in UTF-8, or no table.
-    """
-    import pandas  # a second of import, for those who use it
+    """Return the columns of a table with a header, and its rows, stripped of blanks."""
+    import pandas  # takes a second to import
 
     try:
         table = pandas.read_csv(
@@ -155,7 +148,7 @@ def read_delimited_table(
 def _visit_rows(
     root: Path, path: Path, rows: list[dict[str, str]]
 ) -> list[tuple[Path, dict[str, str]]]:
-    """The rows of a participant's visits, with the file that says so."""
+    """Return the rows of a participant's visits, each with its file."""
     participant = rows[0]["participant_id"]
     sessions = root / participant / f"{participant}_sessions.tsv"
     if len(rows) > 1 or not sessions.is_file():
@@ -167,32 +160,37 @@ def _visit_rows(
 
 
 def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
-    """Return the subject of a row (participant_id, age, sex, and what else there is of session_id,
-    site and diagnosis), and what is wrong about it.
-    """
-    wrong = []
+    """Parse a row to a subject, and the reasons why it cannot be used."""
+    reasons = []
     session = row.get("session_id", "")
-    if session and (odd := id_problem("session_id", session)):
-        wrong.append(odd)
+    if session and (reason := id_problem("session_id", session)):
+        reasons.append(reason)
     try:
         age = float(row["age"])
     except ValueError:
         age = float("nan")
     if not AGES[0] <= age <= AGES[1]:
-        wrong.append(f"age is {row['age']!r}; allowed: {AGES[0]} to {AGES[1]} years")
+        reasons.append(f"age is {row['age']!r}; allowed: {AGES[0]} to {AGES[1]} years")
     sex = row["sex"].lower()
     if sex not in SEX:
-        wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    who = (row["participant_id"], session, age, SEX.get(sex, ""), row.get("site", ""))
-    return VolumeSubject(*who, diagnosis=row.get("diagnosis", "")), wrong
+        reasons.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
+    subject = VolumeSubject(
+        row["participant_id"],
+        session,
+        age,
+        SEX.get(sex, ""),
+        row.get("site", ""),
+        diagnosis=row.get("diagnosis", ""),
+    )
+    return subject, reasons
 
 
 def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
-    """Return a problem of each participant and session that is there more than once."""
-    allowed = "allowed: once for each participant and session"
     return [
         SubjectProblem(
-            *who, f"{path}: {' '.join(who).strip()} stands there {number} times; {allowed}"
+            *who,
+            f"{path}: {' '.join(who).strip()} is listed {number} times; "
+            "allowed: once for each participant and session",
         )
         for who, number in Counter(subject[:2] for subject in subjects).items()
         if number > 1
@@ -202,71 +200,67 @@ def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[Subje
 def _chosen_splits(
     path: Path, people: dict[str, list[dict[str, str]]]
 ) -> tuple[dict[str, str], list[SubjectProblem]]:
-    """Return participant → the split of the column ``split``, and what is wrong about it."""
+    """Return participant → split from the column ``split``, and its problems."""
     splits = {}
     problems = []
     for who, rows in people.items():
         names = {row["split"] for row in rows if row.get("split")}
         if len(names) > 1 or not names <= set(SPLITS):
-            given = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
-            problems.append(SubjectProblem(who, "*", f"{path}: {who}: {given}"))
+            reason = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
+            problems.append(SubjectProblem(who, "*", f"{path}: {who}: {reason}"))
         elif names:
             splits[who] = names.pop()
     return splits, problems
 
 
-# random streams; those below are in use (splits, few_shot, mosaics)
-PURPOSE = {"test": 5, "validation": 6}
+PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class CohortSettings(Config):
-    """Fields of every cohort: volumes, each with an age."""
+    """Fields of every cohort of volumes with ages."""
 
     task: ClassVar[type[Regression]] = Regression
     volumes: ClassVar[bool] = True
 
-    seed: int = Field(
-        0, ge=0, description="Seed of the splits, and of the people where they are simulated"
-    )
+    seed: int = Field(0, ge=0, description="Seed of the splits, and of simulated people")
     validation: float = Field(
         0.15, gt=0, lt=1, description="Share of the participants for validation"
     )
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
     age_groups: int = Field(
-        8, ge=1, le=100, description="Equally large, for the splits, within each sex"
+        8, ge=1, le=100, description="Age groups of equal size that stratify the splits, per sex"
     )
     test_sites: tuple[str, ...] = Field(
-        (), description="The test is everybody of these sites, and nobody else; empty: drawn"
+        (), description="Sites whose participants are the test set; empty: the test set is drawn"
     )
 
     @property
     def allowed_diagnoses(self) -> tuple[str, ...] | None:
-        """Who has another diagnosis is in the test alone; None: no matter."""
+        """Diagnoses of the participants that may be in any split; None: all."""
         return None
 
 
 def split_cohort(
     subjects: Sequence[VolumeSubject],
     settings: CohortSettings,
-    given: Mapping[str, str] | None = None,
+    splits_by_user: Mapping[str, str] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
-    """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
-    seed and the participants, not of their order.
+    """Return the rows of ``subjects`` in each split, all volumes of a participant in one split.
 
-    given: participant → split, the user's; others are drawn, but for those that ``test_sites`` and
-    ``train_diagnoses`` hold out. places: participant → file:line, for messages. UserError for an
-    empty split, and where what is given contradicts what is held out.
+    A function of the seed and the participants, not of their order. splits_by_user: participant →
+    split. places: participant → file:line, for messages. Raises UserError for an empty split, and
+    where ``splits_by_user`` contradicts ``test_sites`` or ``train_diagnoses``.
     """
-    # a participant is stratified by the youngest age, which comes last
+    # A participant is stratified by the youngest age, which overwrites the others.
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)
     people = {subject.participant_id: subject for subject in oldest_first}
-    splits_of = dict(given or {})
-    held = held_out_participants(subjects, settings, places or {})
-    _refuse_contradictions(splits_of, held, settings, places or {})
-    splits_of |= dict.fromkeys(held, "test")
-    left = [people[name] for name in sorted(people) if name not in splits_of]
-    splits_of |= draw_splits(left, settings)
+    splits_of = dict(splits_by_user or {})
+    held_out = held_out_participants(subjects, settings, places or {})
+    _refuse_contradictions(splits_of, held_out, settings, places or {})
+    splits_of |= dict.fromkeys(held_out, "test")
+    remaining = [people[name] for name in sorted(people) if name not in splits_of]
+    splits_of |= draw_splits(remaining, settings)
     splits: dict[str, list[int]] = {split: [] for split in SPLITS}
     for row, subject in enumerate(subjects):
         splits[splits_of[subject.participant_id]].append(row)
@@ -281,62 +275,58 @@ def split_cohort(
 def held_out_participants(
     subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return who may be in the test alone, and why, by ``test_sites`` and ``train_diagnoses``.
-
-    Raises UserError for a site that nobody has, and for a participant with visits at sites of both
-    sides.
-    """
+    """Return participants that may only be in the test, with the reason."""
     sites = set(settings.test_sites)
-    there = {subject.site for subject in subjects}
-    if strange := sorted(sites - there):
-        listed = ", ".join(sorted(there - {""})) or "none"
-        raise UserError(
-            f"test_sites: found {', '.join(strange)}; allowed: sites of the cohort: {listed}"
+    cohort_sites = {subject.site for subject in subjects}
+    if unknown := sorted(sites - cohort_sites):
+        listed = ", ".join(sorted(cohort_sites - {""})) or "none"
+        raise UserError.at(
+            "test_sites", found=", ".join(unknown), allowed=f"sites of the cohort: {listed}"
         )
     allowed = settings.allowed_diagnoses
     visits: dict[str, set[str]] = {}
-    held = {}
+    reasons = {}
     for subject in subjects:
         who = subject.participant_id
         visits.setdefault(who, set()).add(subject.site)
         if subject.site in sites:
-            held[who] = f"site {subject.site} is of test_sites"
+            reasons[who] = f"site {subject.site} is in test_sites"
         elif allowed is not None and subject.diagnosis not in allowed:
-            held[who] = f"diagnosis {subject.diagnosis or 'none'} is not of train_diagnoses"
-    if both := [who for who, own in visits.items() if own & sites and own - sites]:
+            reasons[who] = f"diagnosis {subject.diagnosis or 'none'} is not in train_diagnoses"
+    if both := [who for who, visited in visits.items() if visited & sites and visited - sites]:
         lines = [
             f"{places.get(who, who)}: {who}: visits at {', '.join(sorted(visits[who]))}, some of "
-            "which are of test_sites; allowed: all, or none"
+            "which are in test_sites; allowed: all, or none"
             for who in both
         ]
         raise UserError("\n".join(lines))
-    return held
+    return reasons
 
 
 def _refuse_contradictions(
-    given: Mapping[str, str],
-    held: Mapping[str, str],
+    splits_of: Mapping[str, str],
+    held_out: Mapping[str, str],
     settings: CohortSettings,
     places: Mapping[str, str],
 ) -> None:
     lines = [
-        f"{places.get(who, who)}: {who}: split is {given[who]}, but its {why}; allowed: test"
-        for who, why in held.items()
-        if given.get(who, "test") != "test"
+        f"{places.get(who, who)}: {who}: split is {splits_of[who]}, but its {why}; allowed: test"
+        for who, why in held_out.items()
+        if splits_of.get(who, "test") != "test"
     ]
     if settings.test_sites:
         lines += [
-            f"{places.get(who, who)}: {who}: split is test, but its site is none of test_sites; "
+            f"{places.get(who, who)}: {who}: split is test, but its site is not in test_sites; "
             "allowed: train, validation"
-            for who, split in given.items()
-            if split == "test" and who not in held
+            for who, split in splits_of.items()
+            if split == "test" and who not in held_out
         ]
     if lines:
         raise UserError("\n".join(lines))
 
 
 def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> dict[str, str]:
-    """Participant → split: test and validation take their share of each age and sex."""
+    """Draw participant → split: test and validation take their share of each age and sex."""
     if settings.validation + settings.test >= 1:
         raise UserError(
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
@@ -344,19 +334,19 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
         )
     shares = {"test": 0.0 if settings.test_sites else settings.test}
     shares["validation"] = settings.validation
-    left = np.arange(len(people))
+    remaining = np.arange(len(people))
     groups = _age_sex_groups(people, settings.age_groups)
     splits_of = {person.participant_id: "train" for person in people}
     for split, purpose in PURPOSE.items():
         number = round(shares[split] * len(people))
-        chosen = _draw_from_groups(left, groups, number, [settings.seed, purpose])
+        chosen = _draw_from_groups(remaining, groups, number, [settings.seed, purpose])
         splits_of |= {people[row].participant_id: split for row in chosen}
-        left = np.setdiff1d(left, chosen)
+        remaining = np.setdiff1d(remaining, chosen)
     return splits_of
 
 
 def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
-    """A whole number for each person: quantile of age, and sex; int64 (N,)."""
+    """Return a group number for each person, by quantile of age, and sex; int64 (N,)."""
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
     sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
@@ -366,7 +356,7 @@ def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndar
 def _draw_from_groups(
     rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]
 ) -> np.ndarray:
-    """``number`` of the rows, from every group in proportion (largest remainder)."""
+    """Draw ``number`` of the rows, from every group in proportion (largest remainder)."""
     if number == 0:
         return rows[:0]
     names, counts = np.unique(groups[rows], return_counts=True)
@@ -388,10 +378,7 @@ def age_cohort_card(
     about: tuple[str, str],
     simulated: bool = False,
 ) -> Card:
-    """The card of a cohort whose volumes have ages, before anything is counted.
-
-    about: licence and source.
-    """
+    """Return the uncounted card of a cohort of volumes with ages; about: licence and source."""
     task = Regression(target="age", unit="years")
     more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
     return Card(name, 1, size, task, *about, regions=regions, more=more)

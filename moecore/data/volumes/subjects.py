@@ -1,4 +1,4 @@
-"""Who is in a split of a cohort: one row a volume, in the order of the volumes."""
+"""The subjects of a cohort's split: one row per volume, in the order of the volumes."""
 
 import csv
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moecore.core.files import UserError, atomic_text_file, join_below_root
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
-SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them
+SEXES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
 
 
 class VolumeSubject(NamedTuple):
@@ -22,11 +22,11 @@ class VolumeSubject(NamedTuple):
     sex: str
     site: str = ""
     qc_flags: str = ""  # short texts, separated by "; "
-    diagnosis: str = ""  # in the cohort's own words; "" where it is not known
+    diagnosis: str = ""  # in the cohort's words; "": unknown
 
 
 def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
-    """Write one row a subject, with a head line; ages as short as they can be read back exactly."""
+    """Write a header and one row per subject; ages in the shortest exact form."""
     with atomic_text_file(path) as handle:
         rows = csv.writer(handle, lineterminator="\n")
         rows.writerow(VolumeSubject._fields)
@@ -34,7 +34,7 @@ def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
 
 
 def read_subject_rows(path: Path) -> list[dict[str, str]]:
-    """The rows as they were written, all values text; UserError where the file is missing."""
+    """Return the rows as written, all values text. Raises UserError for a missing file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
@@ -42,37 +42,39 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
 
 
 def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
-    """Count the volumes of women (F), men (M) and people of unknown sex."""
     counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
 def id_problem(name: str, value: str) -> str | None:
-    """Return why an id of a table (``name``: its column) is none, or None where it is one."""
+    """Return why an id is not valid, or None; ``name``: its column."""
     if ID.fullmatch(value):
         return None
-    shown = f"{value[:60]!r}" + "…" * (len(value) > 60)
+    shown = repr(value[:60])
+    if len(value) > 60:
+        shown += "…"
     return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
 def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
-    """The only file of ``subject`` that fits ``pattern``; UserError where there is not just one."""
-    words = [escape(subject.participant_id)]
+    """Return the one file of ``subject`` that fits ``pattern``; UserError for none or several."""
+    parts = [escape(subject.participant_id)]
     if session := subject.session_id:
-        words.append(escape(f"ses-{session.removeprefix('ses-')}"))
-    place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
+        parts.append(escape(f"ses-{session.removeprefix('ses-')}"))
+    filled = pattern.replace("{folder}", "/".join(parts)).replace("{prefix}", "_".join(parts))
     try:
-        files = [join_below_root(root, path) for path in sorted(root.glob(place))]
+        files = [join_below_root(root, path) for path in sorted(root.glob(filled))]
     except (ValueError, NotImplementedError) as error:
         raise UserError(
-            f"{root}: the pattern {pattern!r} is none below this folder: {error}"
+            f"{root}: {pattern!r} is not a pattern below this folder: {error}"
         ) from None
     if not files:
-        raise UserError(f"{root / place}: no such file")
+        raise UserError(f"{root / filled}: no such file")
     if len(files) > 1:
         names = ", ".join(path.name for path in files[:3])
-        given = f"found {len(files)} files ({names})"
-        raise UserError(f"{root / place}: {given}; make the pattern stricter")
-    if not files[0].is_file():  # reading a pipe would wait for ever
+        raise UserError(
+            f"{root / filled}: found {len(files)} files ({names}); make the pattern stricter"
+        )
+    if not files[0].is_file():  # reading a pipe would never end
         raise UserError(f"{files[0]}: no file, or a link to nothing")
     return files[0]

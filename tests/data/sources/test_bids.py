@@ -136,7 +136,7 @@ def break_everything(root):
         "sub-05": "participants.tsv: sub-05: age is 'old'; allowed: 0 to 120",
         "sub-06": "participants.tsv: sub-06: age is '190'; allowed: 0 to 120",
         "sub-07": "participants.tsv: sub-07: sex is '2'; allowed: F, M",
-        "sub-08": "participants.tsv: sub-08 stands there 2 times",
+        "sub-08": "participants.tsv: sub-08 is listed 2 times",
         "sub-09": "32768 voxels are no numbers",
         "sub-10": "has the shape (16, 32, 32), the T1 (32, 32, 32)",
         "sub-11": "sub-11_label-WM_probseg.nii.gz: tissue shares run from 0.00 to 3.00",

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path):
     for said in (
         "participants.csv:5: 100003: age is ''; allowed: 0 to 120 years",
         "participants.csv:5: 100003: sex is '9'; allowed: F, M, n/a",
-        "participants.csv: 100001 stands there 2 times",
+        "participants.csv: 100001 is listed 2 times",
     ):
         assert said in str(error.value)
     table.write_text(whole.replace("54-2.0", "54-3.0"))
@@ -175,11 +175,11 @@ def test_sites_are_held_out_and_nobody_else_is_tested(tmp_path):
     # sub-01 (line 3) and sub-07 (line 9) are of b and said to be of train
     assert str(error.value).splitlines() == [
         f"{tmp_path}/raw/participants.tsv:{line}: sub-{line - 2:02}: split is train, but its site "
-        "b is of test_sites; allowed: test"
+        "b is in test_sites; allowed: test"
         for line in (3, 9)
     ]
     participants(tmp_path / "raw", people({"site": "abc", "split": ["test", "", ""]}))
-    with pytest.raises(UserError, match="tsv:2: sub-00: split is test, but its site is none of"):
+    with pytest.raises(UserError, match="tsv:2: sub-00: split is test, but its site is not in"):
         held.write(tmp_path / "out")
     with pytest.raises(UserError, match="found z; allowed: sites of the cohort: a, b, c"):
         source.model_copy(update={"test_sites": ("z",)}).write(tmp_path / "out")

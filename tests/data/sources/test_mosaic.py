@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.data.loader import few_shot_indices, load_split_for_device
+from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
@@ -188,7 +188,7 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
         few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
         stratified_split(split.labels, 0.5, 0)
-    images, labels = load_split_for_device(split, "cpu").take(torch.tensor([7, 3]))
+    images, labels = load_split_where_it_fits(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 
@@ -305,7 +305,10 @@ def test_flickrs_token_file(tmp_path):
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
-        (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
+        (
+            lambda c: c["annotations"][0].update(caption=None),
+            "odd caption, None, which is not text",
+        ),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
@@ -329,7 +332,7 @@ def test_files_that_are_none_are_named(tmp_path):
         CocoCaptions(**one, annotations=(str(torn),)).read()
     with pytest.raises(UserError, match="give `annotations` or `karpathy`, one of them"):
         CocoCaptions(**one).read()
-    with pytest.raises(UserError, match="found 1 annotations and 2 folders; allowed: as many"):
+    with pytest.raises(UserError, match="found 1 annotations and 2 folders; allowed: equally many"):
         CocoCaptions(root=str(tmp_path), annotations=(str(torn),)).read()
     with pytest.raises(UserError, match=r"dataset\.json: no such file; fetch the annotations"):
         CocoCaptions(root=str(tmp_path), karpathy=str(tmp_path / "dataset.json")).read()

@@ -22,7 +22,7 @@ from moecore.data.layouts.volumes import (
     unusual_volume_flags,
     write_volumes,
 )
-from moecore.data.loader import few_shot_indices, load_split_for_device
+from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
@@ -362,7 +362,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
     written(tmp_path)
     train = Prepared.open(tmp_path).train
     for limit in (1 << 30, 1):
-        images, labels = load_split_for_device(train, "cpu", limit).take(torch.tensor([1, 0]))
+        images, labels = load_split_where_it_fits(train, "cpu", limit).take(torch.tensor([1, 0]))
         assert (
             images.dtype == torch.float16
             and labels.dtype == torch.float32

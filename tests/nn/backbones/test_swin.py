@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from moecore.core.config import replace_and_validate
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Backbone, EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
@@ -248,8 +248,8 @@ def trained(name: str, kind: str):
     model = config.build(IMAGE, method.moe)
     made = TrainingJob(
         model,
-        load_split_for_device(images(16), "cpu"),
-        load_split_for_device(images(8, 1), "cpu"),
+        load_split_where_it_fits(images(16), "cpu"),
+        load_split_where_it_fits(images(8, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,

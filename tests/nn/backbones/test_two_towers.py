@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
@@ -67,8 +67,8 @@ def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
     train, validation = (
-        load_split_for_device(split(40), "cpu"),
-        load_split_for_device(split(12, 1), "cpu"),
+        load_split_where_it_fits(split(40), "cpu"),
+        load_split_where_it_fits(split(12, 1), "cpu"),
     )
     return TrainingJob(model, train, validation, objective, guide, method.views)
 
