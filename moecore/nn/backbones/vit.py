@@ -18,7 +18,6 @@ class Vit(TransformerSettings):
     kind: Literal["vit"] = "vit"
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VisionTransformer":
-        """The model for such images; raises UserError where sizes do not fit, and for volumes."""
         if len(image.shape) != 2:
             raise UserError(
                 f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
@@ -29,7 +28,7 @@ class Vit(TransformerSettings):
 
 
 class VisionTransformer(PatchTransformer):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput."""
+    """``model(images)`` with images (B, C, H, W) in [0, 1] returns a ModelOutput."""
 
     def __init__(self, config: Vit, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)
