@@ -62,11 +62,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the patch of the original image that contains each patch centre of a view.
-
-    affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 if there is none, and (B, P)
-    bool, whether there is one.  Raises UserError for a singular affine.
-    """
+    """Return the original patch at each patch centre of a view, (B, P), and if there is one."""
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)
@@ -117,10 +113,7 @@ def token_pairs_by_layer(
 def token_pair_values(
     values: Tensor, pairs: TokenPairs, layout: TokenLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return both values of each pair, 2 × (B, T', E), of values (2B, T, E).
-
-    Raises UserError if the values do not fit the layout.
-    """
+    """Return both values of each pair, 2 × (B, T', E), of values (2B, T, E)."""
     tokens = layout.special + prod(layout.grid)
     if values.shape[:2] != (2 * len(pairs.first), tokens):
         raise UserError.at(
@@ -136,8 +129,7 @@ def token_pair_values(
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
     """Return the teacher's probs (B, T, E) for each token of the student.
 
-    A student with one additional token has a distillation token after CLS, which gets the teacher's
-    CLS. Raises UserError for shapes that do not correspond.
+    A student's additional distillation token, after CLS, gets the teacher's CLS.
     """
     batch, tokens, experts = student
     if teacher.shape == student:

@@ -65,10 +65,7 @@ class SparsePlan(NamedTuple):
     def build(
         cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int
     ) -> "SparsePlan":
-        """Return the plan for experts (B, T, k), ids below ``number``, and weights (B, T, k).
-
-        kept: (B, T, k) bool, pairs within capacity; None: all.
-        """
+        """Return the plan for experts below ``number``, weights and ``kept``, (B, T, k) each."""
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)
         numbers = torch.arange(number, dtype=by_expert.dtype, device=experts.device)
@@ -97,7 +94,7 @@ class SparsePlan(NamedTuple):
     def keep_experts(self, number: int) -> "SparsePlan":
         """Return the plan of the first ``number`` experts; outputs of all other experts count as 0.
 
-        On a CPU the rows of other experts are dropped, except one that stands in for all of them.
+        On a CPU the rows of other experts are dropped, except one that represents all of them.
         On a GPU, where the number of rows must not depend on the data, the last expert computes
         them, unused. On the meta device every expert counts as chosen equally often.
         """
@@ -118,11 +115,8 @@ class SparsePlan(NamedTuple):
         )
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Return tokens (B, T, d) as rows (R, d) sorted by expert, then by token.
-
-        Under autocast the rows have its dtype: rounding N tokens is cheaper than rounding R rows.
-        """
-        flat = to_autocast(tokens).flatten(0, 1)
+        """Return tokens (B, T, d) as rows (R, d) sorted by expert, then by token."""
+        flat = to_autocast(tokens).flatten(0, 1)  # rounding N tokens is cheaper than R rows
         values = _GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
         return Rows(values, self.offsets, pairs=RowOrigins(self.order, tuple(self.weights.shape)))
 
@@ -247,12 +241,9 @@ class ProjectionDispatchPlan(NamedTuple):
         )
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Return the chosen projections as rows (R, r) sorted by expert.
-
-        ``tokens`` are not read. Under autocast rows have its dtype; they are rounded after the
-        choice, as a token has fewer rows than projections.
-        """
+        """Return chosen projections as rows (R, r) sorted by expert; ``tokens`` are not read."""
         values = _Pick.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
+        # cast after the choice: a token has fewer rows than projections
         return Rows(to_autocast(values), self.plan.offsets, projected=True)
 
     def combine(self, rows: Tensor) -> Tensor:

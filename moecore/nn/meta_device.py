@@ -20,11 +20,7 @@ def meta_device_context() -> Iterator[None]:
 
 
 class _NoDraws(TorchFunctionMode):
-    """Skip random draws.
-
-    On the meta device ``normal_`` imports torch's compiler, which takes 2 seconds, and does
-    nothing.
-    """
+    """Skip draws: on meta, ``normal_`` takes 2 seconds to import torch's compiler, for nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None

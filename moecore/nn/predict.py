@@ -87,10 +87,7 @@ def predict_in_batches(
 
 
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
-    """Return the mean nats per word of each block of a text, (N,) fp64, keeping no predictions.
-
-    In evaluation mode and fp32. images: (N, C, M), labels (N, M), of a split.
-    """
+    """Return mean nats per word of each block (N,), fp64, for images (N, C, M), labels (N, M)."""
     return torch.cat([scores for scores, _ in _iterate_blocks(model, images, labels)])
 
 
@@ -160,12 +157,10 @@ def text_perplexity(
 
 
 def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the nats of each next word, (n,) fp64, for final tokens (n, d).
-
-    Few logits at a time stay in the cache, which is five times as fast.
-    """
+    """Return the nats of each next word, (n,) fp64, for final tokens (n, d)."""
     task = model.image.task
     assert isinstance(task, NextToken)
+    # few logits at a time stay in the cache: five times as fast
     rows = words_at_once(task.outputs, tokens.device)
     parts = zip(tokens.split(rows), labels.split(rows), strict=True)
     return torch.cat([task.token_loss(model.predict(few), right) for few, right in parts])
@@ -199,8 +194,7 @@ def read_block(
 ) -> Callable[[int], Tensor]:
     """Return a function that reads a block ``times`` times at once: nats per word, (times,) fp64.
 
-    images: (1, C, M), of a split; all blocks before the last are read once, here.  labels: (1, M).
-    In evaluation mode, without gradient.
+    images: (1, C, M); all blocks but the last are read once, here.  labels: (1, M).
     """
     word_ids, kinds = model.split_kinds(images)
     states = model.read_earlier(word_ids, kinds)
@@ -218,11 +212,7 @@ def read_block(
 def image_batches(
     images: ImageSequence, size: int, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """Yield images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``.
-
-    A batch of volumes has at most VOXELS voxels, or one volume: a small batch of images would be
-    gigabytes of volumes.
-    """
+    """Yield at most ``size`` images, or VOXELS voxels, at a time, fp32 in [0, 1] on ``device``."""
     if len(images.shape) == 5:
         size = min(size, max(1, VOXELS // math.prod(images.shape[1:])))
     for start in range(0, len(images), size):
@@ -238,10 +228,7 @@ def image_batches(
 
 
 def round_batch_to_groups(model: nn.Module, batch: int) -> int:
-    """Return the batch size, rounded down to complete groups that share a capacity, or one group.
-
-    The same images then share a capacity whatever the batch.
-    """
+    """Return the batch size in complete groups, so that the same images share a capacity."""
     group = coupled_image_count(model)
     return max(1, batch // group) * group
 

@@ -228,10 +228,7 @@ def check_record(record: Any, place: str) -> RoutingRecord:
 def read_top_k_router(
     router: nn.Module, inputs: tuple[Any, ...], output: Any, score: Score
 ) -> RoutingRecord:
-    """Return the record of a router that returns logits, weights and expert ids.
-
-    Raises UserError unless the weights are proportional to the experts' scores.
-    """
+    """Return the record of a router that returns logits, weights and expert ids, or UserError."""
     if not isinstance(output, tuple) or len(output) != 3:
         problem = f"{type(router).__name__} does not return logits, weights and experts"
         raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
@@ -247,10 +244,7 @@ def read_top_k_router(
 
 
 def read_switch_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of Switch's router, which chooses one expert per token.
-
-    It returns the choice (B, T, E), 0 over capacity, its probability (B, T, 1), and logits.
-    """
+    """Return the record of Switch's router: one expert per token, 0 over capacity."""
     processed, weight, logits = output
     probs = logits.float().softmax(dim=-1)
     best = one_hot(probs.argmax(dim=-1), probs.shape[-1]).bool()

@@ -37,11 +37,7 @@ def build_image_traces(
     task: Task,
     layouts: Sequence[TokenLayout] = (),
 ) -> ImageTraces:
-    """Return the traces of N images.
-
-    prediction: (N, K).  records: fields (N, T, E).  All on the CPU.  layouts: of each layer's
-    tokens, if they can differ; records are then spread to the finest.
-    """
+    """Return traces of predictions (N, K) and CPU records (N, T, E), on the finest layout."""
     answers, values = best_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)

@@ -99,6 +99,26 @@ def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int
         )
 
 
+def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
+    """Raise UserError unless the images have this number of axes."""
+    number = len(image.shape)
+    if number != axes:
+        raise UserError.at(
+            "model.kind",
+            found=f"{kind}, but the images have {number} axes",
+            allowed={1: "language_model", 2: "vit", 3: "vit3d"}[number],
+        )
+
+
+def check_needs_no_attention(kind: str, moe: MoESettings | None) -> None:
+    """Raise UserError if the router reads attention, which models of this kind do not have."""
+    if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
+        raise UserError(
+            f"model.kind: {kind} has no attention, but the router {moe.router.kind} reads "
+            f"{', '.join(lacking)}; choose another model or router"
+        )
+
+
 class EncodeOptions(NamedTuple):
     """Options of ``encode``: requested features, and inputs of routers.
 
@@ -116,7 +136,7 @@ class EncodeOptions(NamedTuple):
         return entering if self.at == "mlp_input" else leaving
 
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of each requested block, from those of ``blocks``."""
+        """Return the features of each requested block, taken from ``blocks``."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
 
 
@@ -170,7 +190,7 @@ class Backbone(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "BackboneModel":
-        """Return the model for such images; UserError if there is none."""
+        """Return the model for such images; UserError if it cannot be built."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -352,7 +372,7 @@ class BackboneModel(Model):
     def renormalise_weights(
         self, weights: dict[str, Tensor], image: ImageSpec
     ) -> dict[str, Tensor]:
-        """Return the weights that depend on the pixels' mean and std: those of ``patch_embed``."""
+        """Return the weights of ``patch_embed``, which depend on the mean and std of pixels."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
@@ -374,10 +394,7 @@ class BackboneModel(Model):
         """Clear the cache of all streams."""
 
     def end_step(self, output: ModelOutput, progress: float) -> None:
-        """Update what the optimizer does not, after each of its steps, on every rank.
-
-        output: of the step's forward pass.  progress: share of the training that is done.
-        """
+        """Update what the optimizer does not, after each of its steps, on every rank."""
         update_routers(self, output.routing, progress)
 
     @abstractmethod
@@ -389,11 +406,7 @@ class BackboneModel(Model):
         return average_head_predictions(self.heads(tokens))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Return images in [0, 1] normalised by the model's mean and std.
-
-        Raises UserError for integers, for other axes or channels and, on the CPU, where reading
-        values does not wait, for floats in the range of bytes.
-        """
+        """Return normalised images; UserError for integers, a wrong shape or, on the CPU, bytes."""
         if not images.is_floating_point():
             raise UserError.at(
                 "images",
@@ -431,11 +444,7 @@ def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return the most frequent kind within each token, int64 (B, T), from images' last channel.
-
-    0 if unknown: special tokens, and outside the image. For text (B, C, M) the last channel has the
-    kinds of the last block.
-    """
+    """Return each token's most frequent kind, int64 (B, T), from the last channel; 0: unknown."""
     if images.ndim == 3:
         return images[:, -1].long()
     return (pixels_of_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()

@@ -69,10 +69,7 @@ class TransformerSettings(base_model.Backbone):
 
 
 class PatchTransformer(base_model.BackboneModel):
-    """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing).
-
-    A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
-    """
+    """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing)."""
 
     answers_cells = True
     moves = True
@@ -176,10 +173,7 @@ class PatchTransformer(base_model.BackboneModel):
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return outputs (B, K) of the class head, then of the distillation head, for final tokens.
-
-        For mosaics with a label per cell (B, cells·K).
-        """
+        """Return outputs of each head for final tokens: (B, K), or (B, cells·K) with cells."""
         if self.image.task.cells > 1:
             pooled = mean_of_cells(tokens, self.layout.grid, self.image.task.cells)
             return (self.head(self.fc_norm(pooled)).flatten(1),)

@@ -22,6 +22,7 @@ from moecore.nn.backbones.base_model import (
     Encoded,
     EncodeOptions,
     ImageSpec,
+    check_needs_no_attention,
 )
 from moecore.nn.layers.language_block import Dropout
 from moecore.nn.layers.moe import MoESettings
@@ -90,9 +91,7 @@ class Sfcn(Backbone):
             raise UserError.at(
                 "model.head", found=f"bins, but the task is {image.task.kind}", allowed="number"
             )
-        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
-            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(f"model.kind: sfcn has no attention, {reads}; choose another router")
+        check_needs_no_attention(self.kind, moe)
         return ConvolutionalNetwork(self, image, moe)
 
 
@@ -171,10 +170,7 @@ class ConvolutionalNetwork(BackboneModel):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return KL(label ‖ predicted) in nats, with labels as normal distributions over bins.
-
-        Without bins the task's loss. Raises UserError for label smoothing with bins.
-        """
+        """Return the task's loss, or KL(label ‖ predicted) in nats of labels over bins."""
         if self.config.head == "number":
             return super().task_loss(output, labels, label_smoothing, reduction)
         if label_smoothing:
@@ -196,11 +192,8 @@ class ConvolutionalNetwork(BackboneModel):
 
 
 def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
-    """Return each bin's probability, fp32 (B, K), under normal distributions around ``labels``.
-
-    labels: (B,); edges: (K + 1,), ascending. The outer bins get the probability outside the outer
-    edges, so that each row sums to 1.
-    """
+    """Return each bin's probability (B, K) under normal distributions around ``labels`` (B,)."""
+    # the outer bins get the probability outside the outer edges: rows sum to 1
     distances = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
     below = (1 + torch.erf(distances)) / 2
     ends = below.new_zeros(len(labels), 1)

@@ -37,12 +37,7 @@ class SingleLayer(base_model.Backbone):
     def build(
         self, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> "SingleLayerModel":
-        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
-            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(
-                f"model.kind: single_layer has no attention, {reads}; choose another model or "
-                "router"
-            )
+        base_model.check_needs_no_attention(self.kind, moe)
         if moe is not None:
             moe.indices(self.depth)
         return SingleLayerModel(self, image, moe)
@@ -69,10 +64,7 @@ class SingleLayerModel(base_model.BackboneModel):
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the layer's output and record; "mlp_input" is the normalised pixels.
-
-        Raises UserError for features of another block than 0.
-        """
+        """Return the layer's output and record; "mlp_input" is the normalised pixels."""
         if set(options.blocks) - {0}:
             raise UserError.at(
                 "blocks",

@@ -119,12 +119,7 @@ class SwinSettings(base_model.Backbone):
     def build(
         self, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> "SwinTransformer":
-        if len(image.shape) != 2:
-            raise UserError.at(
-                "model.kind",
-                found=f"{self.kind}, but the images have {len(image.shape)} axes",
-                allowed="language_model" if len(image.shape) == 1 else "vit3d",
-            )
+        base_model.check_axes(self.kind, image, 2)
         smallest = self.patch * 2 ** (len(self.depths) - 1)
         if any(size % self.patch for size in image.shape):
             raise UserError.at(

@@ -148,10 +148,8 @@ def _select_tokens(record: RoutingRecord, mask: Tensor) -> RoutingRecord:
 
 
 def caption_fingerprints(captions: Tensor) -> Tensor:
-    """Return two numbers, (B, 2) fp32, equal for equal captions (B, M): a 46-bit hash.
-
-    In a batch of 32,768 captions a collision has probability 1e-5.
-    """
+    """Return a 46-bit hash of captions (B, M) as two numbers, (B, 2) fp32."""
+    # in a batch of 32,768 captions a collision has probability 1e-5
     places = torch.arange(1, captions.shape[1] + 1, device=captions.device)
     hashes = []
     for prime in PRIMES:

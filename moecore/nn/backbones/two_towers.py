@@ -120,7 +120,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.visual.width_of(block)
 
     def freeze_text(self, frozen: bool) -> None:
-        """Freeze or release the text tower: frozen, it has no gradient and stays in eval mode."""
+        """Freeze or release the text tower: frozen, it gets no gradient and stays in eval mode."""
         self.text.requires_grad_(not frozen)
         self.text_frozen = frozen
         self.train(self.training)

@@ -8,7 +8,7 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.core.surroundings import Misfits, changed_settings
-from moecore.nn.backbones.base_model import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import (
@@ -47,11 +47,7 @@ class Vit3d(TransformerSettings):
                 yield from changed_settings(self, [name], why, f"stem: {stem}")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
-        if len(image.shape) != 3:
-            raise UserError(
-                f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
-                f"{'language_model' if len(image.shape) == 1 else 'vit'}"
-            )
+        check_axes(self.kind, image, 3)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:
             raise UserError(

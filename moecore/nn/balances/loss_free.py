@@ -65,11 +65,9 @@ class LossFreeBias(BalanceModule):
 
 
 def bias_change(counts: Tensor, rule: Rule) -> Tensor:
-    """Return the change (E,) of the biases, in units of the rate, for counts (E,) int64.
-
-    With n̄ the even share: sign(n̄ − n), this minus its mean, or 1 − n/n̄ (2408.15664, algorithm 1;
-    the second as in torchtitan).
-    """
+    """Return the change (E,) of biases, in units of the rate, for counts (E,) int64."""
+    # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664, algorithm 1;
+    # torchtitan)
     if rule == "proportional":
         return 1 - len(counts) * counts / counts.sum()
     change = torch.sign(counts.sum() - len(counts) * counts).float()  # exact, in integers

@@ -92,10 +92,9 @@ class EigenExperts(ExpertsModule):
     def reorthonormalise(self) -> None:
         """Make bases orthonormal without changing the function: B = QR, B ← Q, R goes to s and U.
 
-        In fp64. diag(R) is positive, so that an orthonormal basis does not change. Each column of
-        the new U diag(s) gives its direction to U, which keeps its length (and s its sign), and its
-        length to s; a column of zeros leaves U unchanged with s = 0. The scores of a router that
-        shares the basis change as far as B had departed from orthonormality.
+        In fp64. Each column of the new U diag(s) gives its direction to U, which keeps its length
+        (and s its sign), and its length to s; zeros leave U unchanged with s = 0. The scores of a
+        router that shares the basis change as far as B had departed from orthonormality.
         """
         basis, triangle = positive_qr(self.basis)
         up = self.up.double()

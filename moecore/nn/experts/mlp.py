@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
 from moecore.core.files import UserError
-from moecore.core.streams import bernoulli_like
+from moecore.core.streams import draw_bernoulli_mask
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
@@ -143,7 +143,7 @@ class MlpExperts(ExpertsModule):
         if not self.training or not rate:
             return hidden
         assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
-        mask = bernoulli_like(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
+        mask = draw_bernoulli_mask(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
         return hidden * (mask.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
 

@@ -40,7 +40,7 @@ class ExpertGroup(NamedTuple):
 
 
 class ExpertGroups:
-    """Split E experts into ``groups`` in their order; ``idle``: single experts without rows."""
+    """Split experts into ``groups``, in order; ``idle``: experts without rows, in no group."""
 
     def __init__(self, offsets: Tensor, weight: Tensor) -> None:
         ends = [0, *offsets.tolist()]
@@ -72,11 +72,7 @@ class ExpertGroups:
             self.slots = row_shifts + torch.arange(ends[-1])
 
     def pad_rows(self, rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
-        """Return a group's rows of (R, n): (S, n) of one expert, (experts, S, n) of several.
-
-        Free slots are zero. With few slots, rows of several experts are cast to the weights'
-        ``dtype``.
-        """
+        """Return rows of a group: (S, n) of one expert, (experts, S, n) of several, padded by 0."""
         part = rows[group.rows]
         if isinstance(group.experts, int):
             return part
@@ -157,11 +153,7 @@ class ExpertLoop(Function):
 
 
 class ExpertMlpLoop(Function):
-    """Compute MLP experts with GELU (erf form), all steps of a group while its rows are in cache.
-
-    Returns the outputs (R, o), then per group, without gradients, the hidden values before and
-    after GELU, which the backward pass reads.
-    """
+    """Compute MLP experts with GELU (erf form); returns outputs (R, o) and what backward needs."""
 
     @staticmethod
     def forward(
@@ -176,7 +168,7 @@ class ExpertMlpLoop(Function):
         with _no_autocast(rows):
             for group in plan.groups:
                 inner = first(plan.pad_rows(rows, group, up.dtype), group, None)
-                hidden = gelu(inner)
+                hidden = gelu(inner)  # at once, while the group's rows are in the CPU's cache
                 plan.unpad_rows(
                     second(hidden, group, plan.output_view(outputs, group)), group, outputs
                 )

@@ -73,10 +73,7 @@ def rank_to_expert_permutation(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor
 
 
 class _Exchange(Function):
-    """Send rows (sum(sent), d) to their ranks and return the received rows (sum(received), d).
-
-    Both are ordered by rank. Gradients travel in the opposite direction.
-    """
+    """Send rows, ordered by rank, and return the received rows, ordered by rank."""
 
     @staticmethod
     def forward(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
@@ -112,11 +109,7 @@ class _Permute(Function):
 
 
 class _AverageGradient(Function):
-    """Return a parameter's local part; its gradient is averaged over all ranks.
-
-    The incoming gradient covers the tokens of this group. It is summed over the groups that hold
-    the same experts (``copies``) and divided by the number of ranks.
-    """
+    """Return a parameter's local part; its gradient is averaged over all ranks."""
 
     @staticmethod
     def forward(part: Tensor, copies: ProcessGroup, ranks: int) -> Tensor:
@@ -128,6 +121,7 @@ class _AverageGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # of this group's tokens; ``copies`` are the groups with the same experts
         total = grads[0].clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=ctx.copies)
         return total.div_(ctx.ranks), None, None

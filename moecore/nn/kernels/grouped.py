@@ -29,18 +29,14 @@ _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
 _MAX_EXPERTS = 1023  # for grouped_mm on CUDA; its error message states another number
 _CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
-_MAX_LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
+_LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
 _MAX_FUSED_ROWS = 2048  # per expert, up to which ExpertMlpLoop is faster for an MLP in fp32
 
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 1024  # rows of a tile
 
 
 class PlainOperationsFlag:
-    """True while tracing a graph for export.
-
-    Every expert then gets the same number of rows, so that one batched product computes all, and
-    autocast is not switched off anywhere.
-    """
+    """True while tracing for export: experts get equally many rows, and autocast is not changed."""
 
     is_on = False
 
@@ -48,17 +44,10 @@ class PlainOperationsFlag:
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Multiply each row by the weight of its expert and add the expert's bias.
 
-    An expert without rows gets a gradient of zeros. On CUDA nothing waits for the device.
-
-    Args:
-        rows: (R, i), sorted by expert.
-        weight: (E, i, o).
-        bias: (E, o), or None.
-        offsets: (E,) int32, where each expert's rows end. The last must be R: grouped_mm leaves
-            rows past it uninitialised.
-
-    Returns:
-        (R, o), in the autocast dtype if autocast is on.
+    rows: (R, i), sorted by expert.  weight: (E, i, o).  bias: (E, o) or None.  offsets: (E,) int32,
+    where experts' rows end; the last must be R, as grouped_mm leaves rows past it uninitialised.
+    Returns (R, o), in the autocast dtype if autocast is on. An expert without rows gets a gradient
+    of zeros. On CUDA nothing waits for the device.
     """
     rows = to_autocast(rows)
     if rows.is_meta:
@@ -69,7 +58,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
             products = products + to_autocast(bias).unsqueeze(1)
         return products.flatten(0, 1)
     looped = can_loop(rows)
-    if looped and len(rows) <= _MAX_LOOPED_ROWS * len(weight):
+    if looped and len(rows) <= _LOOPED_ROWS * len(weight):
         return ExpertLoop.apply(rows, weight, bias, offsets)
     weight = to_autocast(weight)
     if bias is not None:
@@ -160,10 +149,7 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
-    """Switch autocast off on the tensor's device.
-
-    The meta device and graphs traced for export have no autocast to switch off.
-    """
+    """Switch autocast off on the tensor's device, except on meta and while tracing for export."""
     if tensor.is_meta or PlainOperationsFlag.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
@@ -177,17 +163,14 @@ def register_flop_formulas() -> None:
 
 
 def _grouped_flops(
-    left: tuple[int, ...], right: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
+    first: tuple[int, ...], second: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
 ) -> int:
     """Return 2·R·i·o for (R, i) by (E, i, o), or for their gradient (i, R) by (R, o)."""
-    return 2 * left[-2] * left[-1] * right[-1]
+    return 2 * first[-2] * first[-1] * second[-1]
 
 
 class _AddBias(Function):
-    """Add each row's bias to values (R, o) in place: a second buffer costs more in page faults.
-
-    The bias's gradient is a grouped product with ones, an fp32 sum in a fixed order.
-    """
+    """Add each row's bias to values (R, o) in place: a second buffer costs more in page faults."""
 
     @staticmethod
     def forward(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
@@ -207,8 +190,9 @@ class _AddBias(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         grad = grad.contiguous()
-        # As narrow as grouped_mm allows. Ones are the second factor because torch.compile changes
-        # the layout of a transposed constant: an expert's ones would lose their 16-byte alignment.
+        # The product with ones is an fp32 sum in a fixed order. Ones are as narrow as grouped_mm
+        # allows, and the second factor because torch.compile changes the layout of a transposed
+        # constant: an expert's ones would lose their 16-byte alignment.
         ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
         return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
 

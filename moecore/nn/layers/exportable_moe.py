@@ -23,10 +23,7 @@ TokenChoice = SparsePlan | ProjectionDispatchPlan | DepthPlan
 
 @contextmanager
 def exportable_moe_layers(model: nn.Module) -> Iterator[None]:
-    """Make the MoE layers of ``model`` compute the same by batched products, inside the context.
-
-    No row is sorted or counted, so that a graph traced inside takes batches of any size.
-    """
+    """Compute MoE layers by batched products, so that traced graphs take any batch size."""
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     for layer in layers:
         layer.compute_networks = partial(_compute_networks_plainly, layer)

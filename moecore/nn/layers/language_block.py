@@ -11,15 +11,12 @@ from torch.nn.functional import pad, relu
 
 from moecore.core.ranks import all_gather_rows, current_ranks
 from moecore.core.routing_records import RoutingContext
-from moecore.core.streams import bernoulli_like
+from moecore.core.streams import draw_bernoulli_mask
 from moecore.nn.layers.block import FeedForward
 
 
 class Dropout(nn.Module):
-    """Set numbers to 0 with probability ``rate`` in training, and divide others by 1 − rate.
-
-    values: (B, …). Draws are made for the whole batch, of which this rank has a part.
-    """
+    """Dropout of values (B, …), drawn for the whole batch; this rank has a part of it."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -28,7 +25,7 @@ class Dropout(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return values
-        mask = bernoulli_like(torch.empty_like(values, requires_grad=False), 1 - self.rate)
+        mask = draw_bernoulli_mask(torch.empty_like(values, requires_grad=False), 1 - self.rate)
         return values * (mask / (1 - self.rate))
 
 
@@ -182,10 +179,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """Inputs of all blocks at the last L tokens of every stream, (depth, B, L, d) fp32.
-
-    They cover the whole batch and are part of the training's state. Zeros at the start of a stream.
-    """
+    """Inputs of all blocks at the last L tokens of the batch's streams, (depth, B, L, d) fp32."""
 
     states: Tensor
 

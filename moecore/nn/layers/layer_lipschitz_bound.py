@@ -31,7 +31,7 @@ _UNDEFINED = {
     "expert_choice": "its experts choose among tokens: outputs are not functions of one token",
     "teacher_routed": "the teacher's features decide, not a linear map of the token",
 }
-_CHUNK_SIZE = 2**24  # entries of the experts' Jacobians at a time
+_NUMBERS = 2**24  # entries of the experts' Jacobians at a time
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,7 +78,7 @@ def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
     router = frozen_double_copy(layer.router).to(tokens.device)
     experts = frozen_double_copy(layer.experts).to(tokens.device)
     number, width = router.get_parameter("weight").shape
-    parts = tokens.double().split(max(1, _CHUNK_SIZE // (number * width * width)))
+    parts = tokens.double().split(max(1, _NUMBERS // (number * width * width)))
     with torch.autocast(tokens.device.type, enabled=False):
         sides = [_lemma_sides(router, experts, part) for part in parts]
     return LemmaTerms(*(torch.cat(field) for field in zip(*sides, strict=True)))
@@ -86,17 +86,17 @@ def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
 
 def dense_mixture_output(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
     """Return f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
-    outputs = outputs_by_expert(experts, tokens, len(router.get_parameter("weight")))
+    outputs = compute_expert_outputs(experts, tokens, len(router.get_parameter("weight")))
     return torch.einsum("ne,end->nd", _router_probs(router, tokens), outputs)
 
 
-def outputs_by_expert(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+def compute_expert_outputs(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
     """Return the output (E, n, d) of each expert for each token (n, d)."""
     return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
 
 
 def _apply_each_expert(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
-    """Return outputs (E·n, d) for rows (E·n, d), of which expert e gets the e-th n rows."""
+    """Return outputs (E·n, d) for rows (E·n, d), sorted by expert, n per expert."""
     numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
     return experts(Rows(rows, numbers * (len(rows) // number)))
 
@@ -116,7 +116,7 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
     slopes = torch.linalg.matrix_norm(expert_jacobians.unflatten(0, (number, -1)), ord=2)
     with torch.no_grad():
         probs = _router_probs(router, tokens)
-        outputs = outputs_by_expert(experts, tokens, number)
+        outputs = compute_expert_outputs(experts, tokens, number)
         distances = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
         pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, distances)
     return LemmaTerms(
@@ -132,14 +132,11 @@ def frozen_double_copy(module: M) -> M:
 
 
 def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Return the Jacobians (B, K, P) of ``function``, inputs (B, …) to outputs (B, K), row by row.
-
-    Row b of the output must depend on row b of the input only. Takes one backward pass per output,
-    as grouped products have no forward-mode derivatives.
-    """
+    """Return Jacobians (B, K, P) of a row-wise function from inputs (B, …) to outputs (B, K)."""
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_(True)
         outputs = function(leaf).sum(dim=0)
+        # one backward pass per output: grouped products have no forward-mode derivatives
         rows = [torch.autograd.grad(output, leaf, retain_graph=True)[0] for output in outputs]
     return torch.stack(rows, dim=1).flatten(2)
 

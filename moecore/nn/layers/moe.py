@@ -48,10 +48,7 @@ class MoESettings(Config):
         return build_moe_feed_forward(self.router, self.experts, width)
 
     def check_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
-        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead.
-
-        truth: whether the kinds of this text's tokens are known, as in the source ciphers.
-        """
+        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead."""
         truth_fields = frozenset({"truth"} if truth else ())
         if lacking := sorted(self.router.wants & NOT_IN_TEXTS - truth_fields):
             raise UserError.at(
@@ -112,11 +109,9 @@ class MoEFeedForward(FeedForward):
         shared: ExpertsModule | None = None,
         zero_computation: ZeroComputationExperts | None = None,
     ) -> None:
-        """Build a layer.
+        """Build a layer that reads the ``wants`` of its context; ``lends``: what experts provide.
 
-        wants: fields of the context that the router reads.  lends: what experts provide.  shared:
-        an expert that every token uses with weight 1.  zero_computation: experts without a network,
-        the router's last choices.
+        shared: an expert for every token, weight 1.  zero_computation: the router's last choices.
         """
         super().__init__()
         self.router = router
@@ -158,10 +153,7 @@ class MoEFeedForward(FeedForward):
         plan: Any,
         record: RoutingRecord,
     ) -> Tensor:
-        """Return the networks' outputs for tokens (B, T, d), from the plan only.
-
-        An exported layer computes them from the ``record`` instead (exportable_moe.py).
-        """
+        """Return outputs for tokens (B, T, d) by the plan; exported layers use ``record``."""
         plan = self.plan_networks(plan)
         return plan.combine(apply_experts_to_rows(experts, plan.dispatch(tokens)))
 
@@ -178,10 +170,7 @@ class MoEFeedForward(FeedForward):
 
 
 def apply_experts_to_rows(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
-    """Return the experts' outputs (R, d) for rows (R, d).
-
-    With ``shares``, each group uses one expert with the weighted mean of all parameters.
-    """
+    """Return the experts' outputs (R, d); with ``shares``, of each group's merged expert."""
     if rows.shares is None:
         return experts(rows)
     assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
@@ -223,10 +212,7 @@ def update_routers(
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:
-    """Return the router with k in pieces if experts are split (``fine``), else unchanged.
-
-    Raises UserError for a router without k, or if shared pieces leave no choice.
-    """
+    """Return the router with k in pieces if experts are split (``fine``), or UserError."""
     fine = getattr(experts, "fine", None)
     if fine is None:
         return router

@@ -10,10 +10,7 @@ from torch.nn.functional import avg_pool3d, gelu, interpolate, linear
 
 
 def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
-    """Return patches (B, P, C·∏ sides) of images or volumes (B, C, *pixels), last axis fastest.
-
-    Raises ValueError if patches do not tile them.
-    """
+    """Return patches (B, P, C·∏ sides) of images or volumes (B, C, *pixels), last axis fastest."""
     batch, channels, *sizes = images.shape
     lengths = []
     for size, side in zip(sizes, sides, strict=True):
@@ -32,9 +29,8 @@ def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
 class PatchEmbed(nn.Module):
     """Map images (B, C, H, W), or volumes with three ``axes``, to tokens (B, P, width).
 
-    Tokens are in row-major order. ``proj`` has the shape of timm's convolution (width, C, p, p), so
-    that its weights load. Patches do not overlap, so that a product with flattened patches is the
-    same sum; it is faster on CPU.
+    ``proj`` has the shape of timm's convolution, so that its weights load; as patches do not
+    overlap, a product with flattened patches is the same sum, and faster on CPU.
     """
 
     def __init__(self, channels: int, patch: int, width: int, axes: int = 2) -> None:
@@ -166,8 +162,7 @@ def renormalise_patch_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before.
 
-    (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel. Unchanged if the numbers of channels
-    differ.
+    (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel.
     """
     if len(old[0]) != len(new[0]) or tuple(map(tuple, old)) == tuple(map(tuple, new)):
         return kernel, bias

@@ -87,10 +87,7 @@ class Windows(nn.Module):
 
 
 class _GatherPadded(Function):
-    """Return ``values[:, index]``; an index one above the last row is padding, zeros.
-
-    Each row is taken once, so that the gradient is the gather with the inverse index.
-    """
+    """Return ``values[:, index]`` of distinct rows, T for zeros; the gradient is a gather too."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]
@@ -118,10 +115,7 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return each window place's token (W, n), the inverse (T,), and the mask (W, n, n).
-
-    On the CPU whatever the device of models, and shared by all blocks.
-    """
+    """Return each window place's token (W, n), the inverse (T,), and the mask (W, n, n); on CPU."""
     with torch.device("cpu"):
         places, labels = _lay_out_windows(grid, size, shift)
         tokens = math.prod(grid)

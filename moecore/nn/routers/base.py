@@ -89,18 +89,11 @@ class Router(Part, ABC):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """Return the value of RoutingContext.progress in a forward pass at this training progress.
-
-        Called once per MoE layer and forward pass. Constant for routers that do not read progress.
-        """
+        """Return RoutingContext.progress at this progress; once per layer and forward pass."""
         return 1.0
 
     def with_k(self, k: int) -> Self:
-        """Return a copy with another k.
-
-        Raises:
-            UserError: for a router without k.
-        """
+        """Return a copy with another k; UserError for a router without k."""
         fields = type(self).model_fields
         if "k" not in fields:
             kind = fields["kind"].default
@@ -118,10 +111,7 @@ class Router(Part, ABC):
             )
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError if a token's experts depend on later tokens or on other sequences.
-
-        This covers training and evaluation. A router that decides per token never raises.
-        """
+        """Raise UserError if a token's experts depend on later tokens or on other sequences."""
 
     @property
     def looks_ahead_in_training(self) -> bool:
@@ -133,10 +123,7 @@ class Router(Part, ABC):
         return self
 
     def fix_sizes(self, experts: int) -> Self:
-        """Return a copy whose sizes that derive from the number of experts are explicit.
-
-        They then stay the same with fewer experts.
-        """
+        """Return a copy with explicit sizes, which stay the same with fewer experts."""
         return self
 
     def active(self, experts: int) -> float:

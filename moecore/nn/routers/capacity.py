@@ -44,10 +44,7 @@ def within_capacity(
 
 
 def group_images(values: Tensor, group_size: int) -> list[Tensor]:
-    """Return values (B, T, …) as groups (G, S, …) of the tokens of ``group_size`` images each.
-
-    Remaining images form a smaller group in a second tensor.
-    """
+    """Return values (B, T, …) as groups (G, S, …) of ``group_size`` images, and a smaller one."""
     full = len(values) // group_size * group_size
     parts = ((values[:full], group_size), (values[full:], len(values) - full))
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]

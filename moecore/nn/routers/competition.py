@@ -79,10 +79,7 @@ class Competition(Router):
         return frozenset({"outputs"})
 
     def phase(self, progress: float) -> float:
-        """Return 0 if the layer's experts compete, drawn from the step's noise, else 1.
-
-        Evaluation has progress 1, so that experts never compete.
-        """
+        """Return 0 if the layer's experts compete in this step, else 1, as in evaluation."""
         if not self.warmup <= progress < 1:
             return 1.0
         # on the CPU whatever the model's device: equal on all ranks, and the host does not wait
@@ -145,10 +142,7 @@ class CompetitionRouter(NoisyTopKRouter):
 
 
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean cosine (B, T) between outputs of chosen experts, over k × k with diagonal 0.
-
-    outputs: (B, T, E, d).  chosen: (B, T, k) ids.
-    """
+    """Return the mean cosine (B, T) of chosen experts' outputs, over k × k with diagonal 0."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
     directions = normalize(outputs.gather(-2, places), dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
@@ -156,13 +150,10 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def uneven_strength(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
-    """Return E Σ_e f_e P_te, (B, T): its mean over tokens is Switch's balance loss on strengths.
+    """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss.
 
-    Only P has a gradient, which reaches the experts.
-
-    shares: P (B, T, E), the softmax of the strengths.  strongest: (B, T) int64, each token's
-    strongest expert; f is each expert's share of these.  padding: (B, T) bool, tokens that do not
-    count.
+    shares: P (B, T, E), softmax of strengths, which alone has a gradient.  strongest: (B, T) int64;
+    f is each expert's share of these.  padding: (B, T) bool, tokens that do not count.
     """
     experts = shares.shape[-1]
     wins = one_hot(strongest, experts).to(shares.dtype)

@@ -53,8 +53,7 @@ class Cosine(NoisyTopK):
 class CosineRouter(NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
-    ``weight`` (E, d_e) are the experts' embeddings, ``projection`` (d_e, d) maps tokens to their
-    space, ``log_factor`` (1,) is −ln of the temperature.
+    ``weight`` (E, d_e): embeddings; ``projection`` (d_e, d); ``log_factor`` (1,): −ln temperature.
     """
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:

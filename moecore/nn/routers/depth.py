@@ -41,7 +41,10 @@ class Depth(Router):
         "small network; null: by rank, as in training",
     )
     sampling_weight: float = Field(
-        0.01, ge=0, allow_inf_nan=False, description="weight of the loss that teaches the decision"
+        0.01,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the penalty that teaches the decision",
     )
     router: NoisyTopK = Field(NoisyTopK(), description="router of the tokens that use experts")
 
@@ -59,7 +62,7 @@ class Depth(Router):
         raise ValueError(f"router.{key}: found one, with tokens that skip; allowed: none")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield the weight of a loss that does not exist without sampling."""
+        """Yield the weight of a penalty that does not exist without sampling."""
         yield from super().misfits(around)
         if self.sampling is None:
             why, allowed = "without sampling there is no penalty", "sampling: bce or predictor"
@@ -153,10 +156,7 @@ class DepthRouter(nn.Module):
         return self.config.sampling_weight * losses
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return which of the B·T tokens use experts, (B, C), or (1, n) if decided per token.
-
-        scores, signs: (B, T).  padding: (B, T) bool, or None.
-        """
+        """Return which of the B·T tokens use experts, (B, C), or (1, n) if decided per token."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape
@@ -168,10 +168,7 @@ class DepthRouter(nn.Module):
         return ranked[:, :number].sort(dim=1).values + starts
 
     def _rank_padding_apart(self, ranked: Tensor, padding: Tensor) -> Tensor:
-        """Reorder ranked tokens (B, T): participating text first, then padding, then other text.
-
-        The share applies to a caption's text; padding fills the remaining places.
-        """
+        """Reorder ranked tokens (B, T): the share of a caption's text, padding, other text."""
         is_text = ~padding.gather(1, ranked)
         number = is_text.sum(dim=1, keepdim=True) * self.share.numerator // self.share.denominator
         takes_part = is_text & (is_text.cumsum(dim=1) <= number.clamp_min(1))

@@ -143,10 +143,7 @@ class EigenbasisRouter(nn.Module):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64).
-
-        Experts do the same for their bases.
-        """
+        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64), not the experts'."""
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
 
@@ -195,11 +192,7 @@ def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
 def project_contexts(
     attention: Tensor, tokens: Tensor, projections: Tensor, basis: Tensor
 ) -> Tensor:
-    """Return Bᵀc (B, T, E, r) for c = attention (B, T, T) · tokens.
-
-    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
-    `attention-weighted context`).
-    """
+    """Return Bᵀc (B, T, E, r) for c = attention (B, T, T) · the router's tokens (our choice)."""
     # Bᵀ(attention · x) = attention · (Bᵀx): take the order with fewer multiplications per token,
     # T·d + d·E·r or T·E·r.
     length, width = tokens.shape[1:]
@@ -210,10 +203,8 @@ def project_contexts(
 
 
 def safe_cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Return the cosine over the last axis; 0 with zero gradient for vectors below 1e-19 (fp32).
-
-    torch's cosine_similarity divides by at least 1e-8 instead, so that its gradient is 1e8.
-    """
+    """Return the cosine over the last axis; 0 with zero gradient for vectors below 1e-19 (fp32)."""
+    # torch's cosine_similarity divides by at least 1e-8 instead, so that its gradient is 1e8
     first_square = first.square().sum(dim=-1)
     second_square = second.square().sum(dim=-1)
     tiny = torch.finfo(first.dtype).tiny

@@ -26,7 +26,7 @@ class Folded(Router):
     of experts.
     """
 
-    has_expert_rows: ClassVar[bool] = False  # its rows are those of the experts before merging
+    has_expert_rows: ClassVar[bool] = False  # rows belong to the experts before merging
 
     kind: Literal["folded"] = "folded"
     router: Annotated[Router, WithJsonSchema({"type": "object"})] = (
@@ -61,10 +61,7 @@ class Folded(Router):
 
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
-    """Raise UserError if clusters cannot replace the experts of the router at ``key``.
-
-    or_else: appended to what is allowed.
-    """
+    """Raise UserError if clusters cannot replace the experts of the router at ``key``."""
     if not router.chooses_per_token:
         raise UserError.at(
             f"{key}.kind",

@@ -101,11 +101,11 @@ class HashRouter(nn.Module):
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)
 
-    def _by_word(self, words: Tensor | None) -> Tensor:
+    def _by_word(self, word_ids: Tensor | None) -> Tensor:
         """Return (B, T, k): the expert of each word (B, T) and the following ones, modulo E."""
-        assert words is not None  # models without words are refused
+        assert word_ids is not None  # models without words are refused
         factor, shift = self.word_hash
-        return self._in_circle((words.long() * factor + shift) % PRIME)
+        return self._in_circle((word_ids.long() * factor + shift) % PRIME)
 
     def _in_circle(self, first: Tensor) -> Tensor:
         """Return experts (..., k): ``first`` (...) and the following ones, modulo E."""
@@ -142,10 +142,7 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
 
 @lru_cache(maxsize=64)
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
-    """Return the expert (T,) of each position: every E positions have each expert once, shuffled.
-
-    A longer sequence begins like a shorter one. Equal on every device.
-    """
+    """Return each position's expert (T,): every E positions have each expert once, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)
     shuffles = [
         torch.randperm(experts, generator=generator, device="cpu")

@@ -199,10 +199,7 @@ class NoisyTopK(Router):
         return self.capacity_factor is not None or self.eval_capacity_factor is not None
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError if later tokens or other sequences can take a token's place in an expert.
-
-        With a capacity, only k = 1 in the order of tokens, per sequence, is causal.
-        """
+        """Raise UserError if later tokens or other texts can take a token's place in an expert."""
         if self.balance is not None:
             self.balance.check_causal(f"{key}.balance")
         if not self.has_capacity:
@@ -328,10 +325,7 @@ class NoisyTopKRouter(nn.Module):
     def decide(
         self, logits: Tensor, jittered: Tensor | None = None
     ) -> tuple[SparsePlan, RoutingRecord]:
-        """Return plan and record for logits (B, T, E): noise, scores, choice, weights, capacity.
-
-        jittered: (B, T, E), logits that choose and weigh experts instead of ``logits``.
-        """
+        """Return plan and record for logits (B, T, E); if given, ``jittered`` choose and weigh."""
         settings = self.config
         experts = logits.shape[-1]
         std = settings.noise_std / experts if self.is_learning else 0.0
@@ -362,10 +356,7 @@ class NoisyTopKRouter(nn.Module):
         )
 
     def selection_scores(self, record: RoutingRecord) -> Tensor:
-        """Return the scores (B, T, E) that chose the record's experts, without noise.
-
-        Probabilities, or the balance's preferences; −∞ outside a token's groups of experts.
-        """
+        """Return the scores (B, T, E) that chose the record's experts, without noise."""
         if self.balance is None and self.config.groups is None:
             return record.probs
         scores = token_choice.expert_scores(record.logits, self.config.score)

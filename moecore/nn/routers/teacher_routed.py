@@ -83,10 +83,7 @@ class TeacherRoutedRouter(NoisyTopKRouter):
 
 
 def _safe_log(probs: Tensor) -> Tensor:
-    """Return the logarithm of probs, in fp32 or fp64.
-
-    A prob rounded to 0 counts as the smallest normal number, without a gradient.
-    """
+    """Return the logarithm of probs, in fp32 or fp64; 0 counts as the smallest normal number."""
     probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
     return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 

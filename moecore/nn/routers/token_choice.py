@@ -69,10 +69,7 @@ def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Reno
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Return the indices (..., k) of the k largest scores (..., E), best first.
-
-    Ties go to the lowest index.
-    """
+    """Return indices (..., k) of the k largest scores (..., E), best first; ties: the lowest."""
     # k times argmax: ``topk`` guarantees no order of ties, and a stable sort takes 20 times as long
     # with 400 experts.
     remaining = scores.detach().clone()
@@ -110,14 +107,10 @@ def plan_and_record(
 ) -> tuple[SparsePlan, RoutingRecord]:
     """Return the plan and the record of a choice per token.
 
-    Args:
-        logits: (B, T, E).
-        probs: (B, T, E).
-        chosen: (B, T, k) expert ids, best first.
-        weights: (B, T, k), of their outputs.
-        load: (B, T, E); None: 1 for chosen experts, else 0.
-        valid: (B, T, k) bool, slots that are chosen at all; None: all.
-        kept: (B, T, k) bool, slots within the experts' capacity; None: all.
+    logits, probs: (B, T, E).  chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of
+    their outputs.  load: (B, T, E); None: 1 for chosen experts, else 0.  valid: (B, T, k) bool,
+    slots that are chosen at all; None: all.  kept: (B, T, k) bool, slots within capacity; None:
+    all.
     """
     processed = valid
     if valid is None:

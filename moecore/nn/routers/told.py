@@ -40,10 +40,7 @@ class Told(Router):
 
 
 class ToldRouter(nn.Module):
-    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), weight 1.
-
-    ``context.truth`` is required: models of images without it are refused.
-    """
+    """``router(tokens, context)``: tokens (B, T, d) to (SparsePlan, RoutingRecord), weight 1."""
 
     def __init__(self, experts: int, together: int = 1) -> None:
         super().__init__()

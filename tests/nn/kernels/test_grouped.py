@@ -30,7 +30,7 @@ def way(request, monkeypatch):
     graphs do where grouped_mm cannot.
     """
     looped = request.param in ("loop", "groups")
-    monkeypatch.setattr(grouped, "_MAX_LOOPED_ROWS", 10**9 if looped else -1)
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
     monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
     if request.param == "tiles":
         monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
@@ -136,7 +136,7 @@ def test_each_of_rows_weight_and_bias_gets_its_gradient_when_the_others_are_froz
 
 
 def test_second_derivatives_of_the_loop_and_of_tiles(way, monkeypatch):
-    monkeypatch.setattr(grouped, "_MAX_LOOPED_ROWS", 10**9)
+    monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9)
     rows, weight, bias, offsets = inputs((2, 0, 3), 4, 4)
     found = []
     for function in (grouped_linear, slow):
