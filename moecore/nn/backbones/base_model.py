@@ -82,7 +82,7 @@ class ImageSpec(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The task's answers. Models with equal answers can exchange their heads."""
+        """Return the task's answers. Models with equal answers can exchange their heads."""
         return self.task.answers
 
 
@@ -218,12 +218,12 @@ class Model(nn.Module, ABC):
 
     @property
     def layout(self) -> TokenLayout:
-        """The positions of tokens: patches only, unless overridden."""
+        """Return the positions of tokens: patches only, unless overridden."""
         return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
     def layouts(self) -> tuple[TokenLayout, ...]:
-        """The positions of tokens in each MoE layer; empty for a dense model."""
+        """Return the positions of tokens in each MoE layer; empty for a dense model."""
         if self.moe is None:
             return ()
         return tuple(map(self.layout_of, self.moe.indices(self.config.depth)))
@@ -267,7 +267,7 @@ class Model(nn.Module, ABC):
 
     @property
     def experts_and_router(self) -> MoESettings:
-        """The settings of its MoE layers; ValueError for a dense model."""
+        """Return the settings of its MoE layers; ValueError for a dense model."""
         if self.moe is None:
             raise ValueError("a dense model has neither experts nor a router")
         return self.moe

@@ -56,7 +56,7 @@ class Sfcn(Backbone):
 
     @property
     def depth(self) -> int:
-        """One block: experts before the convolution of 1³."""
+        """Return 1: experts before the convolution of 1³."""
         return 1
 
     @property

@@ -187,7 +187,7 @@ class SwinTransformer(base_model.BackboneModel):
 
     @property
     def layout(self) -> TokenLayout:
-        """The positions of the last stage's tokens."""
+        """Return the positions of the last stage's tokens."""
         return self.layout_of(self.depth - 1)
 
     def layout_of(self, block: int) -> TokenLayout:

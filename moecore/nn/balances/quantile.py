@@ -40,7 +40,7 @@ class Quantile(Balance):
         if k >= experts:
             raise UserError.at(
                 "router.k",
-                found=f"{k}, but quantile needs unchosen experts, of {experts}",
+                found=f"{k}, but quantile reads scores of unchosen experts, of {experts} in all",
                 allowed=f"1 to {experts - 1}",
             )
 

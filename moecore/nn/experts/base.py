@@ -30,12 +30,12 @@ class Experts(Part, ABC):
 
     @property
     def networks(self) -> int:
-        """The number of networks that a router chooses among."""
+        """Return the number of networks that a router chooses among."""
         return self.number
 
     @property
     def choices(self) -> int:
-        """The number of experts that a router chooses among, E of a record; networks come first."""
+        """Return how many experts a router chooses among, E of a record; networks come first."""
         return self.networks
 
     def scale_k(self, k: int) -> int:
@@ -121,7 +121,7 @@ class ZeroComputation(Config):
 
     @property
     def number(self) -> int:
-        """The number of experts without a network, Z."""
+        """Return the number of experts without a network, Z."""
         return self.constants + self.copies + self.zeros
 
     def build(self, width: int) -> "ZeroComputationExperts":

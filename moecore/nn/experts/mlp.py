@@ -79,7 +79,7 @@ class Mlp(Experts):
 
     @property
     def networks(self) -> int:
-        """The number of networks that a router chooses among: pieces that are not shared."""
+        """Return the number of networks that a router chooses among: pieces that are not shared."""
         return self.number if self.fine is None else self.number * self.fine - self.shared
 
     @property

@@ -52,7 +52,7 @@ class LemmaTerms(NamedTuple):
 
     @property
     def bound(self) -> Tensor:
-        """The right-hand side, (n,)."""
+        """Return the right-hand side, (n,)."""
         return self.experts + self.router
 
     @property
