@@ -1,4 +1,4 @@
-"""Which tokens show the same thing, in two views (PRC, §III-C) or in a teacher's sequence.
+"""Match tokens that show the same thing, in two views (PRC, §III-C) or in teacher and student.
 
 B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for volumes), E experts.
 """
@@ -14,58 +14,55 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.torch_internals import assert_async
 
-# relative difference of resolution that is rounding: turned and mirrored views have equal
-# resolution
-TIE = 1e-5
-FLAT = 1e-6  # |det| relative to ‖linear part‖^D below which an affine counts as singular
+# relative difference of resolutions that counts as rounding: rotated and mirrored views tie
+TOLERANCE = 1e-5
+MIN_DETERMINANT = 1e-6  # of an invertible affine: |det| relative to ‖linear part‖^D
 
 
 class PatchPartners(NamedTuple):
-    """For each patch of image 1, the finer view, its nearest patch in image 2."""
+    """The nearest patch in image 2 of each patch of image 1, the view of higher resolution."""
 
-    index: Tensor  # (B, P) int64, a patch of image 2; 0 where there is none
+    index: Tensor  # (B, P) int64, a patch of image 2; 0 if not found
     found: Tensor  # (B, P) bool
     swapped: Tensor  # (B,) bool: image 1 is the second view
 
 
 class TokenPairs(NamedTuple):
-    """Partners as places in the tokens of 2B views, (2B · T,); special tokens last."""
+    """Pairs of tokens, as indices into the tokens of 2B views, (2B · T,); special tokens last."""
 
     first: Tensor  # (B, T') int64
-    second: Tensor  # (B, T') int64; any place where none was found
+    second: Tensor  # (B, T') int64; arbitrary if not found
     found: Tensor  # (B, T') bool
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Patch centres of image 1 go through R₂ · R₁⁻¹ to the nearest of image 2, or to none.
+    """Map patch centres of image 1 by R₂ · R₁⁻¹ to the nearest patch of image 2, or to none.
 
-    affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image.  Image 1
-    is the view whose affine has the larger |det|: equal view sizes, so the smaller crop; ties keep
-    the order.  A centre midway between patches goes to the higher one.
-    Raises UserError where the affines do not fit the layout or cannot be undone.  Source: PRC,
-    §III-C.
+    affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image. Image 1
+    is the view whose affine has the larger |det|: views have equal sizes, so it is the smaller
+    crop; ties keep the order. A centre midway between patches goes to the higher one. Raises
+    UserError for affines that do not fit the layout or are singular. Source: PRC, §III-C.
     """
-    ours = affines_1.double()
-    theirs = affines_2.double()
-    _check_axes(ours, theirs, layout)
-    areas = _expansion(ours, 1), _expansion(theirs, 2)
-    swapped = areas[1] > areas[0] * (1 + TIE)
-    turn = swapped[:, None, None]
-    fine = torch.where(turn, theirs, ours)
-    coarse = torch.where(turn, ours, theirs)
+    first = affines_1.double()
+    second = affines_2.double()
+    _check_axes(first, second, layout)
+    areas = _expansion(first, 1), _expansion(second, 2)
+    swapped = areas[1] > areas[0] * (1 + TOLERANCE)
+    swap = swapped[:, None, None]
+    fine = torch.where(swap, second, first)
+    coarse = torch.where(swap, first, second)
     # inv_ex: plain inv would make the host wait for the device
-    move = coarse @ torch.linalg.inv_ex(fine).inverse
-    places = _patch_centres(layout, ours.device) @ move[:, :-1, :-1].mT + move[:, None, :-1, -1]
+    transform = coarse @ torch.linalg.inv_ex(fine).inverse
+    places = (
+        _patch_centres(layout, first.device) @ transform[:, :-1, :-1].mT
+        + transform[:, None, :-1, -1]
+    )
     index, inside = _nearest_patches(places, layout)
     return PatchPartners(index, inside, swapped)
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """The patch of the original image in which each patch centre of a view lies.
-
-    affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 where there is none, and
-    (B, P) bool, whether there is one.  Raises UserError where an affine cannot be undone.
-    """
+    """Return the original patch at each patch centre of a view, (B, P), and if there is one."""
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)
@@ -75,14 +72,15 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
 
 
 def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
-    """The pairs of all images; ``special`` tokens match themselves if asked.
+    """Return the pairs of all images; with ``special``, special tokens match themselves.
 
     affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
     """
     if len(affines) % 2:
-        raise UserError(
-            f"correspondence: {len(affines)} affines; two views of each image are needed, so an "
-            "even number"
+        raise UserError.at(
+            "correspondence",
+            found=f"{len(affines)} affines",
+            allowed="an even number, two views per image",
         )
     count = len(affines) // 2
     index, inside, swapped = match_patches(affines[:count], affines[count:], layout)
@@ -94,8 +92,8 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
     start_1, start_2 = (
         (image + count * side)[:, None] * tokens for side in (swapped.long(), (~swapped).long())
     )
-    own_patches = (layout.special + patches).expand(count, -1)
-    first = torch.cat([own_patches, special_tokens], dim=1) + start_1
+    view_patches = (layout.special + patches).expand(count, -1)
+    first = torch.cat([view_patches, special_tokens], dim=1) + start_1
     second = torch.cat([layout.special + index, special_tokens], dim=1) + start_2
     always = torch.ones_like(special_tokens, dtype=torch.bool)
     return TokenPairs(first, second, torch.cat([inside, always], dim=1))
@@ -104,7 +102,7 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
 def token_pairs_by_layer(
     affines: Tensor, layouts: Sequence[TokenLayout], special: bool
 ) -> list[tuple[TokenPairs, TokenLayout]]:
-    """``pair_view_tokens`` and the layout of each layer; computed once for layers alike."""
+    """Return ``pair_view_tokens`` and the layout of each layer; computed once per layout."""
     pairs_by_layout: dict[TokenLayout, TokenPairs] = {}
     for layout in layouts:
         if layout not in pairs_by_layout:
@@ -115,16 +113,13 @@ def token_pairs_by_layer(
 def token_pair_values(
     values: Tensor, pairs: TokenPairs, layout: TokenLayout
 ) -> tuple[Tensor, Tensor]:
-    """Both sides of each pair, 2 × (B, T', E), of values (2B, T, E).
-
-    Raises UserError where the values do not fit the layout.
-    """
+    """Return both values of each pair, 2 × (B, T', E), of values (2B, T, E)."""
     tokens = layout.special + prod(layout.grid)
     if values.shape[:2] != (2 * len(pairs.first), tokens):
-        needed = f"({2 * len(pairs.first)}, {tokens}, …)"
-        raise UserError(
-            f"correspondence: values of shape {tuple(values.shape)} (views, tokens, experts); "
-            f"needed: {needed}"
+        raise UserError.at(
+            "correspondence",
+            found=f"values of shape {tuple(values.shape)} (views, tokens, experts)",
+            allowed=f"({2 * len(pairs.first)}, {tokens}, …)",
         )
     flat = values.flatten(0, 1)
     # plain indexing: its gradient is deterministic on every device
@@ -132,10 +127,9 @@ def token_pair_values(
 
 
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
-    """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patch to patch.
+    """Return the teacher's probs (B, T, E) for each token of the student.
 
-    A student with one token more has a distillation token behind CLS; it follows the teacher's CLS.
-    Raises UserError where the shapes do not correspond.
+    A student's additional distillation token, after CLS, gets the teacher's CLS.
     """
     batch, tokens, experts = student
     if teacher.shape == student:
@@ -150,29 +144,33 @@ def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
     )
 
 
-def _check_axes(ours: Tensor, theirs: Tensor, layout: TokenLayout) -> None:
+def _check_axes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
     side = len(layout.grid) + 1
-    if ours.shape != theirs.shape or ours.shape[1:] != (side, side):
-        raise UserError(
-            f"correspondence: affines of shape {tuple(ours.shape)} and {tuple(theirs.shape)}; "
-            f"a grid of {len(layout.grid)} axes needs (images, {side}, {side}), as many of both"
+    if first.shape != second.shape or first.shape[1:] != (side, side):
+        raise UserError.at(
+            "correspondence",
+            found=f"affines of shape {tuple(first.shape)} and {tuple(second.shape)}",
+            allowed=f"equal shapes (images, {side}, {side}) for a grid of {len(layout.grid)} axes",
         )
 
 
 def _expansion(affines: Tensor, view: int) -> Tensor:
-    """|det| of the linear parts (B,): view pixels per original pixel."""
+    """Return |det| of the linear parts, (B,): view pixels per original pixel."""
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
     finite = affines.flatten(1).isfinite().all(dim=1)
-    sound = (expansion > FLAT * linear.flatten(1).norm(dim=1) ** linear.shape[1]) & finite
+    is_invertible = (
+        expansion > MIN_DETERMINANT * linear.flatten(1).norm(dim=1) ** linear.shape[1]
+    ) & finite
     if affines.device.type != "cpu":
-        # reading the answer here would make the host wait
-        assert_async(sound.all(), "correspondence: an affine is singular")
-    elif not sound.all():
-        image = int((~sound).nonzero()[0])
-        which = f"the affine of view {view} of image {image}"
-        problem = f"{which} is singular: {affines[image].tolist()}"
-        raise UserError(f"correspondence: {problem}; allowed: maps that can be undone")
+        # reading it here would make the host wait
+        assert_async(is_invertible.all(), "correspondence: an affine is singular")
+    elif not is_invertible.all():
+        image = int((~is_invertible).nonzero()[0])
+        raise UserError(
+            f"correspondence: the affine of view {view} of image {image} is singular: "
+            f"{affines[image].tolist()}; allowed: invertible maps"
+        )
     return expansion
 
 
@@ -181,7 +179,7 @@ def _patch_sides(layout: TokenLayout) -> list[float]:
 
 
 def _patch_centres(layout: TokenLayout, device: torch.device) -> Tensor:
-    """Patch centres (P, D) in pixels, last axis fastest."""
+    """Return patch centres (P, D) in pixels, last axis fastest."""
     axes = [
         (torch.arange(patches, device=device, dtype=torch.float64) + 0.5) * side
         for patches, side in zip(layout.grid, _patch_sides(layout), strict=True)
@@ -190,7 +188,7 @@ def _patch_centres(layout: TokenLayout, device: torch.device) -> Tensor:
 
 
 def _nearest_patches(places: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """The patch (B, P) in which each place (B, P, D) lies, and whether it lies in any."""
+    """Return the patch (B, P) that contains each point (B, P, D), and whether there is one."""
     index = torch.zeros((), dtype=torch.int64, device=places.device)
     inside = torch.ones((), dtype=torch.bool, device=places.device)
     for axis, (patches, side) in enumerate(zip(layout.grid, _patch_sides(layout), strict=True)):

@@ -1,9 +1,8 @@
-"""Tokens to experts and back.
+"""Dispatch tokens to experts and combine their outputs.
 
 B images, T tokens per image, N = B·T, k choices per token, R rows (one per pair of token and
-choice, and padding), E experts, d width, r rank of a basis. Both directions of autograd only
-gather, so they are fast and deterministic; products of rows with weights are taken in the weights'
-dtype.
+choice, plus padding), E experts, width d, rank r of a basis. Both directions of autograd only
+gather, which is fast and deterministic. Products of rows with weights use the weights' dtype.
 """
 
 from functools import reduce
@@ -17,29 +16,29 @@ from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class RowOrigins(NamedTuple):
-    """Which token and choice each row stands for: order (R,), of B · T · k; shape (B, T, k)."""
+    """Each row's pair of token and choice: order (R,) below B·T·k; shape (B, T, k)."""
 
     order: Tensor
     shape: tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """What experts compute on: values (R, d) sorted by expert; offsets (E,) int32, the rows' ends.
+    """The input of experts: values (R, d) sorted by expert; offsets (E,) int32, where rows end.
 
-    Where ``projected`` the values (R, r) are tokens already projected onto their expert's basis.
-    With ``shares`` (G, E) they are sorted by group, offsets are (G,), and a group sees one expert:
-    the mean of all experts' parameters in its shares.
+    If ``projected``, values (R, r) are tokens already projected onto their expert's basis. With
+    ``shares`` (G, E), rows are sorted by group and offsets are (G,): all rows of a group use one
+    expert, whose parameters are the mean over all experts, weighted by the group's shares.
     """
 
     values: Tensor
     offsets: Tensor
     projected: bool = False
-    pairs: RowOrigins | None = None  # None: rows are no pairs
+    pairs: RowOrigins | None = None  # None: rows are not pairs of token and choice
     shares: Tensor | None = None
 
 
 def single_expert_rows(tokens: Tensor) -> Rows:
-    """Tokens (B, T, d) as the rows (B · T, d) of one expert that sees them all."""
+    """Return tokens (B, T, d) as the rows (B·T, d) of a single expert."""
     values = to_autocast(tokens).flatten(0, 1)
     ends = torch.full((1,), len(values), dtype=torch.int32, device=values.device)
     order = torch.arange(len(values), device=values.device)
@@ -47,12 +46,12 @@ def single_expert_rows(tokens: Tensor) -> Rows:
 
 
 class SparsePlan(NamedTuple):
-    """Each token goes to k experts and comes back as the weighted sum of their outputs.
+    """A plan in which each token goes to k experts and gets the weighted sum of their outputs.
 
-    A pair beyond the capacity keeps its row with weight 0: the expert computes it and
-    nobody reads it. So on a GPU the number of rows never depends on the data (no wait for the
-    device, no tail that grouped_mm would leave uninitialised). On a CPU every expert's rows are
-    padded (see ``round_row_counts``) with the first token; these too are computed and never read.
+    Pairs over capacity keep a row with weight 0. The expert computes it, but it is not used. So on
+    a GPU the number of rows does not depend on the data: the host never waits, and grouped_mm
+    leaves no rows uninitialised. On a CPU every expert's rows are padded (see ``round_row_counts``)
+    with the first token; padding is computed, but not used.
     """
 
     order: Tensor  # (R,) the pair token·k + choice of each row; 0 for padding
@@ -60,18 +59,14 @@ class SparsePlan(NamedTuple):
     rows: Tensor  # (N·k,) the row of each pair
     offsets: Tensor  # (E,) int32, where each expert's rows end
     weights: Tensor  # (B, T, k) combine weights; 0 = not processed
-    computed: Tensor | int | None = None  # how many pairs experts compute; None: all
+    computed: Tensor | int | None = None  # number of pairs that experts compute; None: all
 
     @classmethod
     def build(
         cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int
     ) -> "SparsePlan":
-        """The plan of these choices.
-
-        experts: (B, T, k) ids below ``number``.  weights: (B, T, k).  kept: (B, T, k) bool, or
-        None where all are.
-        """
-        # stable: within an expert the tokens keep their order, so sums do not depend on the sort
+        """Return the plan for experts below ``number``, weights and ``kept``, (B, T, k) each."""
+        # stable: within an expert tokens keep their order, so sums do not depend on the sort
         by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)
         numbers = torch.arange(number, dtype=by_expert.dtype, device=experts.device)
         ends = torch.searchsorted(by_expert, numbers, right=True)
@@ -80,9 +75,9 @@ class SparsePlan(NamedTuple):
         if places.is_cpu and not torch.compiler.is_compiling():
             sizes = ends.diff(prepend=ends.new_zeros(1))
             offsets = round_row_counts(sizes).cumsum(0)
-            # how far padding before an expert shifts its rows
-            moved = torch.cat([ends.new_zeros(1), (offsets - ends)[:-1]])
-            places = places + moved.index_select(0, by_expert)
+            # padding of earlier experts shifts an expert's rows
+            shifts = torch.cat([ends.new_zeros(1), (offsets - ends)[:-1]])
+            places = places + shifts.index_select(0, by_expert)
             order = pairs.new_zeros(int(offsets[-1])).scatter_(0, places, pairs)
         rows = torch.empty_like(pairs).scatter_(0, pairs, places)
         if kept is not None:
@@ -92,20 +87,20 @@ class SparsePlan(NamedTuple):
 
     @classmethod
     def to_all(cls, weights: Tensor) -> "SparsePlan":
-        """The plan that sends every token to all experts, with these weights (B, T, E)."""
+        """Return the plan that sends every token to all experts, with weights (B, T, E)."""
         experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
         return cls.build(experts, weights, None, weights.shape[-1])
 
     def keep_experts(self, number: int) -> "SparsePlan":
-        """Return the plan of the first ``number`` experts alone: what others say is taken as 0.
+        """Return the plan of the first ``number`` experts; outputs of all other experts count as 0.
 
-        On a CPU the others have no rows, but for one that stands for them all and that nobody
-        reads. Where the number of rows must not depend on the data the last expert computes all of
-        theirs, in vain. Without data (meta) each expert counts as chosen alike.
+        On a CPU the rows of other experts are dropped, except one that represents all of them.
+        On a GPU, where the number of rows must not depend on the data, the last expert computes
+        them, unused. On the meta device every expert counts as chosen equally often.
         """
         last = self.offsets[number - 1]
-        own = self.rows < last
-        rows, computed = len(self.order), own.sum()
+        is_kept = self.rows < last
+        rows, computed = len(self.order), is_kept.sum()
         if self.order.is_meta:
             rows = computed = -(-rows * number // len(self.offsets))
         elif self.order.is_cpu and not torch.compiler.is_compiling():
@@ -115,36 +110,33 @@ class SparsePlan(NamedTuple):
             self.tokens[:rows],
             self.rows.clamp(max=rows - 1),
             torch.cat([self.offsets[: number - 1], torch.full_like(self.offsets[:1], rows)]),
-            self.weights.where(own.view_as(self.weights), 0),
+            self.weights.where(is_kept.view_as(self.weights), 0),
             computed,
         )
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d) sorted by expert, in the tokens' order within each.
-
-        Under autocast the rows have its dtype: to round N tokens is cheaper than to round R rows.
-        """
-        flat = to_autocast(tokens).flatten(0, 1)
+        """Return tokens (B, T, d) as rows (R, d) sorted by expert, then by token."""
+        flat = to_autocast(tokens).flatten(0, 1)  # rounding N tokens is cheaper than R rows
         values = _GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
         return Rows(values, self.offsets, pairs=RowOrigins(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32)."""
+        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype, summed in fp32."""
         tokens = _WeightedSum.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
     def outputs_by_choice(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to what each token's choices say of it, (B, T, k, d)."""
+        """Return rows (R, d) as the output of each token's choices, (B, T, k, d)."""
         return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 
 def round_row_counts(sizes: Tensor) -> Tensor:
-    """Numbers of rows on a CPU, int64, each rounded up to one of few.
+    """Round row counts (int64) up on a CPU, so that few distinct counts occur.
 
-    oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms, against 0.03 to 0.1 ms for
-    the product itself in a small model), and routing brings new ones at every step: with 32 experts
-    a training step took 2.6 times as long as without. Rounded, the same few numbers come again.
-    There are four to an octave, up to multiples of 64 and, from 4,096 on, of 128.
+    oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms; the product itself takes
+    0.03 to 0.1 ms in a small model), and routing brings new numbers in every step: with 32 experts
+    a training step took 2.6 times as long without rounding. There are four counts per octave, up to
+    multiples of 64, and of 128 from 4,096 rows on.
     """
     step = 2.0 ** (sizes.clamp(min=1).double().log2().floor() - 2)
     step = step.clamp(1, 64).where(sizes < 4096, 128).to(sizes.dtype)
@@ -152,7 +144,7 @@ def round_row_counts(sizes: Tensor) -> Tensor:
 
 
 class _GatherTokens(Function):
-    """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its k rows."""
+    """Gather tokens (N, d) as rows (R, d); a token's gradient is the sum over its k rows."""
 
     @staticmethod
     def forward(tokens: Tensor, sources: Tensor, rows: Tensor, k: int) -> Tensor:
@@ -172,7 +164,7 @@ class _GatherTokens(Function):
 
 
 class _WeightedSum(Function):
-    """rows (R, d), weights (N, k) -> tokens (N, d)."""
+    """Sum rows (R, d), weighted by (N, k), to tokens (N, d)."""
 
     @staticmethod
     def forward(values: Tensor, weights: Tensor, sources: Tensor, rows: Tensor) -> Tensor:
@@ -205,34 +197,32 @@ class _WeightedSum(Function):
 
 
 def cat_or_single(pieces: list[Tensor]) -> Tensor:
-    """The pieces one after the other; a single one as it is, without a copy."""
+    """Concatenate pieces; a single piece is returned without a copy."""
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces)
 
 
 def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sums in that dtype, as the output of a Function.
-
-    In a compiled graph always as a new tensor: torch 2.11 gives a gradient of 0 where the output
-    was added to in place, or where ``to`` finds its dtype already.
-    """
+    """Cast sums to ``dtype`` as the output of a Function."""
     if sums.dtype != dtype:
         return sums.to(dtype)
     if torch.compiler.is_compiling():
+        # torch 2.11 gives a gradient of 0 where the output was added to in place, or where ``to``
+        # returns its input.
         return sums.clone()
     return sums
 
 
 def _sort_keys(experts: Tensor, number: int) -> Tensor:
-    """The ids in as few bytes as hold them on CUDA, where a byte is a pass of the sort."""
+    """Return ids in as few bytes as possible on CUDA, whose sort takes one pass per byte."""
     if not experts.is_cuda or number > 2**15:
         return experts
     return experts.to(torch.uint8 if number <= 2**8 else torch.int16)
 
 
 class ProjectionDispatchPlan(NamedTuple):
-    """A SparsePlan whose rows are projections, which experts of the same basis reuse."""
+    """A SparsePlan whose rows are projections, which experts with the same basis reuse."""
 
     plan: SparsePlan
     projections: Tensor  # (N·E, r) of every token on every basis
@@ -242,7 +232,7 @@ class ProjectionDispatchPlan(NamedTuple):
     def build(
         cls, plan: SparsePlan, projections: Tensor, chosen: Tensor
     ) -> "ProjectionDispatchPlan":
-        """Return it of projections (B, T, E, r) and the chosen experts (B, T, k) of ``plan``."""
+        """Return the plan for projections (B, T, E, r) and chosen experts (B, T, k)."""
         first = torch.arange(
             0, projections[..., 0].numel(), projections.shape[2], device=chosen.device
         )
@@ -251,26 +241,18 @@ class ProjectionDispatchPlan(NamedTuple):
         )
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """The chosen projections (R, r) by expert; ``tokens`` are those that the router saw.
-
-        Under autocast the rows have its dtype: a token has fewer rows than projections, so they are
-        rounded after the choice.
-        """
+        """Return chosen projections as rows (R, r) sorted by expert; ``tokens`` are not read."""
         values = _Pick.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
+        # cast after the choice: a token has fewer rows than projections
         return Rows(to_autocast(values), self.plan.offsets, projected=True)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d), as SparsePlan does."""
+        """Return rows (R, d) as tokens (B, T, d), as SparsePlan does."""
         return self.plan.combine(rows)
 
 
 class _Pick(Function):
-    """projections (N·E, r) -> rows (R, r).
-
-    Every pair has a projection of its own, so the gradient is only moved there.
-
-    Rows of padding repeat the first pair; the gradient is read at the pairs' rows only.
-    """
+    """Gather projections (N·E, r) as rows (R, r)."""
 
     @staticmethod
     def forward(projections: Tensor, sources: Tensor, order: Tensor, rows: Tensor) -> Tensor:
@@ -285,5 +267,7 @@ class _Pick(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
         sources, rows = ctx.saved_tensors
+        # Each pair has its own projection, so gradients are moved, not added. Rows of padding
+        # repeat the first pair and are not read.
         back = grad.new_zeros(ctx.number, grad.shape[1])
         return back.index_copy_(0, sources, grad.index_select(0, rows)), None, None, None

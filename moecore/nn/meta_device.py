@@ -1,4 +1,4 @@
-"""Models without values: built for their shapes alone, on torch's meta device."""
+"""Build models without values, only for their shapes, on torch's meta device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,23 +7,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Random draws, which nobody sees of a model without values
+# random draws, which have no effect without values
 IN_PLACE_DRAWS = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
 NEW_DRAWS = (torch.randn, torch.rand)
 
 
 @contextmanager
 def meta_device_context() -> Iterator[None]:
-    """Give what is built inside shapes and no values; nothing is drawn."""
+    """Build modules inside with shapes but without values; nothing is drawn."""
     with torch.device("meta"), _NoDraws():
         yield
 
 
 class _NoDraws(TorchFunctionMode):
-    """Passes over random draws, whose values nobody sees here.
-
-    On the meta device ``normal_`` imports torch's compiler before it does nothing, for 2 seconds.
-    """
+    """Skip draws: on meta, ``normal_`` takes 2 seconds to import torch's compiler, for nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None

@@ -235,7 +235,7 @@ def test_a_compiled_model_is_traced_as_it_was():
 
 
 def test_other_routers_and_adapters_are_refused():
-    with pytest.raises(UserError, match="^trace: OwnBlock has no router that is known; allowed: "):
+    with pytest.raises(UserError, match="^trace: OwnBlock has no known router; allowed: "):
         with routing_collector(OwnBlock()):
             pass
     block = OwnBlock()

@@ -446,7 +446,7 @@ def test_blocks_are_chosen_as_in_a_method_and_its_state_is_a_torch_models():
     [
         ({}, {"experts": Mlp(number=4, hidden_ratio=2)}, "upcycle: .* set experts.hidden_ratio"),
         ({}, {"experts": Mlp(number=4, activation="relu")}, "experts.activation: found relu"),
-        ({}, {"blocks": (4,)}, r"blocks: \[4\]"),
+        ({}, {"blocks": (4,)}, r"blocks: found \[4\]"),
         ({}, {"blocks": "some"}, "blocks: found some"),
         ({}, {"router": Hash()}, "router: found hash, which reads patches"),
         ({}, {"kind": Granular(pieces=2)}, "router.noise_std: found 1, which breaks ties"),

@@ -1,4 +1,4 @@
-"""The models that a section ``model`` may name: a family of parts (see base_model.py)."""
+"""Models that a section ``model`` can name: a family of parts (see base_model.py)."""
 
 from moecore.core.config import offer_classes
 

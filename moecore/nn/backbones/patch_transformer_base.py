@@ -1,4 +1,4 @@
-"""What transformers over patches share, of images (2 axes) or volumes (3): settings and model.
+"""Settings and model of transformers over patches of images (2 axes) or volumes (3 axes).
 
 B images, C channels, T tokens (special tokens first, then patches, the last axis fastest), K
 outputs: classes, or one for a target.
@@ -38,24 +38,24 @@ class TransformerSettings(base_model.Backbone):
     patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")
     width: int = Field(192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(12, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
+    heads: int = Field(3, ge=1, description="number of attention heads; divides the width")
     mlp_ratio: HiddenRatio = Field(
         4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     pooling: Literal["class", "class+distillation", "mean"] = Field(
-        "class", description="head on the class token, it and the distillation token, or the mean"
+        "class", description="head on the class token, also the distillation token, or the mean"
     )
     position_on_class: bool = Field(
         True, description="special tokens have position embeddings (DeiT-III: false)"
     )
     layer_scale: float | None = Field(
-        None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
+        None, gt=0, description="initial LayerScale; null: none (DeiT-III: 1e-6)"
     )
     qkv_bias: bool = True
     pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
     activation: Activation = Field(
         "gelu",
-        description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none",
+        description="of dense MLPs; quick_gelu: x·σ(1.702 x), as in OpenAI's CLIP; linear: none",
     )
     norm_eps: float = Field(
         1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
@@ -65,15 +65,11 @@ class TransformerSettings(base_model.Backbone):
     )
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
-        """Patches along each axis of such images."""
         return tuple(size // self.patch for size in image.shape)
 
 
 class PatchTransformer(base_model.BackboneModel):
-    """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing).
-
-    A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
-    """
+    """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing)."""
 
     answers_cells = True
     moves = True
@@ -109,7 +105,7 @@ class PatchTransformer(base_model.BackboneModel):
             )
             for mlp, rate in zip(self._feed_forwards(), rates, strict=True)
         )
-        # timm's two names of the last norm: before the head's token is taken, or after the mean
+        # timm has two names of the last norm: before selecting the head's token, or after the mean
         if special:
             self.norm = nn.LayerNorm(width, eps=config.norm_eps)
             self.fc_norm = nn.Identity()
@@ -126,12 +122,11 @@ class PatchTransformer(base_model.BackboneModel):
 
     @property
     def positioned_tokens(self) -> int:
-        """Return how many special tokens have a position embedding."""
+        """Number of special tokens with a position embedding."""
         return self.special if self.config.position_on_class else 0
 
     @property
     def layout(self) -> TokenLayout:
-        """Return where the tokens lie in the image."""
         return TokenLayout(self.special, self.config.grid(self.image), self.image.shape)
 
     def adapt_weights(
@@ -141,7 +136,7 @@ class PatchTransformer(base_model.BackboneModel):
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
-        """Learned positions are interpolated; fixed ones are no weights."""
+        """Return weights with learned positions interpolated; fixed positions are not weights."""
         if "pos_embed" not in weights:
             return weights
         new, old = self.config.grid(self.image), config.grid(image)
@@ -166,7 +161,7 @@ class PatchTransformer(base_model.BackboneModel):
         return base_model.Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def embed(self, images: Tensor) -> Tensor:
-        """Normalised images to (B, T, width) tokens with positions."""
+        """Return tokens with positions (B, T, width) for normalised images."""
         tokens = self.patch_embed(images)
         special = [
             token.expand(len(tokens), -1, -1)
@@ -178,10 +173,7 @@ class PatchTransformer(base_model.BackboneModel):
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, T, width) to outputs (B, K): class head, then distillation head.
-
-        Of mosaics whose cells are answered one by one (B, cells·K).
-        """
+        """Return outputs of each head for final tokens: (B, K), or (B, cells·K) with cells."""
         if self.image.task.cells > 1:
             pooled = mean_of_cells(tokens, self.layout.grid, self.image.task.cells)
             return (self.head(self.fc_norm(pooled)).flatten(1),)
@@ -199,27 +191,33 @@ class PatchTransformer(base_model.BackboneModel):
 
 
 def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:
-    """Raise UserError where cells are to be answered one by one and patches do not make them up."""
+    """Raise UserError if the data have a label per cell and patches do not tile the cells."""
     side = math.isqrt(image.task.cells)
     if side == 1:
         return
     if config.pooling != "mean":
-        problem = f"found {config.pooling}, but the data have a label for each cell of a mosaic"
-        raise UserError(f"model.pooling: {problem}; allowed: mean")
+        raise UserError.at(
+            "model.pooling",
+            found=f"{config.pooling}, but the data have a label for each cell of a mosaic",
+            allowed="mean",
+        )
     if any(patches % side for patches in config.grid(image)):
-        problem = f"found {config.patch}, whose patches do not make up the cells of a mosaic"
-        raise UserError(f"model.patch: {problem}; allowed: a divisor of their size")
+        raise UserError.at(
+            "model.patch",
+            found=f"{config.patch}, whose patches do not tile the cells of a mosaic",
+            allowed="a divisor of their size",
+        )
 
 
 def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:
-    """Return the means (B, cells, width) of the tokens (B, rows·columns, width) of each cell."""
+    """Return the mean (B, cells, width) of tokens (B, rows·columns, width) in each cell."""
     side = math.isqrt(cells)
     rows, columns = grid
     placed = tokens.unflatten(1, (side, rows // side, side, columns // side))
     return placed.mean(dim=(2, 4)).flatten(1, 2)
 
 
-def _special_token(width: int, wanted: bool) -> nn.Parameter | None:
-    if not wanted:
+def _special_token(width: int, exists: bool) -> nn.Parameter | None:
+    if not exists:
         return None
     return nn.Parameter(torch.zeros(1, 1, width))

@@ -1,6 +1,6 @@
-"""The Simple Fully Convolutional Network of brain age: five halving convolutions, then one of 1³.
+"""The Simple Fully Convolutional Network for brain age: five halving convolutions, then one of 1³.
 
-B volumes, C channels, D × H × W voxels, T voxels of the last map (a cube of 32³ voxels each), K
+B volumes, C channels, D × H × W voxels, T voxels of the last map (each a cube of 32³ voxels), K
 bins. Source: Peng et al. 2021, and their code (github.com/ha-ha-ha-han/UKBiobank_deep_pretrain).
 """
 
@@ -22,6 +22,7 @@ from moecore.nn.backbones.base_model import (
     Encoded,
     EncodeOptions,
     ImageSpec,
+    check_needs_no_attention,
 )
 from moecore.nn.layers.language_block import Dropout
 from moecore.nn.layers.moe import MoESettings
@@ -30,7 +31,7 @@ from moecore.tasks.regression import Regression
 
 
 class Sfcn(Backbone):
-    """Settings of an SFCN, by default in the widths and with the bins that were published."""
+    """Settings of an SFCN; defaults are the published widths and bins."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"dropout", "bin_deviation"})
 
@@ -40,68 +41,66 @@ class Sfcn(Backbone):
     channels: tuple[int, ...] = Field(
         (32, 64, 128, 256, 256, 64),
         min_length=3,
-        description="of each convolution; all but the last halve the volume",
+        description="channels of each convolution; all but the last halve the volume",
     )
-    dropout: float = Field(0.5, ge=0, lt=1, description="before the head")
+    dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the head")
     head: Literal["bins", "number"] = Field(
-        "bins", description="probabilities of bins of the label, or the task's own outputs"
+        "bins", description="probabilities of bins of the label, or the task's outputs"
     )
     first_bin: float = Field(42.0, description="lower edge of the first bin, in the label's unit")
     bin_width: float = Field(1.0, gt=0, description="width of a bin, in the label's unit")
     bins: int = Field(40, ge=2, description="number of bins")
     bin_deviation: float = Field(
-        1.0, gt=0, description="of the normal distribution that a label is, in its unit"
+        1.0, gt=0, description="standard deviation of a label's distribution, in its unit"
     )
 
     @property
     def depth(self) -> int:
-        """One block: where experts may stand, before the convolution of 1³."""
+        """Return 1: experts before the convolution of 1³."""
         return 1
 
     @property
     def cube(self) -> int:
-        """Side of the cube of voxels that is a voxel of the last map."""
+        """Side, in voxels, of the cube that a voxel of the last map covers."""
         return 2 ** (len(self.channels) - 1)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings of bins beside another head."""
+        """Yield settings of bins with another head."""
         yield from super().misfits(around)
         if self.head != "bins":
             names = ("first_bin", "bin_width", "bins", "bin_deviation")
             yield from changed_settings(self, names, f"the head is a {self.head}", "head: bins")
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
-        """Voxels of the last map along each axis of such volumes."""
         return tuple(size // self.cube for size in image.shape)
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "ConvolutionalNetwork":
-        """The model for such volumes. Raises UserError for images, sizes that cubes do not tile,
-        bins where the label is no number, and a router that reads attention.
-        """
         if len(image.shape) != 3:
-            problem = f"found sfcn, but the images have {len(image.shape)} axes"
-            raise UserError(f"model.kind: {problem}; allowed: another kind, or volumes")
+            raise UserError.at(
+                "model.kind",
+                found=f"sfcn, but the images have {len(image.shape)} axes",
+                allowed="another kind, or volumes",
+            )
         if any(size % self.cube for size in image.shape):
-            problem = f"found sfcn, whose {len(self.channels)} layers need"
             raise UserError(
-                f"model.kind: {problem} multiples of {self.cube} voxels along each axis; the "
-                f"volumes have {list(image.shape)} (set `size` of the data)"
+                f"model.kind: found sfcn, whose {len(self.channels)} layers need multiples of "
+                f"{self.cube} voxels along each axis; the volumes have {list(image.shape)} (set "
+                "`size` of the data)"
             )
         if self.head == "bins" and not isinstance(image.task, Regression):
-            problem = f"found bins, but the task is {image.task.kind}"
-            raise UserError(f"model.head: {problem}; allowed: number")
-        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
-            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(f"model.kind: sfcn has no attention, {reads}; choose another router")
+            raise UserError.at(
+                "model.head", found=f"bins, but the task is {image.task.kind}", allowed="number"
+            )
+        check_needs_no_attention(self.kind, moe)
         return ConvolutionalNetwork(self, image, moe)
 
 
 class ConvolutionalNetwork(BackboneModel):
-    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives a ModelOutput.
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] returns a ModelOutput.
 
-    With bins the prediction (B, 1) is their mean under the predicted probabilities, in the label's
-    unit, and ``heads`` are the logits (B, K). A dense model is the published network; with experts
-    x + moe(norm(x)) stands before the last convolution.
+    With bins, ``heads`` are their logits (B, K), and the prediction (B, 1) is the mean of bins
+    under their probabilities, in the label's unit. A dense model is the published network; with
+    experts, x + moe(norm(x)) precedes the last convolution.
     """
 
     edges: Tensor
@@ -111,7 +110,7 @@ class ConvolutionalNetwork(BackboneModel):
         *halving, last = config.channels
         inputs = (image.channels, *halving[:-1])
         self.features = nn.Sequential(
-            *(_halving_block(here, there) for here, there in zip(inputs, halving, strict=True))
+            *(_halving_block(*widths) for widths in zip(inputs, halving, strict=True))
         )
         self.width = halving[-1]
         self.norm = nn.Identity()
@@ -129,7 +128,6 @@ class ConvolutionalNetwork(BackboneModel):
         self.register_buffer("edges", edges, persistent=False)
 
     def width_of(self, block: int) -> int:
-        """Channels of the last map but one, in which experts stand."""
         return self.width
 
     def forward(
@@ -140,7 +138,7 @@ class ConvolutionalNetwork(BackboneModel):
         return ModelOutput(self._prediction(heads), encoded.routing, heads)
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
-        """Return the last map as tokens; "mlp_input" and "block_out" surround the experts."""
+        """Return the last map as tokens; "mlp_input" and "block_out" are around the experts."""
         volume = self.features(self.normalised(images))
         grid = volume.shape[2:]
         entering = leaving = volume.flatten(2).transpose(1, 2)
@@ -155,14 +153,14 @@ class ConvolutionalNetwork(BackboneModel):
         return Encoded(tokens, records, options.select_features(blocks, tokens))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, T, channels) to the logits (B, K) of the bins, or the task's outputs."""
+        """Return the logits (B, K) of bins, or the task's outputs, for tokens (B, T, channels)."""
         output = self.head(self.dropout(tokens.mean(dim=1)))
         if self.config.head == "bins":
             return (output.float(),)
         return (self.image.task.predict(output),)
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """Final tokens to predictions (B, 1) in the label's unit, or the task's."""
+        """Return predictions (B, 1) in the label's unit, or the task's."""
         return self._prediction(self.heads(tokens))
 
     def task_loss(
@@ -172,17 +170,18 @@ class ConvolutionalNetwork(BackboneModel):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return KL(label ‖ predicted) in nats, where a label is a normal distribution over the
-        bins; without bins the task's loss. Raises UserError for label smoothing of bins.
-        """
+        """Return the task's loss, or KL(label ‖ predicted) in nats of labels over bins."""
         if self.config.head == "number":
             return super().task_loss(output, labels, label_smoothing, reduction)
         if label_smoothing:
-            why = "a label over bins is smooth already (model.bin_deviation)"
-            raise UserError(f"label_smoothing: found {label_smoothing}, but {why}; allowed: 0")
-        wanted = soft_labels(labels, self.edges, self.config.bin_deviation)
-        said = log_softmax(output.heads[0], dim=1)
-        losses = kl_div(said, wanted, reduction="none").sum(dim=1)
+            raise UserError.at(
+                "label_smoothing",
+                found=f"{label_smoothing}, but labels over bins are smooth (model.bin_deviation)",
+                allowed="0",
+            )
+        target_probs = soft_labels(labels, self.edges, self.config.bin_deviation)
+        log_probs = log_softmax(output.heads[0], dim=1)
+        losses = kl_div(log_probs, target_probs, reduction="none").sum(dim=1)
         return losses.mean() if reduction == "mean" else losses
 
     def _prediction(self, heads: Sequence[Tensor]) -> Tensor:
@@ -193,20 +192,17 @@ class ConvolutionalNetwork(BackboneModel):
 
 
 def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
-    """Return the probability of each bin, fp32 (B, K), of normal distributions around ``labels``.
-
-    labels: (B,); edges: (K + 1,), ascending. What lies beyond the outer edges falls to the outer
-    bins, so that each row sums to 1.
-    """
-    beyond = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
-    below = (1 + torch.erf(beyond)) / 2
+    """Return each bin's probability (B, K) under normal distributions around ``labels`` (B,)."""
+    # the outer bins get the probability outside the outer edges: rows sum to 1
+    distances = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
+    below = (1 + torch.erf(distances)) / 2
     ends = below.new_zeros(len(labels), 1)
     return torch.cat([ends, below, ends + 1], dim=1).diff(dim=1)
 
 
 def _halving_block(channels: int, width: int) -> nn.Sequential:
     convolution = nn.Conv3d(channels, width, kernel_size=3, padding=1)
-    # channels last: two thirds of the time of a step on the CPU
+    # channels last: a step on the CPU takes 2/3 of the time
     weight = convolution.weight.data
     convolution.weight.data = weight.to(memory_format=torch.channels_last_3d)
     return nn.Sequential(

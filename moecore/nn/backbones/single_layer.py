@@ -1,6 +1,6 @@
 """The model of MoGE's study of invariance (§2.4): one token, one MoE layer, a classifier.
 
-B images, C channels, H × W pixels, d = C·H·W the width of the token, K classes.
+B images, C channels, H × W pixels, width d = C·H·W of the token, K classes.
 """
 
 import math
@@ -23,34 +23,28 @@ class SingleLayer(base_model.Backbone):
 
     kind: Literal["single_layer"] = "single_layer"
     hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")
-    activation: Activation = Field("gelu", description="of a dense model's layer; linear: none")
+    activation: Activation = Field(
+        "gelu", description="activation of a dense model's layer; linear: none"
+    )
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
         return 1
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
-        """One patch along each axis: the whole image."""
         return (1,) * len(image.shape)
 
     def build(
         self, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> "SingleLayerModel":
-        """The model for such images; UserError for a router that reads attention."""
-        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
-            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
-            raise UserError(
-                f"model.kind: single_layer has no attention, {reads}; choose another model or "
-                "router"
-            )
+        base_model.check_needs_no_attention(self.kind, moe)
         if moe is not None:
             moe.indices(self.depth)
         return SingleLayerModel(self, image, moe)
 
 
 class SingleLayerModel(base_model.BackboneModel):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput, T = 1."""
+    """``model(images)`` with images (B, C, H, W) in [0, 1] returns a ModelOutput, T = 1."""
 
     def __init__(
         self, config: SingleLayer, image: base_model.ImageSpec, moe: MoESettings | None = None
@@ -64,19 +58,19 @@ class SingleLayerModel(base_model.BackboneModel):
         self.head = trunc_normal_linear(self.width, image.outputs)
 
     def width_of(self, block: int) -> int:
-        """The image's pixels in all channels."""
+        """Return the number of pixels in all channels."""
         return self.width
 
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the layer's output and record; "mlp_input" is the normalised pixels.
-
-        Raises UserError for features of another block than 0.
-        """
+        """Return the layer's output and record; "mlp_input" is the normalised pixels."""
         if set(options.blocks) - {0}:
-            problem = f"blocks: found {list(options.blocks)}"
-            raise UserError(f"{problem}; allowed: 0, the only block of a single_layer model")
+            raise UserError.at(
+                "blocks",
+                found=list(options.blocks),
+                allowed="0, the only block of a single_layer model",
+            )
         entering = self.normalised(images).flatten(1).unsqueeze(1)
         contexts = self.routing_contexts(images, options)
         tokens, records = self.mlp(entering, contexts.get(0, RoutingContext()))
@@ -84,5 +78,4 @@ class SingleLayerModel(base_model.BackboneModel):
         return base_model.Encoded(tokens, records, (feature,) * len(options.blocks))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, 1, d) to the logits (B, K) of the only head."""
         return (self.head(tokens[:, 0]),)

@@ -1,7 +1,7 @@
-"""Swin V1 (Liu et al. 2021), and what it shares with Swin-MoE and with V2: settings and model.
+"""Swin V1 (Liu et al. 2021), and the settings and model that Swin-MoE and Swin V2 share with it.
 
-Dense, or with mixture-of-experts blocks. Parameter names are timm's but for the head, which is
-``head`` (timm: head.fc). B images, T tokens of a layer's grid, K classes.
+Dense, or with mixture-of-experts blocks. Parameter names are timm's, except ``head`` (timm:
+head.fc). B images, T tokens of a layer's grid, K classes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,9 +30,9 @@ TABLE = "relative_position_bias_table"
 
 
 class SwinSettings(base_model.Backbone):
-    """What the settings of the three kinds have in common."""
+    """Settings that the three kinds share."""
 
-    # windows: their positions are interpolated, or count in windows that upcycling compares
+    # windows are free: V1 interpolates positions, and upcycling compares the others' windows
     free_settings: ClassVar[frozenset[str]] = frozenset(
         {"window", "pretrained_windows", "mlp_ratio", "drop_path"}
     )
@@ -40,7 +40,7 @@ class SwinSettings(base_model.Backbone):
     kind: window_attention.SwinKind
     patch: int = Field(4, ge=1, description="side of a patch, pixels")
     width: int = Field(
-        96, ge=8, le=2**16, description="of a token in the first stage; doubled by each"
+        96, ge=8, le=2**16, description="width of a token in the first stage; doubles per stage"
     )
     depths: tuple[int, ...] = Field(
         (2, 2, 6, 2), min_length=1, description="number of blocks of each stage"
@@ -52,7 +52,7 @@ class SwinSettings(base_model.Backbone):
         7, ge=1, description="side of a window, tokens; a smaller grid is one window"
     )
     pretrained_windows: tuple[int, ...] | None = Field(
-        None, description="swin_moe, swin_v2: each stage's window of the learned positions"
+        None, description="swin_moe, swin_v2: window of the learned positions, per stage"
     )
     mlp_ratio: HiddenRatio = Field(
         4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
@@ -84,16 +84,14 @@ class SwinSettings(base_model.Backbone):
 
     @property
     def depth(self) -> int:
-        """Number of blocks of all stages."""
         return sum(self.depths)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Number of blocks of each stage."""
         return self.depths
 
     def trained_on(self, image: base_model.ImageSpec) -> Self:
-        """A continuous bias was learned for the windows that these images had."""
+        """Return a copy with these images' windows, for which a continuous bias was learned."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         return self.model_copy(
@@ -101,18 +99,18 @@ class SwinSettings(base_model.Backbone):
         )
 
     def grid(self, image: base_model.ImageSpec) -> window_attention.Grid:
-        """Patches along each axis of such images: the grid of the first stage."""
+        """Return the grid of the first stage."""
         return tuple(size // self.patch for size in image.shape)
 
     def windows(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
-        """The window of each stage, tokens along each axis."""
+        """Return the window of each stage, in tokens along each axis."""
         return tuple(
             window_attention.window_and_shift(grid, self.window, False)[0]
             for grid in self.grids(image)
         )
 
     def grids(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
-        """The grid of tokens of each stage."""
+        """Return the grid of tokens of each stage."""
         stage_grids = [self.grid(image)]
         for _ in self.depths[1:]:
             stage_grids.append(window_attention.merged_grid(stage_grids[-1]))
@@ -121,19 +119,19 @@ class SwinSettings(base_model.Backbone):
     def build(
         self, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> "SwinTransformer":
-        """The model for such images; UserError where sizes do not fit, for volumes, for text."""
-        if len(image.shape) != 2:
-            problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
-            allowed = "language_model" if len(image.shape) == 1 else "vit3d"
-            raise UserError(f"{problem}; allowed: {allowed}")
-        least = self.patch * 2 ** (len(self.depths) - 1)
+        base_model.check_axes(self.kind, image, 2)
+        smallest = self.patch * 2 ** (len(self.depths) - 1)
         if any(size % self.patch for size in image.shape):
-            allowed = f"a divisor of the image size {image.size}"
-            raise UserError(f"model.patch: found {self.patch}; allowed: {allowed}")
-        if min(image.shape) < least:
-            text = f"model.depths: found {len(self.depths)} stages with patches of {self.patch} "
-            needed = f"for images of {min(image.shape)} pixels; allowed: images of {least} or more"
-            raise UserError(f"{text}pixels {needed}, smaller patches, or fewer stages")
+            raise UserError.at(
+                "model.patch", found=self.patch, allowed=f"a divisor of the image size {image.size}"
+            )
+        if min(image.shape) < smallest:
+            stages = f"{len(self.depths)} stages with patches of {self.patch} pixels"
+            raise UserError.at(
+                "model.depths",
+                found=f"{stages} for images of {min(image.shape)} pixels",
+                allowed=f"images of {smallest} or more, smaller patches, or fewer stages",
+            )
         return SwinTransformer(self, image, moe)
 
 
@@ -144,7 +142,7 @@ class Swin(SwinSettings):
 
 
 class SwinStage(nn.Module):
-    """The merging of 2 × 2 tokens before a stage, none before the first, and its blocks."""
+    """A stage: merging of 2 × 2 tokens, except in the first stage, then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
         super().__init__()
@@ -153,7 +151,7 @@ class SwinStage(nn.Module):
 
 
 class BlockStage(NamedTuple):
-    """Where a block stands."""
+    """The stage of a block, its grid of tokens and their width."""
 
     stage: int
     grid: window_attention.Grid
@@ -189,23 +187,22 @@ class SwinTransformer(base_model.BackboneModel):
 
     @property
     def layout(self) -> TokenLayout:
-        """Return where the last stage's tokens lie."""
+        """Return the positions of the last stage's tokens."""
         return self.layout_of(self.depth - 1)
 
     def layout_of(self, block: int) -> TokenLayout:
-        """Return where a block's tokens lie; those at an odd grid's end reach beyond the image."""
+        """Return the positions of a block's tokens; the last of an odd grid exceed the image."""
         place = self.places[block]
         side = self.config.patch * 2**place.stage
         return TokenLayout(0, place.grid, tuple(length * side for length in place.grid))
 
     def width_of(self, block: int) -> int:
-        """Width of a block's tokens."""
         return self.places[block].width
 
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return what the blocks make of images; features have their stage's tokens and width."""
+        """Return the blocks' output; features have their stage's tokens and width."""
         tokens = self.patch_embed(self.normalised(images))
         contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()
@@ -225,7 +222,6 @@ class SwinTransformer(base_model.BackboneModel):
         return base_model.Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, T, width) to the outputs (B, K) of the only head."""
         return (self.image.task.predict(self.head(tokens.mean(dim=1))),)
 
     def adapt_weights(
@@ -235,12 +231,12 @@ class SwinTransformer(base_model.BackboneModel):
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
-        """V1's tables of position biases are resized bicubically to other windows."""
+        """Return weights with V1's tables of position biases resized bicubically."""
         return {name: self._table(name, value, config, image) for name, value in weights.items()}
 
     def _table(self, name: str, value: Tensor, config: Any, image: base_model.ImageSpec) -> Tensor:
-        own = dict(self.named_parameters()).get(name)
-        if not name.endswith(TABLE) or own is None or own.shape == value.shape:
+        parameter = dict(self.named_parameters()).get(name)
+        if not name.endswith(TABLE) or parameter is None or parameter.shape == value.shape:
             return value
         stage = int(name.split(".")[1])
         sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]

@@ -8,7 +8,7 @@ from moecore.nn.backbones.swin import SwinSettings
 class SwinV2(SwinSettings):
     """Post-norm blocks, cosine attention and a continuous position bias.
 
-    With one expert per token the norm behind it leaves the router almost no gradient of the task.
+    At k = 1 the norm after the experts removes almost all of the router's task gradient.
     """
 
     normalises_experts: ClassVar[bool] = True

@@ -1,7 +1,6 @@
-"""The text tower of a two-tower model: a transformer over the tokens of a caption (CLIP; Radford et
-al. 2021), dense or with experts.
+"""The text tower of a two-tower model: a transformer over a caption's tokens (CLIP, 2021).
 
-B captions of M tokens, d width, w numbers of an embedding.
+Dense or with experts. B captions of M tokens, width d, w numbers of an embedding.
 """
 
 from typing import ClassVar, Literal, Self
@@ -17,8 +16,8 @@ from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, Hid
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.tasks.image_text import ImageText
 
-PRIMES = (2_654_435_761, 40_503_001)  # mix the numbers of a caption's tokens
-MARK = 2**23  # marks are below: fp32 holds them exactly
+PRIMES = (2_654_435_761, 40_503_001)  # hash a caption's token ids
+FINGERPRINT_RANGE = 2**23  # integers below are exact in fp32
 
 
 class TextTowerSettings(Config):
@@ -30,24 +29,24 @@ class TextTowerSettings(Config):
 
     width: int = Field(64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(2, ge=1, le=1000, description="number of blocks")
-    heads: int = Field(4, ge=1, description="attention heads; they divide the width")
+    heads: int = Field(4, ge=1, description="number of attention heads; divides the width")
     mlp_ratio: HiddenRatio = Field(
         4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     mask: Literal["causal", "full"] = Field(
-        "causal", description="a token attends to itself and those before, or to all (SigLIP)"
+        "causal", description="a token attends to itself and earlier ones, or to all (SigLIP)"
     )
     pooling: Literal["end", "class"] = Field(
-        "end", description="the feature: of the token that ends it, or of a learned one"
+        "end", description="embed the caption's end token, or a learned token"
     )
     activation: Literal["gelu", "quick_gelu"] = Field(
-        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's weights"
+        "gelu", description="quick_gelu: x·σ(1.702 x), for OpenAI's weights"
     )
     frozen: Literal["never", "finetune", "always"] = Field(
-        "never", description="it neither learns nor drops anything (LiT)"
+        "never", description="when the tower neither learns nor drops values (LiT)"
     )
     moe: MoESettings | None = Field(
-        None, description="experts of this tower; a method gives them (`text`)"
+        None, description="experts of this tower; set by a method's `text`"
     )
 
     @model_validator(mode="after")
@@ -59,7 +58,7 @@ class TextTowerSettings(Config):
 
 
 class TextAttention(Attention):
-    """Attention over (B, M, d) tokens, each to those before it or to all; CLIP's first weights."""
+    """Causal or full attention over tokens (B, M, d), initialised as in CLIP."""
 
     def __init__(self, config: TextTowerSettings) -> None:
         width = config.width
@@ -71,12 +70,12 @@ class TextAttention(Attention):
 
 
 class TextTransformer(nn.Module):
-    """``tower(tokens)`` with token numbers (B, M) gives embeddings (B, w), not normalised, and one
-    routing record of fields (1, n, E) per MoE layer, n all tokens but what pads.
+    """``tower(tokens)`` with token ids (B, M) returns unnormalised embeddings (B, w) and records.
+
+    Each MoE layer has one record with fields (1, n, E), n all tokens except padding.
     """
 
     def __init__(self, config: TextTowerSettings, task: ImageText) -> None:
-        """Raises UserError for routers that a caption, or a causal mask, does not serve."""
         super().__init__()
         moe, width = config.moe, config.width
         if moe is not None:
@@ -100,15 +99,14 @@ class TextTransformer(nn.Module):
     def forward(
         self, tokens: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-        """progress: share of the training that is done."""
         tokens = tokens.long()
         ends = (tokens == self.task.end).int().argmax(dim=1)
         hidden = self.embedding(tokens) + self.positions
         if self.last is not None:
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
-        there = self.caption_mask(tokens)
-        learned = (0, hidden.shape[1] - tokens.shape[1])  # tokens behind: no words, no padding
-        context, wants = RoutingContext(padding=pad(~there, learned)), frozenset()
+        mask = self.caption_mask(tokens)
+        learned = (0, hidden.shape[1] - tokens.shape[1])  # the learned token is no word, no padding
+        context, wants = RoutingContext(padding=pad(~mask, learned)), frozenset()
         moe = self.config.moe
         if moe is not None:
             wants = moe.router.wants
@@ -123,10 +121,10 @@ class TextTransformer(nn.Module):
         hidden = self.norm(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
-        return self.projection(pooled), tuple(_select_tokens(record, there) for record in records)
+        return self.projection(pooled), tuple(_select_tokens(record, mask) for record in records)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:
-        """Return which tokens (B, M) are the caption's own, up to the one that ends it, bool."""
+        """Return which tokens (B, M) belong to the caption, up to its end token, bool."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
 
@@ -143,20 +141,19 @@ class TextTransformer(nn.Module):
         return build_feed_forwards(config.moe, width, config.depth, build_mlp)
 
 
-def _select_tokens(record: RoutingRecord, there: Tensor) -> RoutingRecord:
-    """A record (B, T, E) of the tokens that are ``there`` (B, M), as one row (1, n, E)."""
-    length = there.shape[1]
-    return record.map_tensors(lambda field: field[:, :length][there][None])
+def _select_tokens(record: RoutingRecord, mask: Tensor) -> RoutingRecord:
+    """Return a record (B, T, E) of the tokens in ``mask`` (B, M), as one row (1, n, E)."""
+    length = mask.shape[1]
+    return record.map_tensors(lambda field: field[:, :length][mask][None])
 
 
 def caption_fingerprints(captions: Tensor) -> Tensor:
-    """Two numbers that are the same of equal captions (B, M) and differ else, (B, 2) fp32: 46 bits
-    of a sum over tokens, so that of a batch of 32,768 captions none meet by chance (p 1e-5).
-    """
+    """Return a 46-bit hash of captions (B, M) as two numbers, (B, 2) fp32."""
+    # in a batch of 32,768 captions a collision has probability 1e-5
     places = torch.arange(1, captions.shape[1] + 1, device=captions.device)
-    mark_columns = []
+    hashes = []
     for prime in PRIMES:
         mixed = (captions.long() + 2) * (places * prime % 1_000_003 + 1)
         mixed = (mixed ^ (mixed >> 7)) * prime % 2_147_483_647
-        mark_columns.append(mixed.sum(dim=1) % MARK)
-    return torch.stack(mark_columns, dim=1).float()
+        hashes.append(mixed.sum(dim=1) % FINGERPRINT_RANGE)
+    return torch.stack(hashes, dim=1).float()

@@ -1,7 +1,7 @@
-"""Two towers, of images and of captions, whose embeddings lie in one space (CLIP; LiT, Zhai et al.
-2022; SigLIP). The image tower is any backbone of images with any method.
+"""Two towers, for images and captions, whose embeddings share a space (CLIP; LiT, 2022; SigLIP).
 
-B images, C captions of each, M tokens of a caption, w numbers of an embedding.
+The image tower is any backbone of images with any method. B images, C captions per image, M tokens
+per caption, w numbers of an embedding.
 """
 
 import math
@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.surroundings import Surroundings
 from moecore.nn.backbones import base_model
@@ -26,8 +26,9 @@ from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
 ImageTower = Annotated[Vit | Swin | SwinMoe | SwinV2, Field(discriminator="kind")]
-HIGHEST = math.log(100.0)  # of the logit scale (CLIP)
-TEXTS = 1024  # captions a forward pass where none learns
+MAX_LOGIT_SCALE = math.log(100.0)  # as in CLIP
+VISUAL = "visual."  # the prefix of the image tower's weights
+TEXTS = 1024  # per forward pass without gradients
 
 
 class TwoTowers(base_model.Backbone):
@@ -38,52 +39,50 @@ class TwoTowers(base_model.Backbone):
     kind: Literal["two_towers"] = "two_towers"
     image: ImageTower = Field(description="the image tower; its head is the projection")
     text: TextTowerSettings = TextTowerSettings()
-    joint: int = Field(64, ge=1, le=2**16, description="numbers of an embedding")
+    joint: int = Field(64, ge=1, le=2**16, description="width of an embedding")
     pairs: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="the loss: CLIP's cross-entropy, or SigLIP's sigmoid of pairs"
+        "softmax", description="loss: CLIP's cross-entropy, or SigLIP's sigmoid of pairs"
     )
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the image tower, which looks at no captions."""
+        """Return the surroundings of the image tower, which reads no captions."""
         return around._replace(source=None, preview=None)
 
     @property
     def depth(self) -> int:
-        """Blocks of the image tower, which the methods' ``blocks`` mean."""
+        """Blocks of the image tower, to which the methods' ``blocks`` refer."""
         return self.image.depth
 
     @property
     def width(self) -> int:
-        """Width of the image tower's tokens."""
         return self.image.width
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The image tower's."""
         return self.image.stages
 
     def trained_on(self, image: base_model.ImageSpec) -> "TwoTowers":
-        """Return the settings after the image tower's training on such images."""
         return self.model_copy(update={"image": self.image.trained_on(image)})
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
-        """Patches of the image tower along each axis."""
         return self.image.grid(image)
 
     def build(self, image: base_model.ImageSpec, moe: MoESettings | None = None) -> "TwoTowerModel":
-        """The model for images with captions; UserError for other data or sizes."""
         if not isinstance(image.task, ImageText):
-            allowed = "data with captions (captioned_mosaic), or another model"
-            raise UserError(f"model.kind: found two_towers, but the data have none; {allowed}")
+            raise UserError.at(
+                "model.kind",
+                found="two_towers, but the data have no captions",
+                allowed="data with captions (captioned_mosaic), or another model",
+            )
         task = image.task.model_copy(update={"width": self.joint, "pairs": self.pairs})
         return TwoTowerModel(self, image.model_copy(update={"task": task}), moe)
 
 
 class TwoTowerModel(base_model.BackboneModel):
-    """``model(images)`` gives ModelOutput(prediction (B, w + 1): the image side, routing of the
-    image tower); with captions (B, M), in training, also their text side and routing.
+    """``model(images)`` returns the image side (B, w + 1) and the routing of the image tower.
 
-    See moecore/tasks/image_text.py for what the sides are.
+    In training, with captions (B, M), the output also has their text side and routing. See
+    moecore/tasks/image_text.py for the two sides.
     """
 
     moves = True
@@ -97,55 +96,48 @@ class TwoTowerModel(base_model.BackboneModel):
         self.text = TextTransformer(config.text, image.task)
         sigmoid = config.pairs == "sigmoid"
         first = math.log(10.0 if sigmoid else 1 / 0.07)
-        self.logit_scale = nn.Parameter(torch.tensor([first]))  # (1,): no scalar can be sharded
+        self.logit_scale = nn.Parameter(torch.tensor([first]))  # (1,): scalars cannot be sharded
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if sigmoid else None
         self.freeze_text(config.text.frozen == "always")
 
     @property
-    # a module of its own would be saved twice  # pyrefly: ignore[bad-override]
+    # registered here too, it would be saved twice  # pyrefly: ignore[bad-override]
     def head(self) -> nn.Module:
-        """The image tower's projection."""
         return self.visual.head
 
     @property
     def layout(self) -> TokenLayout:
-        """The image tower's."""
         return self.visual.layout
 
     @property
     def layouts(self) -> tuple[TokenLayout, ...]:
-        """The image tower's."""
         return self.visual.layouts
 
     def layout_of(self, block: int) -> TokenLayout:
-        """The image tower's."""
         return self.visual.layout_of(block)
 
     def width_of(self, block: int) -> int:
-        """The image tower's."""
         return self.visual.width_of(block)
 
     def freeze_text(self, frozen: bool) -> None:
-        """Set whether the text tower stays as it is: no gradient, and always in evaluation mode."""
+        """Freeze or release the text tower: frozen, it gets no gradient and stays in eval mode."""
         self.text.requires_grad_(not frozen)
         self.text_frozen = frozen
         self.train(self.training)
 
     @torch.no_grad()
     def end_step(self, output: ModelOutput, progress: float) -> None:
-        """Update both towers' routers, and clip the logit scale: in the forward pass its gradient
-        would be 0 beyond (open_clip).
-        """
+        """Update both towers' routers and clip the logit scale."""
         update_routers(self.visual, output.routing, progress)
         update_routers(self.text, output.text_routing, progress)
-        self.logit_scale.clamp_(max=HIGHEST)
+        # here, as in open_clip: clipped in the forward pass, its gradient would be 0 beyond
+        self.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
 
     def begin_finetuning(self) -> None:
-        """The text tower stays where its settings say so."""
         self.freeze_text(self.config.text.frozen != "never")
 
     def train(self, mode: bool = True) -> "TwoTowerModel":
-        """A frozen text tower stays in evaluation mode."""
+        """Set the mode, except of a frozen text tower, which stays in evaluation mode."""
         super().train(mode)
         if getattr(self, "text_frozen", False):
             self.text.eval()
@@ -158,24 +150,23 @@ class TwoTowerModel(base_model.BackboneModel):
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
-        """The image tower's weights for other images; those of the text tower as they are."""
+        """Return the image tower's weights for other images, and the text tower's unchanged."""
         if image.answers != self.image.answers:
-            problem = f"found other words: {image.answers[0]}"
-            raise ValueError(f"{problem}; allowed: {self.image.answers[0]}, the new data's")
-        start = "visual."
-        own = {name[len(start) :]: one for name, one in weights.items() if name.startswith(start)}
-        other = {name: one for name, one in weights.items() if not name.startswith(start)}
-        visual_weights = self.visual.adapt_weights(own, config.image, image, mode)
-        return other | {start + name: one for name, one in visual_weights.items()}
+            raise ValueError(
+                describe_refusal(
+                    found=f"other words: {image.answers[0]}",
+                    allowed=f"{self.image.answers[0]}, the new data's",
+                )
+            )
+        visual = self.visual.adapt_weights(_visual_weights(weights), config.image, image, mode)
+        text = {name: value for name, value in weights.items() if not name.startswith(VISUAL)}
+        return text | {VISUAL + name: value for name, value in visual.items()}
 
     def renormalise_weights(
         self, weights: dict[str, Tensor], image: base_model.ImageSpec
     ) -> dict[str, Tensor]:
-        """The image tower's."""
-        own = {name: one for name, one in weights.items() if name.startswith("visual.")}
-        bare = {name.removeprefix("visual."): one for name, one in own.items()}
-        visual_weights = self.visual.renormalise_weights(bare, image)
-        return {f"visual.{name}": one for name, one in visual_weights.items()}
+        visual = self.visual.renormalise_weights(_visual_weights(weights), image)
+        return {VISUAL + name: value for name, value in visual.items()}
 
     def forward(
         self,
@@ -184,27 +175,26 @@ class TwoTowerModel(base_model.BackboneModel):
         progress: float = 1.0,
         captions: Tensor | None = None,
     ) -> ModelOutput:
-        """captions: one of each image, (B, M); None where only images are looked at."""
+        """Return the output for images and, if given, one caption per image, (B, M)."""
         output = super().forward(images, guidance, progress)
         if captions is None:
             return output
-        target, spoken = self.text_side(captions, progress)
-        # stacked, not viewed: a sharded model hangs its hooks on what it returns
+        target, text_routing = self.text_side(captions, progress)
+        # stacked, not a view: a sharded model registers hooks on its outputs
         target = torch.stack([target], dim=1)
-        return output._replace(target=target, text_routing=spoken)
+        return output._replace(target=target, text_routing=text_routing)
 
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return what the image tower's does."""
         return self.visual.encode(images, options)
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens of the image tower to image sides (B, w + 1)."""
+        """Return image sides (B, w + 1) for final tokens of the image tower."""
         return (self.image_side(self.visual.predict(tokens)),)
 
     def image_side(self, embedding: Tensor) -> Tensor:
-        """Embeddings (B, w) to (B, w + 1): scale · unit vector, and the bias; fp32."""
+        """Return (B, w + 1), fp32, for embeddings (B, w): scale · unit vector, and the bias."""
         with torch.autocast(embedding.device.type, enabled=False):
             scale = self.logit_scale.float().exp()
             unit = normalize(embedding.float(), dim=1)
@@ -214,16 +204,16 @@ class TwoTowerModel(base_model.BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-        """Captions (B, M) to (B, w + 3), fp32, and the routing of their tokens."""
-        there = (captions[:, :1] != NONE).float()
+        """Return (B, w + 3), fp32, for captions (B, M), and the routing of their tokens."""
+        exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
-            unit = normalize(embedding.float(), dim=1) * there
-        return torch.cat([unit, there, caption_fingerprints(captions)], dim=1), records
+            unit = normalize(embedding.float(), dim=1) * exists
+        return torch.cat([unit, exists, caption_fingerprints(captions)], dim=1), records
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """The text side (N, C, w + 3), on the CPU, of captions (N, C, M) or (N, M)."""
+        """Return the text side (N, C, w + 3), on the CPU, of captions (N, C, M) or (N, M)."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training
@@ -238,9 +228,16 @@ class TwoTowerModel(base_model.BackboneModel):
         return torch.cat(parts).unflatten(0, labels.shape[:-1])
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """The captions, which a training step reads too."""
         return (labels,)
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return the settings of its own tower."""
         return self.config.text.moe if name.startswith("text.") else self.moe
+
+
+def _visual_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the image tower's weights, named as in the tower."""
+    return {
+        name.removeprefix(VISUAL): value
+        for name, value in weights.items()
+        if name.startswith(VISUAL)
+    }

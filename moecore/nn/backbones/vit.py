@@ -5,8 +5,7 @@ Parameter names are timm's: its ViT, DeiT and DeiT-III weights load into the den
 
 from typing import Literal
 
-from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import PatchEmbed
@@ -18,18 +17,13 @@ class Vit(TransformerSettings):
     kind: Literal["vit"] = "vit"
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VisionTransformer":
-        """The model for such images; raises UserError where sizes do not fit, and for volumes."""
-        if len(image.shape) != 2:
-            raise UserError(
-                f"model.kind: found vit, but the images have {len(image.shape)} axes; allowed: "
-                f"{'language_model' if len(image.shape) == 1 else 'vit3d'}"
-            )
+        check_axes(self.kind, image, 2)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         return VisionTransformer(self, image, moe)
 
 
 class VisionTransformer(PatchTransformer):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput."""
+    """``model(images)`` with images (B, C, H, W) in [0, 1] returns a ModelOutput."""
 
     def __init__(self, config: Vit, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)

@@ -1,7 +1,4 @@
-"""Vision transformer of volumes, dense or with experts (ERMoE-ba: supplement §2.2, algorithm 2).
-
-A volume is cut into cubes, each a token; everything after that is the transformer of images.
-"""
+"""Vision transformer of volumes; its tokens are cubes (ERMoE-ba: supplement §2.2, algorithm 2)."""
 
 from typing import ClassVar, Literal
 
@@ -11,7 +8,7 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.core.surroundings import Misfits, changed_settings
-from moecore.nn.backbones.base_model import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import (
@@ -29,20 +26,20 @@ class Vit3d(TransformerSettings):
 
     kind: Literal["vit3d"] = "vit3d"
     stem: Literal["linear", "pooled", "conv"] = Field(
-        "linear", description="cube to token: linear, of smaller cubes' means, or two convolutions"
+        "linear", description="map from cube to token: linear, linear in means, or two convolutions"
     )
     pool: int = Field(
-        4, ge=1, description="pooled: means along each axis of a cube; it divides the patch"
+        4, ge=1, description="pooled: number of means along each axis of a cube; divides the patch"
     )
     stem_width: int = Field(16, ge=1, description="conv: channels of the first convolution")
     positions: Literal["learned", "sinusoidal"] = Field(
-        "learned", description="learned, or fixed waves along the three axes"
+        "learned", description="learned, or fixed sinusoids along the three axes"
     )
 
     def remarks(self) -> Misfits:
-        """Yield a stem's setting that does nothing beside another stem.
+        """Yield stem settings that have no effect with this stem.
 
-        It is no mistake: the preset ``adni`` lays a linear stem over one of convolutions.
+        It is not an error: the preset ``adni`` replaces a stem of convolutions by a linear one.
         """
         for name, stem in (("pool", "pooled"), ("stem_width", "conv")):
             if self.stem != stem:
@@ -50,12 +47,7 @@ class Vit3d(TransformerSettings):
                 yield from changed_settings(self, [name], why, f"stem: {stem}")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
-        """The model for such volumes; raises UserError where sizes do not fit, and for images."""
-        if len(image.shape) != 3:
-            raise UserError(
-                f"model.kind: found vit3d, but the images have {len(image.shape)} axes; allowed: "
-                f"{'language_model' if len(image.shape) == 1 else 'vit'}"
-            )
+        check_axes(self.kind, image, 3)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
         if self.stem == "pooled" and self.patch % self.pool:
             raise UserError(
@@ -75,7 +67,7 @@ class Vit3d(TransformerSettings):
 
 
 class VolumeTransformer(PatchTransformer):
-    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives a ModelOutput."""
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] returns a ModelOutput."""
 
     def __init__(self, config: Vit3d, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, _build_stem(config, image.channels), moe)

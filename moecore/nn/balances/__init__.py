@@ -1,1 +1,1 @@
-"""Ways to an even load without a loss, one a file: each shifts what experts are chosen by."""
+"""Balancing without a loss: each balance shifts the scores that choose experts."""

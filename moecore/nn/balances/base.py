@@ -1,4 +1,4 @@
-"""What every balance says of itself: it shifts what experts are chosen by, never their weights.
+"""The base class of balances, which shift the scores that choose experts, never the weights.
 
 B images, T tokens per image, E experts, k chosen per token.
 """
@@ -12,34 +12,34 @@ from moecore.core.config import Part
 
 
 class Balance(Part, ABC):
-    """The settings of a balance without a loss, a family of parts."""
+    """Settings of a balance without a loss, a family of parts."""
 
-    is_alone: ClassVar[bool] = True  # no balance loss and no groups of experts beside it
+    is_alone: ClassVar[bool] = True  # cannot be combined with a balance loss or groups of experts
 
     @abstractmethod
     def build(self, experts: int, k: int) -> "BalanceModule":
-        """Return what balances the load of so many experts, k of them a token."""
+        """Return the module that balances the load of ``experts`` experts, k per token."""
 
     def check_k(self, k: int, experts: int) -> None:
-        """Raise UserError where k of so many experts leave nothing to balance."""
+        """Raise UserError if k of ``experts`` experts leave nothing to balance."""
 
     def check_causal(self, key: str) -> None:
-        """Raise UserError where a token's experts depend on other tokens of the call."""
+        """Raise UserError if a token's experts depend on other tokens of the call."""
 
 
 class BalanceModule(nn.Module, ABC):
-    """What a router chooses by, and what that learns of each step; its state lies in buffers."""
+    """The scores that a router chooses by, which change after each step; state is in buffers."""
 
     @abstractmethod
     def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return preferences (B, T, E), of which each token's k largest are chosen.
+        """Return preferences (B, T, E); each token's k largest are chosen.
 
-        logits, scores: (B, T, E), as the choice sees them, with noise where there is any.
+        logits, scores: (B, T, E), with noise if there is any.
         """
 
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
-        """Learn from a training step, on every rank: once, and from the tokens of all ranks.
+        """Learn from a training step; called once on every rank, for the tokens of all ranks.
 
-        scores, chosen: (B, T, E) of this rank's tokens, clean; chosen is bool.  progress: share of
-        the training that is done.
+        scores, chosen: (B, T, E) of this rank's tokens, without noise; chosen is bool.  progress:
+        share of the training that is done.
         """

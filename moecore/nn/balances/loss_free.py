@@ -16,33 +16,35 @@ Rule = Literal["sign", "recentred", "proportional"]
 
 
 class LossFree(Balance):
-    """Experts that were chosen too often get a lower bias, the others a higher one.
+    """Lower the bias of experts that were chosen too often, and raise that of the others.
 
-    The bias takes part in the choice in evaluation too, and never in the weights.
+    The bias shifts the choice in evaluation too, but never the weights.
     """
 
     is_alone: ClassVar[bool] = False
 
     kind: Literal["loss_free"] = "loss_free"
     rate: float = Field(
-        1e-3, gt=0, allow_inf_nan=False, description="what a step changes the bias by, in scores"
+        1e-3,
+        gt=0,
+        allow_inf_nan=False,
+        description="change of the bias per step, in units of scores",
     )
     rule: Rule = Field(
         "sign",
-        description="sign: every bias by the rate; recentred: so too, less the mean of the changes;"
-        " proportional: by the rate times the lack of load, in even shares",
+        description="change of a bias: sign: ± the rate; recentred: minus the mean of these; "
+        "proportional: the rate times the missing load, in even shares",
     )
     until: float = Field(
-        1.0, ge=0, le=1, description="share of the training after which the bias stays as it is"
+        1.0, ge=0, le=1, description="share of the training after which the bias is constant"
     )
 
     def build(self, experts: int, k: int) -> "LossFreeBias":
-        """Return the bias of so many experts."""
         return LossFreeBias(self, experts)
 
 
 class LossFreeBias(BalanceModule):
-    """``bias`` (E,), which begins at 0."""
+    """``bias`` (E,), initially 0."""
 
     bias: Tensor
 
@@ -63,12 +65,10 @@ class LossFreeBias(BalanceModule):
 
 
 def bias_change(counts: Tensor, rule: Rule) -> Tensor:
-    """Return the change (E,) of the biases, in units of the rate, after choices (E,) int64.
-
-    With n̄ the even share: sign(n̄ − n), that less its mean, or 1 − n/n̄ (2408.15664, algorithm 1;
-    the second as torchtitan has it).
-    """
+    """Return the change (E,) of biases, in units of the rate, for counts (E,) int64."""
+    # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664, algorithm 1;
+    # torchtitan)
     if rule == "proportional":
         return 1 - len(counts) * counts / counts.sum()
-    change = torch.sign(counts.sum() - len(counts) * counts).float()  # in whole numbers: exact
+    change = torch.sign(counts.sum() - len(counts) * counts).float()  # exact, in integers
     return change - change.mean() if rule == "recentred" else change

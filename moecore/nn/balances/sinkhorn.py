@@ -13,12 +13,13 @@ from moecore.core.files import UserError
 from moecore.nn.balances.base import Balance, BalanceModule
 from moecore.nn.routers.capacity import group_images
 
-LEAST = 1e-8  # beside a sum that is divided by
+EPSILON = 1e-8  # added to a divisor
 
 
 class Sinkhorn(Balance):
-    """In training experts are chosen by the matrix nearest to exp(logits) whose tokens and experts
-    all have even shares; evaluation chooses by the logits.
+    """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
+
+    This holds in training; evaluation chooses by the logits.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
@@ -26,22 +27,28 @@ class Sinkhorn(Balance):
     tolerance: float = Field(
         1e-4,
         gt=0,
-        description="change of a plan's experts' factors at which it is done",
+        description="mean change of the experts' factors at which a plan has converged",
     )
-    rounds: int = Field(100, ge=1, description="at most; on a GPU, not waited for: always")
+    rounds: int = Field(
+        100,
+        ge=1,
+        description="maximum number of iterations; on a GPU, which does not wait: always all",
+    )
 
     def build(self, experts: int, k: int) -> "SinkhornPlanner":
-        """Return what plans."""
         return SinkhornPlanner(self)
 
     def check_causal(self, key: str) -> None:
-        """Raise UserError: a plan is of all tokens of its images."""
-        problem = "found sinkhorn, whose plan sees later words and other texts in training"
-        raise UserError(f"{key}.kind: {problem}; allowed in a causal text: loss_free, quantile")
+        """Raise UserError: a plan depends on all tokens of its images."""
+        raise UserError.at(
+            f"{key}.kind",
+            found="sinkhorn, whose plan sees later words and other texts in training",
+            allowed="loss_free or quantile in causal text",
+        )
 
 
 class SinkhornPlanner(BalanceModule):
-    """It has no state; an image's experts depend in training on the images of its group."""
+    """A balance without state; in training an image's experts depend on the images of its group."""
 
     def __init__(self, config: Sinkhorn) -> None:
         super().__init__()
@@ -65,22 +72,22 @@ class SinkhornPlanner(BalanceModule):
 
 
 def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
-    """Return the factors (G, E) of exp(logits), (G, S, E), in the plan of each group.
+    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S, E).
 
-    plan = tokens' factors · exp(logits) · experts' factors has sums 1/S of its tokens and 1/E of
-    its experts. Each group ends at the round in which its factors change by ``tolerance`` or less
-    on average. A token's largest logit is subtracted first, which its own factor takes up.
+    plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token and 1/E per
+    expert. A group stops when its factors change by ``tolerance`` or less on average.
     """
+    # a token's largest logit only scales its own factor
     kernel = (logits - logits.amax(dim=-1, keepdim=True)).exp()
     _, size, experts = kernel.shape
     factors = torch.ones_like(kernel[:, 0])
-    going = torch.ones_like(factors[:, :1], dtype=torch.bool)
+    is_active = torch.ones_like(factors[:, :1], dtype=torch.bool)
     for _ in range(rounds):
-        tokens = 1 / (size * (kernel @ factors.unsqueeze(-1)) + LEAST)
-        changed = 1 / (experts * (kernel.mT @ tokens).squeeze(-1) + LEAST)
-        far = (changed - factors).abs().mean(dim=-1, keepdim=True) > tolerance
-        factors = torch.where(going, changed, factors)
-        going = going & far
-        if going.is_cpu and not torch.compiler.is_compiling() and not going.any():
+        tokens = 1 / (size * (kernel @ factors.unsqueeze(-1)) + EPSILON)
+        updated = 1 / (experts * (kernel.mT @ tokens).squeeze(-1) + EPSILON)
+        has_moved = (updated - factors).abs().mean(dim=-1, keepdim=True) > tolerance
+        factors = torch.where(is_active, updated, factors)
+        is_active = is_active & has_moved
+        if is_active.is_cpu and not torch.compiler.is_compiling() and not is_active.any():
             break
     return factors

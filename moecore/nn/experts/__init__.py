@@ -1,4 +1,4 @@
-"""The experts of a layer, which compute in one module: a family of parts (see base.py)."""
+"""Experts, all of a layer in one module: a family of parts (see base.py)."""
 
 from moecore.core.config import offer_classes
 

@@ -1,7 +1,7 @@
-"""What every experts say of themselves, and the experts without a network.
+"""The base class of experts, and experts without a network.
 
-The latter cost almost nothing: MoE++'s (Jin et al. 2024, 2410.07348). B images, T tokens per image,
-E experts, Z experts without a network, C constants, R rows, d width.
+The latter cost almost nothing: MoE++ (Jin et al. 2024, 2410.07348). B images, T tokens per image, E
+experts, Z experts without a network, C constants, R rows, width d.
 """
 
 import math
@@ -17,74 +17,74 @@ from moecore.nn.kernels.grouped import full_precision
 
 
 class Experts(Part, ABC):
-    """The settings of all experts of a layer, a family of parts.
+    """Settings of all experts of a layer, a family of parts.
 
-    Experts that lend their bases (``provides`` names "basis") have a parameter ``basis`` (E, d, r).
+    Experts with bases (``provides`` contains "basis") have a parameter ``basis`` (E, d, r).
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
-    # hidden units between two maps: experts may be averaged, or cut into pieces
+    # hidden units between two maps: experts can be averaged, or split into pieces
     has_hidden_units: ClassVar[bool] = False
-    start_settings: ClassVar[tuple[str, ...]] = ()  # which say how weights start
+    start_settings: ClassVar[tuple[str, ...]] = ()  # settings of the initial weights
     number: int
 
     @property
     def networks(self) -> int:
-        """Return how many of the experts that a router chooses among are networks."""
+        """Return the number of networks that a router chooses among."""
         return self.number
 
     @property
     def choices(self) -> int:
-        """Return how many experts a router chooses among, E of a record: networks come first."""
+        """Return how many experts a router chooses among, E of a record; networks come first."""
         return self.networks
 
     def scale_k(self, k: int) -> int:
-        """Return how many of these a token uses where ``k`` experts are written."""
+        """Return how many of these experts a token uses if the setting is ``k``."""
         return k
 
     @abstractmethod
     def build(self, width: int) -> "ExpertsModule":
-        """Return the experts of ``width``-wide tokens."""
+        """Return the experts for tokens of this width, d."""
 
     def build_shared(self, width: int) -> "ExpertsModule | None":
-        """Return experts that see every token beside these, as one; None where there are none."""
+        """Return the shared experts, which every token uses, as one module; None without any."""
         return None
 
     def build_zero_computation(self, width: int) -> "ZeroComputationExperts | None":
-        """Return those without a network, of which there are ``choices`` − ``networks``."""
+        """Return the ``choices`` − ``networks`` experts without a network; None without any."""
         return None
 
 
 class ExpertsModule(nn.Module):
-    """The experts of a layer: ``experts(rows)`` with Rows of values (R, d) returns such values."""
+    """The experts of a layer: ``experts(rows)`` maps Rows of values (R, d) to values (R, d)."""
 
     def lent_basis(self) -> Tensor | None:
-        """The bases (E, d, r) that the router may use; None where there are none."""
+        """Return the bases (E, d, r) that the router can use; None without bases."""
         return None
 
 
 def map_shape(experts: int) -> tuple[int, int]:
-    """Rows and columns of the map, as square as the number allows (MoGE, algorithm 1).
+    """Return rows and columns of the map of experts, as square as possible (MoGE, algorithm 1).
 
-    Rows are the largest divisor not above √experts: 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
+    Rows are the largest divisor up to √experts: 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
     """
     rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
     return rows, experts // rows
 
 
 def default_rank(width: int) -> int:
-    """Two thirds of ``width``, down to a multiple of 8 (grouped products in bf16 need that), at
-    least 8, at most 512 and ``width``.
+    """Return 2/3 of ``width``, rounded down to a multiple of 8, from 8 to min(512, ``width``).
 
-    The paper gives no rank. A full one (r = d) cannot route: a square orthonormal Bᵀ turns x and c
-    alike, so every expert scores cos(x, c). Two thirds are 512 for ViT-B; with both maps factored
-    that makes 247 million parameters out of V-MoE's 285, where table S2 says 243.
+    Grouped products in bf16 need multiples of 8. The paper gives no rank. A full one (r = d) cannot
+    route: a square orthonormal Bᵀ rotates x and c equally, so every expert scores cos(x, c). 2/3 is
+    512 for ViT-B; with both maps factored, V-MoE's 285 million parameters become 247 million, where
+    table S2 says 243.
     """
     return min(width, 512, max(8, 2 * width // 3 // 8 * 8))
 
 
 def draw_bases(experts: int, width: int, rank: int) -> nn.Parameter:
-    """(E, d, r) with orthonormal columns: QR of normal draws."""
+    """Draw bases (E, d, r) with orthonormal columns: QR of normal draws."""
     bases = torch.empty(experts, width, rank)
     for basis in bases:
         nn.init.orthogonal_(basis)
@@ -92,57 +92,63 @@ def draw_bases(experts: int, width: int, rank: int) -> nn.Parameter:
 
 
 def positive_qr(bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Q (E, d, r) and R (E, r, r) of bases, in fp64, with diag(R) ≥ 0."""
+    """Return Q (E, d, r) and R (E, r, r) of bases, in fp64, with diag(R) ≥ 0."""
     basis, triangle = torch.linalg.qr(bases.double())
-    # a rank-deficient basis has zeros there
+    # the diagonal of a rank-deficient basis has zeros
     signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis)
     return basis * signs.unsqueeze(-2), signs.unsqueeze(-1) * triangle
 
 
 class ZeroComputation(Config):
-    """How many experts without a network a router chooses among, behind those with one."""
+    """Numbers of experts without a network, which follow the networks in a router's choices."""
 
     constants: int = Field(
-        1, ge=0, le=2**16, description="experts that give a learned mean of the token and a vector"
+        1,
+        ge=0,
+        le=2**16,
+        description="experts that return a learned mean of the token and a vector",
     )
-    copies: int = Field(1, ge=0, le=2**16, description="experts that give the token as it is")
-    zeros: int = Field(1, ge=0, le=2**16, description="experts that give 0: the token skips")
+    copies: int = Field(1, ge=0, le=2**16, description="experts that return the token unchanged")
+    zeros: int = Field(
+        1, ge=0, le=2**16, description="experts that return 0: the token skips the layer"
+    )
 
     @model_validator(mode="after")
     def _some(self) -> "ZeroComputation":
         if not self.number:
-            raise ValueError("found no expert; allowed: at least one, or null in the place of all")
+            raise ValueError("found no expert; allowed: at least one, or null instead of all three")
         return self
 
     @property
     def number(self) -> int:
-        """Return how many there are, Z."""
+        """Return the number of experts without a network, Z."""
         return self.constants + self.copies + self.zeros
 
     def build(self, width: int) -> "ZeroComputationExperts":
-        """Return these experts of ``width``-wide tokens."""
         return ZeroComputationExperts(self, width)
 
 
 class ZeroComputationExperts(nn.Module):
-    """``experts(tokens, weights)``: tokens (B, T, d) and weights (B, T, Z) to their weighted sum.
+    """``experts(tokens, weights)``: weighted sum for tokens (B, T, d) and weights (B, T, Z).
 
-    The order is constants, copies, zeros. ``vectors`` (C, d) are the constants, ``mixing``
-    (C, 2, d) gives by a softmax the shares of the token and of the vector (§3.1).
+    The order is constants, copies, zeros. ``vectors`` (C, d) are the constants; the softmax of
+    ``mixing`` (C, 2, d) gives the shares of the token and of the vector (§3.1).
     """
 
     def __init__(self, config: ZeroComputation, width: int) -> None:
         super().__init__()
         self.sizes = (config.constants, config.copies, config.zeros)
         self.vectors = nn.Parameter(torch.randn(config.constants, width))
-        drawn = nn.init.trunc_normal_(torch.empty(config.constants, 2, width), std=0.02)
-        self.mixing = nn.Parameter(drawn)
+        mixing = nn.init.trunc_normal_(torch.empty(config.constants, 2, width), std=0.02)
+        self.mixing = nn.Parameter(mixing)
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         constants, copies, _ = weights.split(self.sizes, dim=-1)
         with full_precision(tokens):
             wide = tokens.to(weights.dtype)
             shares = torch.einsum("btd,cmd->btcm", wide, self.mixing).softmax(dim=-1)
-            of_token, of_vector = (constants.unsqueeze(-1) * shares).unbind(dim=-1)
-            kept = of_token.sum(dim=-1, keepdim=True) + copies.sum(dim=-1, keepdim=True)
-            return kept * wide + of_vector @ self.vectors
+            token_shares, vector_shares = (constants.unsqueeze(-1) * shares).unbind(dim=-1)
+            token_weights = token_shares.sum(dim=-1, keepdim=True) + copies.sum(
+                dim=-1, keepdim=True
+            )
+            return token_weights * wide + vector_shares @ self.vectors

@@ -1,6 +1,6 @@
 """Experts with an orthonormal basis, which the router can share (ERMoE, §2.1 and Algorithm 1).
 
-E experts, R rows, d token width, r rank of a basis, h hidden width.
+E experts, R rows, token width d, rank r of a basis, hidden width h.
 """
 
 from typing import ClassVar, Literal
@@ -15,28 +15,27 @@ from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 
-_STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them
+_STD = 0.02  # of the initial entries of both maps, as in `mlp` experts
 
 
 class Eigen(Experts):
-    """W1 = U diag(s) Bᵀ, GELU, W2, with biases; B (d, r) starts orthonormal."""
+    """W1 = U diag(s) Bᵀ, GELU, W2, with biases; B (d, r) is orthonormal at the start."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"basis"})
 
     kind: Literal["eigen"] = "eigen"
-    number: int = Field(8, ge=2, le=2**16, description="experts")
+    number: int = Field(8, ge=2, le=2**16, description="number of experts")
     hidden_ratio: float = Field(
-        4.0, gt=0, le=1000, description="hidden width of an expert over the token's"
+        4.0, gt=0, le=1000, description="hidden width of an expert / width of a token"
     )
     rank: int | None = Field(
         None, ge=1, description="columns of a basis; null: two thirds of d, at most 512"
     )
     factored_output: bool = Field(
-        False, description="the second map too has that rank, instead of being dense"
+        False, description="factor the second map at this rank too, instead of a dense one"
     )
 
     def build(self, width: int) -> "EigenExperts":
-        """The experts of ``width``-wide tokens; UserError where the rank is larger."""
         if self.rank is not None and self.rank > width:
             raise UserError(
                 f"experts.rank is {self.rank}, but tokens are {width} wide (model.width); rank "
@@ -58,13 +57,11 @@ class EigenExperts(ExpertsModule):
         rank = config.rank or default_rank(width)
         self.basis = draw_bases(number, width, rank)
         self.scale = nn.Parameter(torch.ones(number, rank))
-        # An entry of W1 is a sum of r products of entries of U and B. Orthonormal columns have
-        # entries of variance 1/d, so it has variance r·std²/d: with std = 0.02·sqrt(d/r) that is
-        # 0.02².
+        # An entry of W1 is a sum of r products of entries of U and B. Entries of orthonormal
+        # columns have variance 1/d, so it has variance r·std²/d, 0.02² for std = 0.02·sqrt(d/r).
         self.up = _normal(number, rank, hidden, std=_STD * (width / rank) ** 0.5)
         self.up_bias = nn.Parameter(torch.zeros(number, hidden))
-        # A factored W2 is the mirror image: its last factor spreads r numbers as a basis does, with
-        # entries of variance 1/d.
+        # A factored W2 is the mirror image: entries of its last factor have variance 1/d, too.
         inner = None
         if config.factored_output:
             inner = _normal(number, hidden, rank, std=_STD * (width / rank) ** 0.5)
@@ -76,7 +73,6 @@ class EigenExperts(ExpertsModule):
             self.down = _normal(number, rank, width, std=width**-0.5)
 
     def lent_basis(self) -> Tensor:
-        """The experts' own bases."""
         return self.basis
 
     def forward(self, rows: Rows) -> Tensor:
@@ -88,31 +84,32 @@ class EigenExperts(ExpertsModule):
         if self.down_inner is None:
             return grouped_mlp(values, up, self.up_bias, self.down, self.down_bias, offsets)
         values = gelu(grouped_linear(values, up, self.up_bias, offsets))
-        del up  # its memory is free again before the next product
+        del up  # frees its memory before the next product
         values = grouped_linear(values, self.down_inner, None, offsets)
         return grouped_linear(values, self.down, self.down_bias, offsets)
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make every basis orthonormal, functions unchanged: B = QR, B ← Q, and R moves into s, U.
+        """Make bases orthonormal without changing the function: B = QR, B ← Q, R goes to s and U.
 
-        diag(R) is positive, so an orthonormal basis stays as it is. Each column of the new U
-        diag(s) gives its direction to U, which keeps its length (and s its sign), and its length to
-        s; a column of zeros leaves U as it was with s = 0. The scores of a router that shares the
-        basis change as far as B had left orthonormality. In fp64.
+        In fp64. Each column of the new U diag(s) gives its direction to U, which keeps its length
+        (and s its sign), and its length to s; zeros leave U unchanged with s = 0. The scores of a
+        router that shares the basis change as far as B had departed from orthonormality.
         """
         basis, triangle = positive_qr(self.basis)
         up = self.up.double()
         scale = self.scale.double()
-        mixed = triangle @ (scale.unsqueeze(-1) * up)  # the rows are columns of U diag(s)
-        before = up.norm(dim=-1)
-        after = mixed.norm(dim=-1)
-        stretch = torch.copysign(after / torch.where(before > 0, before, 1), scale)
-        moved = (after > 0).unsqueeze(-1)
+        mixed = triangle @ (scale.unsqueeze(-1) * up)  # its rows are the columns of U diag(s)
+        old_length = up.norm(dim=-1)
+        new_length = mixed.norm(dim=-1)
+        stretch = torch.copysign(new_length / torch.where(old_length > 0, old_length, 1), scale)
+        has_length = (new_length > 0).unsqueeze(-1)
         self.basis.copy_(basis)
-        self.up.copy_(torch.where(moved, mixed / torch.where(moved, stretch.unsqueeze(-1), 1), up))
-        # s = 0 beside U = 0 could never leave it
-        self.scale.copy_(torch.where((after == 0) & (before == 0), scale, stretch))
+        self.up.copy_(
+            torch.where(has_length, mixed / torch.where(has_length, stretch.unsqueeze(-1), 1), up)
+        )
+        # s = 0 with U = 0 would have no gradient ever again
+        self.scale.copy_(torch.where((new_length == 0) & (old_length == 0), scale, stretch))
 
 
 def _normal(*size: int, std: float) -> nn.Parameter:

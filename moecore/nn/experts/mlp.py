@@ -1,4 +1,4 @@
-"""Experts that are the feed-forward block of a ViT."""
+"""Experts that are MLPs, like the feed-forward block of a ViT."""
 
 from typing import ClassVar, Literal
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
 from moecore.core.files import UserError
-from moecore.core.streams import bernoulli_like
+from moecore.core.streams import draw_bernoulli_mask
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
@@ -17,104 +17,103 @@ from moecore.nn.layers.block import ACTIVATIONS
 
 
 class Mlp(Experts):
-    """Each expert is Linear(d, h), an activation, Linear(h, d), with biases; or SwiGLU without.
+    """Linear(d, h), an activation, Linear(h, d) per expert, with biases; or SwiGLU without biases.
 
-    ``shared`` ones see every token with weight 1 (DeepSeekMoE): beside the ``number`` of experts,
-    or, where ``fine`` splits these, in the place of some, so that parameters and FLOPs stay equal.
+    ``shared`` experts see every token with weight 1 (DeepSeekMoE), in addition to the ``number`` of
+    experts. With ``fine``, they are some of the pieces instead, so that parameters and FLOPs stay
+    equal.
     """
 
     has_hidden_units: ClassVar[bool] = True
     start_settings: ClassVar[tuple[str, ...]] = ("init",)
 
     kind: Literal["mlp"] = "mlp"
-    number: int = Field(8, ge=2, le=2**16, description="experts")
+    number: int = Field(8, ge=2, le=2**16, description="number of experts")
     hidden_ratio: float = Field(
-        4.0, gt=0, le=1000, description="hidden width of an expert over the token's"
+        4.0, gt=0, le=1000, description="hidden width of an expert / width of a token"
     )
     init: Literal["independent", "identical", "flat"] = Field(
         "independent",
-        description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
-        "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
+        description="independent or identical (V-MoE) initial experts, drawn as timm's ViT; flat: "
+        "independent, uniform within ±1 / √(d·h), as in SMoE language models",
     )
     activation: Literal["gelu", "relu", "quick_gelu", "linear", "swiglu"] = Field(
         "gelu",
         description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none; swiglu: two maps to "
-        "h numbers, silu of one times the other, no biases: three matrices, so as large at 2/3 of "
-        "the ratio",
+        "h numbers, silu of one times the other, no biases; its three matrices have the same size "
+        "at 2/3 of the ratio",
     )
     shared: int = Field(
-        0, ge=0, description="experts that every token uses, beside the routed; fewer than these"
+        0, ge=0, description="experts that every token uses, in addition; fewer than routed ones"
     )
     fine: int | None = Field(
         None,
         ge=1,
-        description="pieces of every expert, each with that part of its hidden numbers: the router "
-        "chooses k times as many, of which the `shared` are no longer chosen but used by all; "
-        "null: experts stay whole, shared ones come beside",
+        description="pieces of equal hidden width per expert: a token uses k · fine pieces, of "
+        "which `shared` are the same for every token; null: experts are not split, and shared "
+        "ones are added",
     )
     zero_computation: ZeroComputation | None = Field(
-        None, description="experts without a network, chosen among these (MoE++); null: none"
+        None, description="experts without a network, additional choices (MoE++); null: none"
     )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
+        0.0, ge=0, lt=1, description="share of hidden numbers set to 0 in training"
     )
 
     @model_validator(mode="after")
     def _two_routed_or_more(self) -> "Mlp":
-        most = self.number - 1 if self.fine is None else self.number * self.fine - 2
-        if self.shared > most:
-            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {most}")
+        limit = self.number - 1 if self.fine is None else self.number * self.fine - 2
+        if self.shared > limit:
+            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {limit}")
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield experts that are split into one piece."""
+        """Yield a split of experts into one piece."""
         if self.fine == 1 and not self.shared:
-            text = "found 1 piece of each expert, which is the whole"
+            text = "found 1, which does not split experts"
             yield ("fine",), f"{text}; allowed: null, or above 1"
 
     @property
     def provides(self) -> frozenset[str]:  # pyrefly: ignore[bad-override]
-        """Return what a loss may ask for: experts without a network."""
         return frozenset({"zero_computation"} if self.zero_computation else ())
 
     @property
     def networks(self) -> int:
-        """Return how many networks a router chooses among: of all pieces those that none shares."""
+        """Return the number of networks that a router chooses among: pieces that are not shared."""
         return self.number if self.fine is None else self.number * self.fine - self.shared
 
     @property
     def choices(self) -> int:
-        """Return how many experts a router chooses among: E of a record."""
         return self.networks + (self.zero_computation.number if self.zero_computation else 0)
 
     def scale_k(self, k: int) -> int:
-        """Return how many pieces a token chooses in the place of ``k`` experts."""
         return k if self.fine is None else k * self.fine - self.shared
 
     def build(self, width: int) -> "MlpExperts":
-        """The experts of ``width``-wide tokens; UserError where they cannot be split evenly."""
         return MlpExperts(self, width)
 
     def build_shared(self, width: int) -> "MlpExperts | None":
-        """Return the shared experts of ``width``-wide tokens as one that is as wide as all."""
+        """Return the shared experts as a single one with the width of all."""
         if not self.shared:
             return None
         ratio = self.hidden_ratio * self.shared / (self.fine or 1)
-        one = {"number": 1, "hidden_ratio": ratio, "fine": None}
-        return MlpExperts(self.model_copy(update=one), width)
+        single = {"number": 1, "hidden_ratio": ratio, "fine": None}
+        return MlpExperts(self.model_copy(update=single), width)
 
     def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
-        """Return the experts without a network."""
         return self.zero_computation.build(width) if self.zero_computation else None
 
     def count_hidden(self, width: int) -> int:
-        """Return the hidden numbers of an expert; UserError where ``fine`` does not divide them."""
-        whole = max(1, round(self.hidden_ratio * width))
+        """Return the hidden width of an expert; UserError if ``fine`` does not divide it."""
+        hidden = max(1, round(self.hidden_ratio * width))
         pieces = self.fine or 1
-        if whole % pieces:
-            allowed = f"a divisor of {whole}, an expert's hidden numbers"
-            raise UserError(f"experts.fine: found {pieces}; allowed: {allowed}")
-        return whole // pieces
+        if hidden % pieces:
+            raise UserError.at(
+                "experts.fine",
+                found=pieces,
+                allowed=f"a divisor of {hidden}, the hidden width of an expert",
+            )
+        return hidden // pieces
 
 
 class MlpExperts(ExpertsModule):
@@ -130,7 +129,7 @@ class MlpExperts(ExpertsModule):
 
     def forward(self, rows: Rows) -> Tensor:
         if self.activation == "gelu" and not self.dropout:
-            assert self.up_bias is not None and self.down_bias is not None  # SwiGLU alone has none
+            assert self.up_bias is not None and self.down_bias is not None  # only SwiGLU has none
             maps = (self.up, self.up_bias, self.down, self.down_bias)
             return grouped_mlp(rows.values, *maps, rows.offsets)
         active = EXPERT_ACTIVATIONS[self.activation]
@@ -139,17 +138,17 @@ class MlpExperts(ExpertsModule):
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 
     def _drop_hidden(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """Hidden values (R, h) after dropout, which is drawn for the whole batch, pair by pair."""
+        """Return hidden values (R, h) after dropout, drawn per pair for the whole batch."""
         rate = self.dropout
         if not self.training or not rate:
             return hidden
         assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
-        kept = bernoulli_like(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
-        return hidden * (kept.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
+        mask = draw_bernoulli_mask(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
+        return hidden * (mask.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
 
 def gate_with_silu(hidden: Tensor) -> Tensor:
-    """Return silu of the first half of (R, 2h) times the second, (R, h) (Shazeer 2020)."""
+    """Return silu of the first half of (R, 2h) times the second half, (R, h) (Shazeer 2020)."""
     gate, value = hidden.chunk(2, dim=-1)
     return silu(gate) * value
 
@@ -160,9 +159,7 @@ EXPERT_ACTIVATIONS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
 def _linears(
     config: Mlp, inputs: int, outputs: int, maps: int = 1
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weights (E, inputs, maps · outputs), truncated normal or uniform (``init``), and zero biases,
-    which SwiGLU has not.
-    """
+    """Return weights (E, inputs, maps · outputs) by ``init``, and zero biases, None for SwiGLU."""
     number = config.networks
     bias = None
     if config.activation != "swiglu":
@@ -171,6 +168,6 @@ def _linears(
         bound = (inputs * outputs) ** -0.5
         weights = torch.empty(number, inputs, maps * outputs)
         return nn.Parameter(nn.init.uniform_(weights, -bound, bound)), bias
-    drawn = number if config.init == "independent" else 1
-    weight = nn.init.trunc_normal_(torch.empty(drawn, inputs, maps * outputs), std=0.02)
+    distinct = number if config.init == "independent" else 1
+    weight = nn.init.trunc_normal_(torch.empty(distinct, inputs, maps * outputs), std=0.02)
     return nn.Parameter(weight.expand(number, -1, -1).contiguous()), bias

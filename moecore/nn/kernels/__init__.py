@@ -1,5 +1,5 @@
-"""How experts compute: products of rows, sorted by expert, with each expert's weights.
+"""Kernels: products of rows, sorted by expert, with the weights of each expert.
 
-``grouped`` chooses among the ways (torch's grouped product, a loop over experts, groups of experts,
-tiles); ``expert_parallel`` shares experts among ranks.
+``grouped`` chooses between torch's grouped_mm, ``expert_loop`` and tiles; ``expert_parallel``
+shards experts over ranks.
 """

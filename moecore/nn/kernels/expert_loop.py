@@ -1,10 +1,9 @@
-"""The linear maps, and the MLPs, of one expert or one group of experts after the other: what
-grouped_mm does not take, and what is faster on CPU.
+"""Linear maps and MLPs of experts, computed one expert or one group of experts at a time.
 
-A loop over hundreds of experts with a row or two each spends its time between the products. So
-where experts are many and have few rows, consecutive ones make a group on CPU: their rows lie on S
-slots for each expert, S the rows of the fullest, and one batched product does for all
-(``benchmarks/crossover.py`` prints where that pays).
+Used on CPU, and where grouped_mm does not take the tensors. With hundreds of experts of one or two
+rows each, a loop spends most of its time between products. So on CPU consecutive experts with few
+rows form a group: each gets S slots, S the largest row count in the group, free slots are zero, and
+one batched product computes the group (``benchmarks/crossover.py`` prints where that is faster).
 
 E experts, R rows, i inputs, h hidden width, o outputs, n columns.
 """
@@ -20,20 +19,20 @@ from torch.nn.functional import gelu
 
 from moecore.core.torch_internals import multiply_gelu_slope
 
-MANY_EXPERTS = 64  # from which on they are grouped; fewer, one by one, cost little
-GROUPED_SLOTS = 128  # per expert, up to which a group is faster where it has ROUNDED_EXPERTS
-ROUNDED_EXPERTS = 8  # fewer are so large that a product of one's own keeps both cores busy
-# up to which a product waits for its weights, and to round them to bf16 costs more
+MANY_EXPERTS = 64  # with fewer experts, a loop over single experts costs little
+MAX_GROUPED_SLOTS = 128  # per expert; above, a group is slower than single experts
+MIN_GROUPED_EXPERTS = 8  # in a group with more than EXACT_SLOTS slots: larger experts use all cores
+# Up to here a product is bound by reading its weights, and casting them to bf16 costs more.
 EXACT_SLOTS = 32
-GROUP = 3 << 20  # entries of the weights of a group, which in bf16 stay in an L3 cache
+GROUP_WEIGHTS = 3 << 20  # entries of a group's weights; in bf16 they fit an L3 cache
 
 
 class ExpertGroup(NamedTuple):
-    """Experts whose products are taken together, or one alone (an int)."""
+    """Experts that share one batched product, or a single expert (an int)."""
 
     experts: int | slice
     rows: slice
-    slots: int  # of each expert
+    slots: int  # per expert
 
     @property
     def alone(self) -> bool:
@@ -41,21 +40,21 @@ class ExpertGroup(NamedTuple):
 
 
 class ExpertGroups:
-    """``groups`` of experts in order; ``idle``: experts without rows, in no group."""
+    """Split experts into ``groups``, in order; ``idle``: experts without rows, in no group."""
 
     def __init__(self, offsets: Tensor, weight: Tensor) -> None:
         ends = [0, *offsets.tolist()]
         self.sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
         self.groups: list[ExpertGroup] = []
         self.idle: list[int] = []
-        shifts = [0] * len(self.sizes)  # from a row's number to its slot in its group
-        many = 1
+        shifts = [0] * len(self.sizes)  # a row's index + its expert's shift = its slot in the group
+        group_size = 1
         if offsets.device.type == "cpu" and len(self.sizes) >= MANY_EXPERTS:
-            many = max(1, GROUP // max(1, weight[0].numel()))
-        for first in range(0, len(self.sizes), many):
-            sizes = self.sizes[first : first + many]
+            group_size = max(1, GROUP_WEIGHTS // max(1, weight[0].numel()))
+        for first in range(0, len(self.sizes), group_size):
+            sizes = self.sizes[first : first + group_size]
             slots = max(sizes)
-            if many > 1 and _share_product(sizes, many):
+            if group_size > 1 and _share_product(sizes, group_size):
                 last = first + len(sizes)
                 rows = slice(ends[first], ends[last])
                 self.groups.append(ExpertGroup(slice(first, last), rows, slots))
@@ -68,14 +67,12 @@ class ExpertGroups:
                     self.groups.append(ExpertGroup(expert, rows, size))
                 else:
                     self.idle.append(expert)
-        if many > 1:
-            each = torch.tensor(shifts).repeat_interleave(torch.tensor(self.sizes))
-            self.slots = each + torch.arange(ends[-1])
+        if group_size > 1:
+            row_shifts = torch.tensor(shifts).repeat_interleave(torch.tensor(self.sizes))
+            self.slots = row_shifts + torch.arange(ends[-1])
 
     def pad_rows(self, rows: Tensor, group: ExpertGroup, dtype: torch.dtype) -> Tensor:
-        """The group's rows of (R, n): as they are for one expert, (experts, S, n) with zeros on
-        free slots for several; then in ``dtype``, that of the weights, where slots are few.
-        """
+        """Return rows of a group: (S, n) of one expert, (experts, S, n) of several, padded by 0."""
         part = rows[group.rows]
         if isinstance(group.experts, int):
             return part
@@ -87,39 +84,36 @@ class ExpertGroups:
         return padded.view(number, group.slots, -1)
 
     def output_view(self, rows: Tensor, group: ExpertGroup) -> Tensor | None:
-        """Return where an expert's product may be written at once; None for several experts."""
+        """Return the rows that a single expert's product writes to; None for several experts."""
         if group.alone:
             return rows[group.rows]
         return None
 
     def unpad_rows(self, padded: Tensor, group: ExpertGroup, rows: Tensor) -> None:
-        """Write what several experts have on their slots to the rows (R, n)."""
+        """Copy the filled slots of several experts to their rows of (R, n)."""
         if not group.alone:
             values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
             rows[group.rows].copy_(values)
 
 
-def _share_product(sizes: list[int], many: int) -> bool:
-    """Return whether experts with these rows share a product, of groups of ``many``.
-
-    Up to EXACT_SLOTS it waits for the weights, and free slots cost nothing; an expert alone spares
-    the weights of those without rows, so a third must have some. Above, free slots cost as much as
-    others: at most half may be free.
-    """
+def _share_product(sizes: list[int], group_size: int) -> bool:
+    """Return whether experts with these row counts are computed as one group of ``group_size``."""
     slots = max(sizes)
     if slots <= EXACT_SLOTS:
+        # Bound by reading weights: free slots cost nothing, but a group also reads the weights of
+        # experts without rows. So at least a third must have rows.
         return 3 * sum(size > 0 for size in sizes) >= len(sizes)
+    # Bound by arithmetic: free slots cost as much as filled ones.
     is_half_full = 2 * sum(sizes) >= len(sizes) * slots
-    return many >= ROUNDED_EXPERTS and slots <= GROUPED_SLOTS and is_half_full
+    return group_size >= MIN_GROUPED_EXPERTS and slots <= MAX_GROUPED_SLOTS and is_half_full
 
 
 class ExpertLoop(Function):
-    """grouped_linear for rows in the dtype of the product and weights in any.
+    """Compute grouped_linear for rows in the product's dtype and weights in any dtype."""
 
-    A weight is cast just before its product and its gradient just after, while they are in the
-    CPU's cache: with 128 experts of a ViT-S in bf16 a cast of all of them before (and of all
-    gradients after) makes the layer a tenth slower.
-    """
+    # Weights are cast just before a product and their gradients just after, while they are in the
+    # CPU's cache. With 128 experts of a ViT-S in bf16, casting all at once makes the layer 10 %
+    # slower.
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -159,12 +153,7 @@ class ExpertLoop(Function):
 
 
 class ExpertMlpLoop(Function):
-    """Both maps of MLP experts with GELU (erf form) between them: all steps of a group while its
-    rows are in the CPU's cache.
-
-    Returns the outputs (R, o) and then, without gradients, what the backward pass needs of every
-    group: its hidden values before and after GELU.
-    """
+    """Compute MLP experts with GELU (erf form); returns outputs (R, o) and what backward needs."""
 
     @staticmethod
     def forward(
@@ -175,31 +164,31 @@ class ExpertMlpLoop(Function):
         first = _LinearMaps(up, up_bias, buffer)
         second = _LinearMaps(down, down_bias, buffer)
         outputs = rows.new_empty(len(rows), down.shape[2])
-        kept = []
+        saved = []
         with _no_autocast(rows):
             for group in plan.groups:
                 inner = first(plan.pad_rows(rows, group, up.dtype), group, None)
-                hidden = gelu(inner)
+                hidden = gelu(inner)  # at once, while the group's rows are in the CPU's cache
                 plan.unpad_rows(
                     second(hidden, group, plan.output_view(outputs, group)), group, outputs
                 )
-                kept += [inner, hidden]
-        return outputs, *kept
+                saved += [inner, hidden]
+        return outputs, *saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        kept = output[1:]
-        ctx.save_for_backward(*inputs, *kept)
-        ctx.mark_non_differentiable(*kept)
+        saved = output[1:]
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[0] is None:  # nobody wants the gradient of the outputs
+        if grads[0] is None:  # the outputs have no gradient
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             return _differentiable_gradients(_mlp, ctx, grads[0])
-        rows, up, up_bias, down, down_bias, offsets, *kept = ctx.saved_tensors
+        rows, up, up_bias, down, down_bias, offsets, *saved = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
         plan = ExpertGroups(offsets, up)
@@ -210,35 +199,35 @@ class ExpertMlpLoop(Function):
         to_second = _Gradients(second, plan, wants_down, wants_down_bias)
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         with _no_autocast(rows):
-            for group, inner, hidden in zip(plan.groups, kept[::2], kept[1::2], strict=True):
+            for group, inner, hidden in zip(plan.groups, saved[::2], saved[1::2], strict=True):
                 part = plan.pad_rows(grad, group, up.dtype)
                 to_second.add(hidden, part, group)
                 to_inner = second.backward(part, group, None)
                 multiply_gelu_slope(to_inner, inner)
                 to_first.add(plan.pad_rows(rows, group, up.dtype), to_inner, group)
                 if wants_rows:
-                    place = plan.output_view(to_rows, group)
-                    plan.unpad_rows(first.backward(to_inner, group, place), group, to_rows)
+                    view = plan.output_view(to_rows, group)
+                    plan.unpad_rows(first.backward(to_inner, group, view), group, to_rows)
         if not wants_rows:
             to_rows = None
         return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
 
 
 class _CastBuffer:
-    """One buffer for the weights and gradients of all groups: two would overflow a core's cache."""
+    """A buffer shared by the weights and gradients of all groups: two would overflow the cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._held: Tensor | None = None
+        self._memory: Tensor | None = None
 
     def __call__(self, like: Tensor) -> Tensor:
-        if self._held is None or self._held.numel() < like.numel():
-            self._held = like.new_empty(like.numel(), dtype=self.dtype)
-        return self._held[: like.numel()].view(like.shape)
+        if self._memory is None or self._memory.numel() < like.numel():
+            self._memory = like.new_empty(like.numel(), dtype=self.dtype)
+        return self._memory[: like.numel()].view(like.shape)
 
 
 class _LinearMaps:
-    """The linear maps of all experts, in the dtype of the product that is asked for."""
+    """The linear maps of all experts, in the dtype of ``buffer``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, buffer: _CastBuffer) -> None:
         self.weight = weight
@@ -248,8 +237,8 @@ class _LinearMaps:
             self.rounded = bias.to(buffer.dtype)
 
     def __call__(self, rows: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
-        """The rows' outputs: (S, o) of one expert, or (experts, S, o)."""
-        weight = self._in(rows.dtype, group)
+        """Return outputs: (S, o) of one expert, (experts, S, o) of several."""
+        weight = self._cast_weight(rows.dtype, group)
         if self.bias is None:
             return _product(rows, weight, into)
         bias = self.bias if self.bias.dtype == rows.dtype else self.rounded
@@ -258,10 +247,10 @@ class _LinearMaps:
         return torch.bmm(rows, weight).add_(bias[group.experts].unsqueeze(1))
 
     def backward(self, grad: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
-        """The rows' gradient from that of their outputs, in the same way."""
-        return _product(grad, self._in(grad.dtype, group).mT, into)
+        """Return the gradient of a group's rows from the gradient of their outputs."""
+        return _product(grad, self._cast_weight(grad.dtype, group).mT, into)
 
-    def _in(self, dtype: torch.dtype, group: ExpertGroup) -> Tensor:
+    def _cast_weight(self, dtype: torch.dtype, group: ExpertGroup) -> Tensor:
         weight = self.weight[group.experts]
         if weight.dtype == dtype:
             return weight
@@ -269,7 +258,7 @@ class _LinearMaps:
 
 
 class _Gradients:
-    """The gradients of the weights and biases of all experts, None where nobody wants them."""
+    """The gradients of all experts' weights and biases; None where not required."""
 
     def __init__(self, maps: _LinearMaps, plan: ExpertGroups, weight: bool, bias: bool) -> None:
         self.maps = maps
@@ -283,24 +272,24 @@ class _Gradients:
             self.bias = torch.zeros_like(maps.bias)
 
     def add(self, rows: Tensor, grad: Tensor, group: ExpertGroup) -> None:
-        """Add what the group's rows and the gradient of their outputs give."""
+        """Add a group's part, from its rows and the gradient of their outputs."""
         if self.weight is not None:
             into = self.weight[group.experts]
             if group.slots == 1:
-                # a product of two vectors is cheaper so
+                # faster than mm for the product of two vectors
                 torch.mul(rows.mT, grad, out=into)
             elif into.dtype == grad.dtype:
                 _product(rows.mT, grad, into)
             else:
                 into.copy_(_product(rows.mT, grad, self.maps.buffer(into)))
         if self.bias is not None:
-            self.bias[group.experts] = grad.sum(dim=-2)  # sums of bf16 are taken in fp32
+            self.bias[group.experts] = grad.sum(dim=-2)  # bf16 is summed in fp32
 
 
-def _product(left: Tensor, right: Tensor, into: Tensor | None) -> Tensor:
-    if left.dim() == 2:
-        return torch.mm(left, right, out=into)
-    return torch.bmm(left, right, out=into)
+def _product(first: Tensor, second: Tensor, into: Tensor | None) -> Tensor:
+    if first.dim() == 2:
+        return torch.mm(first, second, out=into)
+    return torch.bmm(first, second, out=into)
 
 
 def _no_autocast(rows: Tensor) -> AbstractContextManager:
@@ -310,11 +299,11 @@ def _no_autocast(rows: Tensor) -> AbstractContextManager:
 def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """A Function's gradients by ``plain``, which has second derivatives too; slower."""
+    """Return a Function's gradients through ``plain``: slower, but twice differentiable."""
     inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
-    wanted = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
+    required = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
     with _no_autocast(grad):
-        gradients = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True))
+        gradients = iter(torch.autograd.grad(plain(*inputs), required, grad, create_graph=True))
     return tuple(next(gradients) if wants else None for wants in ctx.needs_input_grad)
 
 
@@ -324,8 +313,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) 
         part @ w.to(part.dtype) for part, w in zip(rows.split(sizes), weight.unbind(), strict=True)
     ]
     if bias is not None:
-        added = bias.to(rows.dtype).unbind()
-        products = [product + b for product, b in zip(products, added, strict=True)]
+        biases = bias.to(rows.dtype).unbind()
+        products = [product + b for product, b in zip(products, biases, strict=True)]
     return torch.cat(products)
 
 

@@ -1,7 +1,6 @@
-"""Experts that lie on several ranks: rows travel to their experts and their outputs come back.
+"""Experts sharded over ranks: rows travel to their experts, and outputs travel back.
 
-n ranks of a group hold E / n whole experts each, in their order. Between dispatch and combine each
-rank sends its rows to the ranks of their experts. R rows of this rank, d width.
+Each of the n ranks of a group holds E / n complete experts, in order. R rows of this rank, width d.
 """
 
 from typing import Any
@@ -18,11 +17,10 @@ from moecore.nn.experts.base import ExpertsModule
 
 
 class ShardedExperts:
-    """What an ``MoEFeedForward`` calls in place of its experts, whose parameters (E, …) are sharded
-    by expert over the last dimension of ``mesh`` (replicate, shard).
+    """Replace the experts of an ``MoEFeedForward`` by ones whose parameters (E, …) are sharded.
 
-    The gradient of a parameter is the mean over all ranks of what each one's tokens give, as it
-    would be without any of this; so nobody averages it again.
+    Parameters are sharded by expert over the last dimension of ``mesh`` (replicate, shard). Their
+    gradient is already the mean over all ranks: do not average it again.
     """
 
     def __init__(self, experts: ExpertsModule, mesh: DeviceMesh) -> None:
@@ -32,73 +30,72 @@ class ShardedExperts:
         self.ranks = mesh.size()
 
     def lent_basis(self) -> Tensor | None:
-        """The bases (E, d, r) of all experts, gathered; None where they have none."""
+        """Return the bases (E, d, r) of all experts, gathered; None for experts without bases."""
         if self.experts.lent_basis() is None:
             return None
-        return _AllGather.apply(self._own("basis"), self.group)
+        return _AllGather.apply(self._local_part("basis"), self.group)
 
     def __call__(self, rows: Rows) -> Tensor:
-        """Rows (R, d) to outputs (R, d), in the same order; waits once for the device."""
+        """Return outputs (R, d) for rows (R, d), in the same order; waits once for the device."""
         sizes = rows.offsets.diff(prepend=rows.offsets.new_zeros(1))
-        mine = sizes.view(distributed.get_world_size(self.group), -1).contiguous()
-        theirs = torch.empty_like(mine)
-        distributed.all_to_all_single(theirs, mine, group=self.group)
-        sent, got = torch.stack([mine.sum(dim=1), theirs.sum(dim=1)]).tolist()
-        values = _Exchange.apply(rows.values, sent, got, self.group)
-        to_expert, back = rank_to_expert_permutation(theirs, sum(got))
-        ends = theirs.sum(dim=0).cumsum(dim=0).int()
-        own = Rows(_Permute.apply(values, to_expert, back), ends, rows.projected)
+        sizes_sent = sizes.view(distributed.get_world_size(self.group), -1).contiguous()
+        sizes_received = torch.empty_like(sizes_sent)
+        distributed.all_to_all_single(sizes_received, sizes_sent, group=self.group)
+        sent, received = torch.stack([sizes_sent.sum(dim=1), sizes_received.sum(dim=1)]).tolist()
+        values = _Exchange.apply(rows.values, sent, received, self.group)
+        to_expert, inverse = rank_to_expert_permutation(sizes_received, sum(received))
+        ends = sizes_received.sum(dim=0).cumsum(dim=0).int()
+        local_rows = Rows(_Permute.apply(values, to_expert, inverse), ends, rows.projected)
         names = [name for name, _ in self.experts.named_parameters()]
-        parameters = {name: self._own(name) for name in names}
-        outputs = functional_call(self.experts, parameters, (own,))
-        return _Exchange.apply(_Permute.apply(outputs, back, to_expert), got, sent, self.group)
+        parameters = {name: self._local_part(name) for name in names}
+        outputs = functional_call(self.experts, parameters, (local_rows,))
+        return _Exchange.apply(
+            _Permute.apply(outputs, inverse, to_expert), received, sent, self.group
+        )
 
-    def _own(self, name: str) -> Tensor:
-        """This rank's experts' part of a parameter."""
+    def _local_part(self, name: str) -> Tensor:
+        """Return the part of a parameter that belongs to this rank's experts."""
         parameter: Any = self.experts.get_parameter(name)
         return _AverageGradient.apply(parameter.to_local(), self.copies, self.ranks)
 
 
 def rank_to_expert_permutation(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows that came rank by rank, of each rank expert by expert, in the order of experts.
+    """Return the permutation, and its inverse, (rows,) int64, that sorts received rows by expert.
 
-    sizes: (n, E / n), how many came from each rank for each expert; ``rows`` in all. Returns the
-    row of each place and the place of each row, (rows,) int64. Of an expert, those of the first
-    rank come first: the order of the whole batch.
+    sizes: (n, E / n), rows received from each rank for each expert. Rows arrive sorted by rank,
+    then by expert. Of one expert, the first rank's rows come first: the order of the whole batch.
     """
     experts = torch.arange(sizes.shape[1], device=sizes.device).expand_as(sizes).flatten()
-    of_row = experts.repeat_interleave(sizes.flatten(), output_size=rows)
-    order = of_row.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
-    return order, back
+    expert_of_row = experts.repeat_interleave(sizes.flatten(), output_size=rows)
+    order = expert_of_row.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
+    return order, inverse
 
 
 class _Exchange(Function):
-    """Rows (sum of sent, d), in the order of the ranks they go to, to those that came (sum of got,
-    d), in the order of the ranks they come from. Gradients go the same way back.
-    """
+    """Send rows, ordered by rank, and return the received rows, ordered by rank."""
 
     @staticmethod
-    def forward(rows: Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> Tensor:
-        came = rows.new_empty(sum(got), rows.shape[1])
-        distributed.all_to_all_single(came, rows.contiguous(), got, sent, group=group)
-        return came
+    def forward(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        output = rows.new_empty(sum(received), rows.shape[1])
+        distributed.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        _, *ctx.way = inputs
+        _, *ctx.route = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, got, group = ctx.way
-        return _Exchange.apply(grads[0], got, sent, group), None, None, None
+        sent, received, group = ctx.route
+        return _Exchange.apply(grads[0], received, sent, group), None, None, None
 
 
 class _Permute(Function):
-    """Rows in another order; the gradient is gathered too."""
+    """Permute rows; the gradient is gathered by the inverse permutation."""
 
     @staticmethod
-    def forward(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    def forward(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         return rows.index_select(0, order)
 
     @staticmethod
@@ -107,14 +104,12 @@ class _Permute(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, back = ctx.saved_tensors
-        return _Permute.apply(grads[0], back, order), None, None
+        order, inverse = ctx.saved_tensors
+        return _Permute.apply(grads[0], inverse, order), None, None
 
 
 class _AverageGradient(Function):
-    """A parameter's own part. Its gradient, which is of the tokens of this group's ranks, is summed
-    over the groups that hold the same experts and divided by the number of ranks.
-    """
+    """Return a parameter's local part; its gradient is averaged over all ranks."""
 
     @staticmethod
     def forward(part: Tensor, copies: ProcessGroup, ranks: int) -> Tensor:
@@ -126,13 +121,14 @@ class _AverageGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # of this group's tokens; ``copies`` are the groups with the same experts
         total = grads[0].clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=ctx.copies)
         return total.div_(ctx.ranks), None, None
 
 
 class _AllGather(Function):
-    """Parts (E / n, …) of all ranks in order; gradients are summed over the ranks."""
+    """Concatenate the parts (E / n, …) of all ranks; gradients are summed over the ranks."""
 
     @staticmethod
     def forward(part: Tensor, group: ProcessGroup) -> Tensor:

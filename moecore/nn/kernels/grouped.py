@@ -1,12 +1,13 @@
-"""One linear map per expert over rows that are sorted by expert.
+"""One linear map per expert, over rows that are sorted by expert.
 
-On the meta device, where tensors have no values, all of it gives shapes and costs what it would
-cost elsewhere. What grouped_mm does not take on CUDA, and what is compiled on a CPU, goes over
-tiles of rows, each of one expert: no shape depends on how the rows are spread over the experts, so
-the host never waits for the device, all tiles are one batched product, and it is one graph for
-torch.compile. Products of fp32 are taken in fp32. Taking each number as a sum of three bf16 does
-not work through grouped_mm: torch 2.13 rounds its output to bf16 on every device
-(`out_dtype=torch.float32` is refused, GroupedMMUtils.h), though sums are fp32 inside.
+On the meta device all functions return shapes and count the same operations as elsewhere. Where
+grouped_mm does not take the tensors on CUDA, and in graphs compiled for CPU, rows are cut into
+tiles of one expert each. No shape then depends on how rows are spread over experts: the host never
+waits for the device, one batched product computes all tiles, and torch.compile gets one graph.
+
+Products of fp32 stay in fp32. Splitting each number into a sum of three bf16 does not work with
+grouped_mm: torch 2.13 rounds its output to bf16 on every device (`out_dtype=torch.float32` is
+refused, GroupedMMUtils.h), although it sums in fp32.
 
 E experts, R rows, i inputs, o outputs, n tiles of m rows.
 """
@@ -26,35 +27,31 @@ from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
-_MOST_GROUPS = 1023  # experts that grouped_mm takes on CUDA, whatever its error says
+_MAX_EXPERTS = 1023  # for grouped_mm on CUDA; its error message states another number
 _CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
-_LOOPED_ROWS = 1024  # rows per expert up to which a CPU is faster without grouped_mm
-_FUSED_ROWS = 2048  # rows per expert up to which an MLP in fp32 is faster without it
+_LOOPED_ROWS = 1024  # per expert, up to which a loop is faster than grouped_mm on CPU
+_MAX_FUSED_ROWS = 2048  # per expert, up to which ExpertMlpLoop is faster for an MLP in fp32
 
-_SMALLEST, _LARGEST = 8, 1024  # rows of a tile
+_MIN_HEIGHT, _MAX_HEIGHT = 8, 1024  # rows of a tile
 
 
 class PlainOperationsFlag:
-    """Whether a graph is traced that leaves torch: all experts then have as many rows, so that one
-    batched product does, and no region without autocast is marked.
-    """
+    """True while tracing for export: experts get equally many rows, and autocast is not changed."""
 
     is_on = False
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Row r times the weight of its expert, plus that expert's bias.
+    """Multiply each row by the weight of its expert and add the expert's bias.
 
     rows: (R, i), sorted by expert.  weight: (E, i, o).  bias: (E, o) or None.  offsets: (E,) int32,
-    where each expert's rows end; the last is R, because grouped_mm leaves rows past it
-    uninitialised.  Returns (R, o), in the autocast dtype where autocast is on.  An expert without
-    rows gets a gradient of zeros.  Nothing waits for the device: where grouped_mm does not take the
-    tensors (``can_group``) they are cut into tiles; on CPU, and only there, experts are looped
-    over, in particular where they have few rows.
+    where experts' rows end; the last must be R, as grouped_mm leaves rows past it uninitialised.
+    Returns (R, o), in the autocast dtype if autocast is on. An expert without rows gets a gradient
+    of zeros. On CUDA nothing waits for the device.
     """
     rows = to_autocast(rows)
     if rows.is_meta:
-        return torch.mm(rows, weight[0].to(rows.dtype))  # every row sees one map, whichever
+        return torch.mm(rows, weight[0].to(rows.dtype))  # only the shape matters
     if PlainOperationsFlag.is_on:
         products = rows.unflatten(0, (len(weight), -1)) @ to_autocast(weight)
         if bias is not None:
@@ -80,52 +77,52 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 def grouped_mlp(
     rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
 ) -> Tensor:
-    """grouped_linear to the hidden width, GELU, grouped_linear; on CPU in one pass over the rows.
+    """Apply grouped_linear, GELU and grouped_linear; on CPU in one pass over the rows.
 
     rows: (R, d).  up: (E, d, h).  up_bias: (E, h).  down: (E, h, o).  down_bias: (E, o).  Returns
     (R, o) in the autocast dtype.
     """
     rows = to_autocast(rows)
     if can_loop(rows) and not PlainOperationsFlag.is_on:
-        if rows.dtype != torch.float32 or len(rows) <= _FUSED_ROWS * len(up):
+        if rows.dtype != torch.float32 or len(rows) <= _MAX_FUSED_ROWS * len(up):
             return ExpertMlpLoop.apply(rows, up, up_bias, down, down_bias, offsets)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
     return grouped_linear(hidden, down, down_bias, offsets)
 
 
 def can_loop(rows: Tensor) -> bool:
-    """Return whether experts may be looped over: not on CUDA, nor in a compiled graph."""
+    """Return whether experts can be looped over: on CPU, outside compiled graphs."""
     return rows.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
 
-    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0, for 1,023 experts
-    at most. Rows must exist, and every row of both tensors must start at a multiple of 16 bytes.
+    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0, up to 1,023
+    experts. There must be rows, and every row of both tensors must start at a multiple of 16 bytes.
     """
     if not len(rows) or rows.dtype != weight.dtype or rows.device != weight.device:
         return False
     places = list(weight.shape[1:])
-    if not torch.compiler.is_compiling():  # there every tensor has a start of its own
+    if not torch.compiler.is_compiling():  # compiled tensors have no storage offset
         places += [rows.storage_offset(), weight.storage_offset()]
     if any(size * rows.element_size() % _ALIGNMENT for size in places):
         return False
     if rows.device.type == "cpu":
-        if torch.compiler.is_compiling():  # the shape function of grouped_mm refuses fp32
+        if torch.compiler.is_compiling():  # grouped_mm's shape function refuses fp32
             return rows.dtype == torch.bfloat16
-        known = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
-        return known and rows.dtype in (torch.float32, torch.bfloat16)
+        is_available = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
+        return is_available and rows.dtype in (torch.float32, torch.bfloat16)
     return (
         rows.device.type == "cuda"
         and rows.dtype == torch.bfloat16
-        and len(weight) <= _MOST_GROUPS
+        and len(weight) <= _MAX_EXPERTS
         and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     )
 
 
 def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The expert (R,) int32 of each row, without waiting for the device."""
+    """Return each row's expert, (R,) int32, without waiting for the device."""
     return torch.searchsorted(
         offsets,
         torch.arange(rows, dtype=offsets.dtype, device=offsets.device),
@@ -135,14 +132,14 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """Return how many of the (R, d) rows to take at a time: on CPU what its cache holds."""
+    """Return the number of rows (R, d) to process at a time; on CPU what fits its cache."""
     if rows.device.type == "cpu":
         return _CACHED_ROWS
     return max(1, len(rows))
 
 
 def to_autocast(tensor: Tensor) -> Tensor:
-    """The tensor in the autocast dtype where autocast is on, as if it knew grouped_mm."""
+    """Cast a tensor to the autocast dtype if autocast is on: it does not handle grouped_mm."""
     device = tensor.device.type
     if tensor.is_meta:
         return tensor
@@ -152,31 +149,28 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
-    """No autocast on the tensor's device; the meta device and graphs for others have none."""
+    """Switch autocast off on the tensor's device, except on meta and while tracing for export."""
     if tensor.is_meta or PlainOperationsFlag.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def register_flop_formulas() -> None:
-    """Let torch.utils.flop_counter see grouped_mm; twice does no harm."""
+    """Make torch.utils.flop_counter count grouped_mm; can be called repeatedly."""
     operator = grouped_mm_operator()
     if operator not in flop_registry:
         register_flop_formula(operator)(_grouped_flops)
 
 
 def _grouped_flops(
-    left: tuple[int, ...], right: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
+    first: tuple[int, ...], second: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
 ) -> int:
-    """2·R·i·o for rows (R, i) by weights (E, i, o), or their gradient (i, R) by (R, o)."""
-    return 2 * left[-2] * left[-1] * right[-1]
+    """Return 2·R·i·o for (R, i) by (E, i, o), or for their gradient (i, R) by (R, o)."""
+    return 2 * first[-2] * first[-1] * second[-1]
 
 
 class _AddBias(Function):
-    """values (R, o) plus each row's bias, in place: another buffer costs more in page faults.
-
-    The bias's gradient is a grouped product with ones, a sum in fp32 in a fixed order.
-    """
+    """Add each row's bias to values (R, o) in place: a second buffer costs more in page faults."""
 
     @staticmethod
     def forward(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
@@ -196,14 +190,15 @@ class _AddBias(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         grad = grad.contiguous()
-        # As narrow as grouped_mm takes. They are the second factor, since torch.compile lays a
-        # transposed constant out anew: an expert's ones would begin at any byte, not at the 16th.
+        # The product with ones is an fp32 sum in a fixed order. Ones are as narrow as grouped_mm
+        # allows, and the second factor because torch.compile changes the layout of a transposed
+        # constant: an expert's ones would lose their 16-byte alignment.
         ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
         return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
 
 
 class _DenseGradient(Function):
-    """The identity; its gradient is contiguous: grouped_mm refuses an expanded one."""
+    """Return the values; the gradient is made contiguous, as grouped_mm refuses expanded ones."""
 
     @staticmethod
     def forward(values: Tensor) -> Tensor:
@@ -211,7 +206,7 @@ class _DenseGradient(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Nothing to keep."""
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -220,63 +215,65 @@ class _DenseGradient(Function):
 
 
 class Tiles(NamedTuple):
-    """Which rows lie in which tile; an expert's last may be part empty, others empty."""
+    """The rows of each tile. Of one expert only the last tile can be partly empty."""
 
     experts: Tensor  # (n,) int64, ascending
-    rows: Tensor  # (n·m,) the row at each place; any where there is none
-    there: Tensor  # (n·m, 1) bool, whether there is a row
+    rows: Tensor  # (n·m,) the row at each place; 0 at empty places
+    is_filled: Tensor  # (n·m, 1) bool, whether the place has a row
     places: Tensor  # (R,) the place of each row
     height: int  # m
 
     @classmethod
     def of(cls, offsets: Tensor, rows: int, height: int) -> "Tiles":
-        """The tiles of ``rows`` rows; offsets: (E,), where each expert's rows end."""
+        """Return the tiles of ``rows`` rows; offsets: (E,), where each expert's rows end."""
         experts = len(offsets)
         ends = offsets.long()
         sizes = ends.diff(prepend=ends.new_zeros(1))
         begins = ends - sizes
-        each = (sizes + height - 1).div(height, rounding_mode="floor")
-        last = each.cumsum(0)
-        first = last - each
-        numbers = torch.arange(tile_count(rows, experts, height), device=offsets.device)
-        # Past the last tile all are of the last expert, and hold none of its rows.
-        of = torch.searchsorted(last, numbers, right=True).clamp_(max=experts - 1)
-        within = (numbers - first[of]).unsqueeze(1) * height
-        within = within + torch.arange(height, device=offsets.device)
-        there = (within < sizes[of].unsqueeze(1)).flatten()
-        held = torch.where(there, (within + begins[of].unsqueeze(1)).flatten(), 0)
+        tiles_per_expert = (sizes + height - 1).div(height, rounding_mode="floor")
+        last = tiles_per_expert.cumsum(0)
+        first = last - tiles_per_expert
+        tile_numbers = torch.arange(tile_count(rows, experts, height), device=offsets.device)
+        # Unused tiles at the end belong to the last expert and are empty.
+        expert_of_tile = torch.searchsorted(last, tile_numbers, right=True).clamp_(max=experts - 1)
+        place_in_expert = (tile_numbers - first[expert_of_tile]).unsqueeze(1) * height
+        place_in_expert = place_in_expert + torch.arange(height, device=offsets.device)
+        is_filled = (place_in_expert < sizes[expert_of_tile].unsqueeze(1)).flatten()
+        row_at_place = torch.where(
+            is_filled, (place_in_expert + begins[expert_of_tile].unsqueeze(1)).flatten(), 0
+        )
         row = torch.arange(rows, device=offsets.device)
-        whose = torch.searchsorted(ends, row, right=True)
-        places = row - begins[whose] + first[whose] * height
-        return cls(of, held, there.unsqueeze(1), places, height)
+        expert_of_row = torch.searchsorted(ends, row, right=True)
+        places = row - begins[expert_of_row] + first[expert_of_row] * height
+        return cls(expert_of_tile, row_at_place, is_filled.unsqueeze(1), places, height)
 
     def fill_tiles(self, values: Tensor) -> Tensor:
-        """Values (R, w) as tiles (n, m, w), with zeros where there is no row."""
-        held = values.index_select(0, self.rows).where(self.there, 0)
-        return held.unflatten(0, (-1, self.height))
+        """Copy values (R, w) into tiles (n, m, w), with zeros at empty places."""
+        padded = values.index_select(0, self.rows).where(self.is_filled, 0)
+        return padded.unflatten(0, (-1, self.height))
 
     def read_rows(self, tiles: Tensor) -> Tensor:
-        """Return what lies in tiles (n, m, w) at the rows' places, (R, w)."""
+        """Return the rows (R, w) of tiles (n, m, w)."""
         return tiles.flatten(0, 1).index_select(0, self.places)
 
     def sum_by_expert(self, values: Tensor, experts: int) -> Tensor:
-        """The sum (E, …) of each expert's tiles (n, …), always in the same order."""
-        of = torch.arange(experts, device=values.device).unsqueeze(1) == self.experts
-        return (of.to(values.dtype) @ values.flatten(1)).unflatten(1, values.shape[1:])
+        """Sum tiles (n, …) per expert, (E, …), in a fixed order."""
+        is_expert = torch.arange(experts, device=values.device).unsqueeze(1) == self.experts
+        return (is_expert.to(values.dtype) @ values.flatten(1)).unflatten(1, values.shape[1:])
 
 
 class TiledProduct(Function):
-    """grouped_linear by one batched product, of one dtype; offsets (E,)."""
+    """Compute grouped_linear by one batched product over tiles, in a single dtype."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
         tiles = _make_tiles(rows, offsets)
         values = tiles.fill_tiles(rows)
-        of_tiles = weight.index_select(0, tiles.experts)
+        tile_weights = weight.index_select(0, tiles.experts)
         if bias is None:
-            return tiles.read_rows(torch.bmm(values, of_tiles))
-        added = bias.index_select(0, tiles.experts).unsqueeze(1)
-        return tiles.read_rows(torch.baddbmm(added, values, of_tiles))
+            return tiles.read_rows(torch.bmm(values, tile_weights))
+        tile_biases = bias.index_select(0, tiles.experts).unsqueeze(1)
+        return tiles.read_rows(torch.baddbmm(tile_biases, values, tile_weights))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -289,33 +286,31 @@ class TiledProduct(Function):
         rows, weight, offsets = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
         tiles = _make_tiles(rows, offsets)
-        given = tiles.fill_tiles(grad)
+        tile_grads = tiles.fill_tiles(grad)
         to_rows = to_weight = to_bias = None
         if wants_rows:
-            of_tiles = weight.index_select(0, tiles.experts)
-            to_rows = tiles.read_rows(torch.bmm(given, of_tiles.mT))
+            tile_weights = weight.index_select(0, tiles.experts)
+            to_rows = tiles.read_rows(torch.bmm(tile_grads, tile_weights.mT))
         if wants_weight:
-            products = torch.bmm(tiles.fill_tiles(rows).mT, given)
+            products = torch.bmm(tiles.fill_tiles(rows).mT, tile_grads)
             to_weight = tiles.sum_by_expert(products, len(weight))
         if wants_bias:
-            to_bias = tiles.sum_by_expert(given.sum(dim=1), len(weight))
+            to_bias = tiles.sum_by_expert(tile_grads.sum(dim=1), len(weight))
         return to_rows, to_weight, to_bias, None
 
 
 def tile_count(rows: int, experts: int, height: int) -> int:
-    """Return how many tiles are enough, however the rows are spread."""
+    """Return how many tiles suffice, however the rows are spread over experts."""
     return (rows + experts * (height - 1)) // height if rows else 0
 
 
 def tile_height(rows: int, experts: int) -> int:
-    """Rows of a tile, a power of two near √(128 · rows per expert).
-
-    On average half a tile of every expert is empty, m / 2a of the work at ``a`` rows per expert.
-    Every tile copies its expert's weights once, 8 bytes for 2·m operations each: at a GPU's 3 TB/s
-    and 50 TFLOP/s in fp32 that is 67 / m of the work. (By data sheets.)
-    """
-    wanted = math.sqrt(128 * max(1, rows) / experts)
-    return max(_SMALLEST, min(_LARGEST, 1 << round(math.log2(wanted))))
+    """Return the rows per tile, a power of two near √(128 · rows per expert)."""
+    # With ``a`` rows per expert, on average half a tile per expert is empty: m / 2a of the work.
+    # Each tile copies its expert's weights once, 8 bytes per 2·m operations: at 3 TB/s and
+    # 50 TFLOP/s in fp32 (a GPU's data sheet) that is 67 / m of the work.
+    height = math.sqrt(128 * max(1, rows) / experts)
+    return max(_MIN_HEIGHT, min(_MAX_HEIGHT, 1 << round(math.log2(height))))
 
 
 def _make_tiles(rows: Tensor, offsets: Tensor) -> Tiles:

@@ -1,1 +1,1 @@
-"""What blocks are made of: attention, the mixture-of-experts layer, patches and windows."""
+"""Parts of blocks: attention, the mixture-of-experts layer, patches and windows."""

@@ -1,4 +1,4 @@
-"""One pre-norm transformer block with timm's parameter names."""
+"""A pre-norm transformer block with timm's parameter names."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from moecore.core.routing_records import RoutingContext
-from moecore.core.streams import bernoulli_like
+from moecore.core.streams import draw_bernoulli_mask
 
 
 def trunc_normal_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    """A Linear with truncated-normal weights (std 0.02) and zero bias, as timm's ViT."""
+    """Return a Linear with truncated normal weights (std 0.02) and zero bias, as in timm's ViT."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.trunc_normal_(layer.weight, std=0.02)
     if bias:
@@ -22,14 +22,14 @@ def trunc_normal_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Line
 
 
 def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
-    """Return the ratio; raises ValueError where it leaves a model's hidden layers no unit."""
+    """Return the ratio; ValueError if hidden layers would have no unit."""
     width = settings.data.get("width")
     if width is not None and width * ratio < 1:
         raise ValueError(f"allowed: {1 / width:.3g} or more, one hidden unit at a width of {width}")
     return ratio
 
 
-HiddenRatio = Annotated[float, AfterValidator(check_hidden_width)]  # of a field after ``width``
+HiddenRatio = Annotated[float, AfterValidator(check_hidden_width)]  # for a field after ``width``
 
 
 class FeedForward(nn.Module):
@@ -45,12 +45,12 @@ Activation = Literal["gelu", "quick_gelu", "linear"]
 
 
 def quick_gelu(values: Tensor) -> Tensor:
-    """x·σ(1.702 x), which OpenAI's CLIP was trained with in GELU's place."""
+    """Return x·σ(1.702 x), the activation of OpenAI's CLIP."""
     return values * torch.sigmoid(1.702 * values)
 
 
 def identity_activation(values: Tensor) -> Tensor:
-    """Return the values: two linear maps in a row are one, the layer that theory asks about."""
+    """Return the values: without activation two maps are one linear map, as theory assumes."""
     return values
 
 
@@ -74,18 +74,15 @@ class DenseMlp(FeedForward):
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
-    """Softmax attention; all arguments and the result are (B, heads, T, head width). causal: see
-    ``attention_weights``.
-
-    PyTorch's fused kernel on CUDA; on CPU plain operations are 5 to 7 times faster at ViT lengths.
-    """
+    """Return softmax attention; all tensors are (B, heads, T, head width)."""
+    # on CPU plain operations are 5 to 7 times as fast as the fused kernel, at ViT lengths
     if query.is_cuda:
         return scaled_dot_product_attention(query, key, value, is_causal=causal)
     return attention_weights(query, key, causal).to(value.dtype) @ value
 
 
 def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tensor:
-    """(B, heads, T, T): how much each token (row) attends to each other; rows sum to 1."""
+    """Return how much each token (row) attends to each token, (B, heads, T, T); rows sum to 1."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if causal:
         length = scores.shape[-1]
@@ -97,9 +94,8 @@ def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tenso
 class Attention(nn.Module):
     """Self-attention over (B, T, width) tokens; causal: see ``attention_weights``.
 
-    Raises ValueError where heads do not divide the width.
-
-    Returns the attended tokens and the weights (B, T, T) averaged over heads, or None.
+    Returns the attended tokens and the weights (B, T, T) averaged over heads, or None. Raises
+    ValueError if heads do not divide the width.
     """
 
     def __init__(
@@ -124,8 +120,10 @@ class Attention(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if not weights:
             return self._merge_heads(softmax_attention(query, key, value, self.causal)), None
-        each = attention_weights(query, key, self.causal)
-        return self._merge_heads(each.to(value.dtype) @ value), each.mean(dim=1)
+        weights_by_head = attention_weights(query, key, self.causal)
+        return self._merge_heads(weights_by_head.to(value.dtype) @ value), weights_by_head.mean(
+            dim=1
+        )
 
     def _merge_heads(self, heads: Tensor) -> Tensor:
         return self.proj(heads.transpose(1, 2).flatten(2))
@@ -143,11 +141,10 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, the change that a branch makes is left out
-    of a sample with probability ``rate``, and divided by 1 − rate elsewhere.
+    """Stochastic depth (Huang et al. 2016): drop a sample's branch with probability ``rate``.
 
-    (B, T, width) to the same: in evaluation as they are, in training fp32 or wider. One draw a
-    sample from the generator of the tokens' device, as in timm's layer of this name.
+    In training, kept branches (B, T, width) are divided by 1 − rate, in fp32 or wider. There is one
+    draw per sample from the generator of the tokens' device, as in timm's layer of this name.
     """
 
     def __init__(self, rate: float) -> None:
@@ -157,24 +154,22 @@ class DropPath(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if not self.training:
             return tokens
-        keep = 1 - self.rate
-        # fp32 under autocast too: bfloat16 would round 1 / keep, and bias every branch
-        kept = bernoulli_like(torch.empty(len(tokens), 1, 1, device=tokens.device), keep)
-        return tokens * (kept / keep)
+        share = 1 - self.rate
+        # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
+        mask = draw_bernoulli_mask(torch.empty(len(tokens), 1, 1, device=tokens.device), share)
+        return tokens * (mask / share)
 
 
 def drop_rates(last: float, depth: int) -> list[float]:
-    """The rate of stochastic depth of each block: from 0 to ``last`` in equal steps."""
+    """Return each block's rate of stochastic depth: from 0 to ``last`` in equal steps."""
     return [last * index / max(1, depth - 1) for index in range(depth)]
 
 
 class Block(nn.Module):
     """x + attention(norm1(x)), then x + feed_forward(norm2(x)).
 
-    ``attention`` is called with (B, T, width) tokens and whether its weights are wanted, as
-    ``Attention`` is.  ``mlp`` is dense or a mixture of experts: called with (B, T, width) tokens
-    and a RoutingContext it returns (tokens, records); ``mlp.wants`` names the fields of the context
-    that it reads.
+    ``attention`` is called like ``Attention``. ``mlp`` is dense or a mixture of experts: called
+    with (B, T, width) tokens and a RoutingContext, it returns (tokens, records).
     """
 
     def __init__(
@@ -199,7 +194,7 @@ class Block(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, Tensor, tuple]:
-        """Returns (tokens, the feed-forward's input, its routing records)."""
+        """Return tokens, the feed-forward's input, and its routing records."""
         attended, weights = self.attn(self.norm1(tokens), weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.ls1(attended))
         entering = self.norm2(tokens)
@@ -216,5 +211,5 @@ def _layer_scale(width: int, initial: float | None) -> nn.Module:
 
 def _drop_path(rate: float) -> nn.Module:
     if rate == 0:
-        return nn.Identity()  # draws nothing: a training without it keeps its random stream
+        return nn.Identity()  # draws nothing: trainings without it keep their random stream
     return DropPath(rate)

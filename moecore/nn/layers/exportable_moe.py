@@ -1,6 +1,6 @@
-"""MoE layers in plain operations, for graphs that leave torch: every expert computes every token.
+"""Export MoE layers as plain operations: every expert computes every token.
 
-B images, T tokens per image, E experts, d width.
+B images, T tokens per image, E experts, width d.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,7 @@ TokenChoice = SparsePlan | ProjectionDispatchPlan | DepthPlan
 
 @contextmanager
 def exportable_moe_layers(model: nn.Module) -> Iterator[None]:
-    """Let the MoE layers of ``model`` give, inside, the same numbers by batched products alone.
-
-    No row is sorted or counted, so a graph that is traced here holds for batches of any size.
-    """
+    """Compute MoE layers by batched products, so that traced graphs take any batch size."""
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     for layer in layers:
         layer.compute_networks = partial(_compute_networks_plainly, layer)
@@ -42,10 +39,10 @@ def exportable_moe_layers(model: nn.Module) -> Iterator[None]:
 def _compute_networks_plainly(
     layer: MoEFeedForward, experts: ExpertsModule, tokens: Tensor, plan: Any, record: RoutingRecord
 ) -> Tensor:
-    """What ``MoEFeedForward.compute_networks`` returns."""
-    if not isinstance(plan, TokenChoice):  # no token chooses, so all experts have as many rows
+    if not isinstance(plan, TokenChoice):  # all experts have equally many rows
         return MoEFeedForward.compute_networks(layer, experts, tokens, plan, record)
-    number, values = layer.number, tokens.flatten(0, 1)
+    number = layer.number
+    values = tokens.flatten(0, 1)
     ends = torch.arange(1, number + 1, dtype=torch.int32, device=tokens.device) * len(values)
     outputs = experts(Rows(values.repeat(number, 1), ends)).view(number, *tokens.shape)
     weights = record.combine[..., :number].movedim(-1, 0)

@@ -1,6 +1,6 @@
 """Blocks of MomentumSMoE (Teo & Nguyen 2024): post-norm, a second residual around feed-forward.
 
-B streams, M tokens of a block, d width. f is the feed-forward after dropout.
+B streams, M tokens of a block, width d. f is the feed-forward after dropout.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,12 @@ from torch.nn.functional import pad, relu
 
 from moecore.core.ranks import all_gather_rows, current_ranks
 from moecore.core.routing_records import RoutingContext
-from moecore.core.streams import bernoulli_like
+from moecore.core.streams import draw_bernoulli_mask
 from moecore.nn.layers.block import FeedForward
 
 
 class Dropout(nn.Module):
-    """In training a number is 0 with probability ``rate`` and divided by 1 − rate elsewhere; draws
-    are of the whole batch, whichever part of it this is.
-
-    values: (B, …), the first axis that of the batch.
-    """
+    """Dropout of values (B, …), drawn for the whole batch; this rank has a part of it."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -29,16 +25,17 @@ class Dropout(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return values
-        kept = bernoulli_like(torch.empty_like(values, requires_grad=False), 1 - self.rate)
-        return values * (kept / (1 - self.rate))
+        mask = draw_bernoulli_mask(torch.empty_like(values, requires_grad=False), 1 - self.rate)
+        return values * (mask / (1 - self.rate))
 
 
 class SlidingWindowAttention(nn.Module):
-    """Token t attends to the L tokens before it, and not to itself:
+    """Attention of token t to the L tokens before it, excluding itself.
 
     logit(t, j) = (q_t · k_{t−L+j} + q_t · p_j) / √e for j = 0 … L−1, softmax over j.
 
-    ``positions`` (e, L), p, serves all heads and all layers that share it. Maps have no bias.
+    ``positions`` (e, L), p, is shared by all heads, and by all layers that get it. Maps have no
+    bias.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
@@ -52,14 +49,16 @@ class SlidingWindowAttention(nn.Module):
     def forward(
         self, tokens: Tensor, before: Tensor, positions: Tensor, weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """tokens (B, M, d) after the L tokens ``before`` (B, L, d): what is attended, (B, M, d).
+        """Return attended tokens (B, M, d), for tokens (B, M, d) after ``before`` (B, L, d).
 
-        With ``weights`` also how much of each token of the block, (B, M, M), mean over heads; what
-        lies before the block is left out, so rows sum to less than 1.
+        With ``weights`` also the weights within the block, (B, M, M), averaged over heads; tokens
+        before the block are excluded, so that rows sum to less than 1.
         """
         block = tokens.shape[1]
-        every = torch.cat([before.to(tokens.dtype), tokens], dim=1)
-        query, key, value = self._split(self.query(tokens), self.key(every), self.value(every))
+        all_tokens = torch.cat([before.to(tokens.dtype), tokens], dim=1)
+        query, key, value = self._split(
+            self.query(tokens), self.key(all_tokens), self.value(all_tokens)
+        )
         logits = undo_relative_shift(query @ key.transpose(-2, -1))
         logits = logits + query @ positions.to(query.dtype)
         share = torch.softmax(logits.float() * query.shape[-1] ** -0.5, dim=-1).to(value.dtype)
@@ -69,33 +68,33 @@ class SlidingWindowAttention(nn.Module):
             return attended, None
         return attended, relative_shift(share).mean(dim=1)[..., -block:]
 
-    def _split(self, *each: Tensor) -> tuple[Tensor, ...]:
-        return tuple(one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in each)
+    def _split(self, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.unflatten(-1, (self.heads, -1)).transpose(1, 2) for value in values)
 
 
 def undo_relative_shift(values: Tensor) -> Tensor:
-    """(…, M, L + M) to (…, M, L): row t keeps its columns t … t + L − 1."""
-    *lead, block, whole = values.shape
+    """Return (…, M, L) of (…, M, L + M): row t keeps its columns t … t + L − 1."""
+    *lead, block, total = values.shape
     flat = pad(values.flatten(-2), (0, block))
-    return flat.view(*lead, block, whole + 1)[..., : whole - block]
+    return flat.view(*lead, block, total + 1)[..., : total - block]
 
 
 def relative_shift(values: Tensor) -> Tensor:
-    """(…, M, L) to (…, M, L + M): row t begins at column t, all else is 0."""
+    """Return (…, M, L + M) of (…, M, L): row t starts at column t, all else is 0."""
     *lead, block, span = values.shape
     flat = pad(values, (0, block + 1)).flatten(-2)
     return flat[..., : block * (span + block)].view(*lead, block, span + block)
 
 
-MU = 0.7  # how much of the momentum goes on to the next layer
-GAMMA_1 = 1.0  # step of Adam's first layer; a norm follows it, so it changes nothing
+MU = 0.7  # decay of the momentum per layer
+GAMMA_1 = 1.0  # step of Adam's first layer; without effect, as a norm follows
 GAMMA_2 = 1.0  # step of the momentum
 BETAS = (0.9, 0.999)
 EPS = 1e-8  # under the root
 
 
 class BlockState(NamedTuple):
-    """What goes from block to block: tokens (B, M, d), and the momentum (B, M, d) or None."""
+    """State between blocks: tokens (B, M, d), and the momentum (B, M, d) or None."""
 
     tokens: Tensor
     momentum: Tensor | None = None
@@ -119,7 +118,7 @@ class ReluMlp(FeedForward):
 
 
 class LanguageBlock(nn.Module):
-    """h ← LN₁(h + attention(h)), s = LN(h + f(h)), h ← LN₂(h + s): the residual stands twice.
+    """h ← LN₁(h + attention(h)), s = LN(h + f(h)), h ← LN₂(h + s), with two residuals.
 
     With momentum m ← μ m + γ₂ f(h) and s = LN(h − m).
     """
@@ -136,7 +135,7 @@ class LanguageBlock(nn.Module):
     def forward(
         self, state: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
     ) -> tuple[BlockState, Tensor, tuple]:
-        """before: (B, L, d), L tokens. Returns the output, the feed-forward's input, records."""
+        """Return the output, the feed-forward's input, and records; before: L tokens (B, L, d)."""
         tokens = state.tokens
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)
@@ -149,12 +148,12 @@ class LanguageBlock(nn.Module):
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the inner norm takes, and the momentum for the next block."""
+        """Return the inner norm's input, and the momentum for the next block."""
         return tokens + change, None
 
 
 class MomentumBlock(LanguageBlock):
-    """With the momentum of the blocks before; it is 0 at the first one."""
+    """A block with the momentum of previous blocks, 0 in the first."""
 
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
@@ -166,8 +165,8 @@ class MomentumBlock(LanguageBlock):
 class AdamBlock(MomentumBlock):
     """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)) with p = (1 − β₁) f, v = (1 − β₂) f².
 
-    Its moments are never accumulated over blocks, and the tokens cancel (MoGE's and MomentumSMoE's
-    code; both papers' text adds them). The blocks after it are a MomentumBlock.
+    Moments are not accumulated over blocks, and the tokens cancel (MoGE's and MomentumSMoE's code;
+    both papers' text adds them). Later blocks are a MomentumBlock.
     """
 
     def inner_residual(
@@ -180,9 +179,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """What all blocks got as input at the last L tokens of every stream of the whole batch,
-    (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
-    """
+    """Inputs of all blocks at the last L tokens of the batch's streams, (depth, B, L, d) fp32."""
 
     states: Tensor
 
@@ -191,14 +188,13 @@ class SegmentMemory(nn.Module):
         self.register_buffer("states", torch.zeros(depth, streams, span, width))
 
     def clear(self) -> None:
-        """All streams begin anew."""
         self.states.zero_()
 
-    def own(self) -> Tensor:
-        """Return those of this rank's streams, (depth, b, L, d)."""
+    def local_states(self) -> Tensor:
+        """Return the states of this rank's streams, (depth, b, L, d)."""
         rows = current_ranks().rows(self.states.shape[1])
         return self.states if rows is None else self.states[:, rows.to(self.states.device)]
 
-    def store_states(self, own: Tensor) -> None:
-        """Take over what this rank's streams have become, and those of all others."""
-        self.states = all_gather_rows(own.transpose(0, 1)).transpose(0, 1).contiguous()
+    def store_states(self, local: Tensor) -> None:
+        """Store the new states of this rank's streams, and all other ranks."""
+        self.states = all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()

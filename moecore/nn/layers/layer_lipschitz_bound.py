@@ -1,6 +1,6 @@
-"""Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, by the softmax of linear logits.
+"""Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, for the softmax of linear logits.
 
-n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2).
+n tokens, E experts, token width d. All matrix norms are spectral (ℓ2 → ℓ2).
 """
 
 import copy
@@ -22,29 +22,28 @@ from moecore.nn.routers.token_choice import router_logits
 DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy", "competition")
 _UNDEFINED = {
     "eigenbasis": (
-        "its scores are cosines with the attended token in the experts' bases, no linear map of "
-        "the token"
+        "its scores are cosines with the attended token in the experts' bases, not a linear map "
+        "of the token"
     ),
     "hash": "a fixed hash decides, so there are no probabilities that depend on the token",
-    "soft_slots": "its experts see mixtures of tokens: an output is no function of one token",
+    "soft_slots": "its experts see mixtures of tokens: outputs are not functions of one token",
     "merged": "its experts' parameters are mixed, not their outputs",
-    "expert_choice": "its experts choose among tokens: an output is no function of one token",
-    "teacher_routed": "the teacher's features decide, no linear map of the token",
+    "expert_choice": "its experts choose among tokens: outputs are not functions of one token",
+    "teacher_routed": "the teacher's features decide, not a linear map of the token",
 }
-_NUMBERS = 2**24  # of the experts' Jacobians at a time
+_NUMBERS = 2**24  # entries of the experts' Jacobians at a time
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class LemmaTerms(NamedTuple):
-    """The lemma at each token; all (n,), fp64.
+    """The terms of the lemma at each token; all (n,), fp64.
 
-    jacobian: ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through the softmax and the experts together.
-    experts: Σ_e p_e ‖∇f_e(x)‖₂, with each expert's own slope at x where the paper has its global
-    constant L_fe, which is never smaller.
-    router: ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; the (d, d) matrix is an outer
-    product, since f has d outputs.
+    jacobian: ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through softmax and experts. experts: Σ_e p_e
+    ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe, which is
+    never smaller. router: ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; a (d, d) outer
+    product, as f has d outputs.
     """
 
     jacobian: Tensor
@@ -53,29 +52,28 @@ class LemmaTerms(NamedTuple):
 
     @property
     def bound(self) -> Tensor:
-        """The right-hand side, (n,)."""
+        """Return the right-hand side, (n,)."""
         return self.experts + self.router
 
     @property
     def violated(self) -> Tensor:
-        """Return where the left side is larger by over 1e-6 of the right one, (n,): a bug."""
+        """Return where the left side exceeds the right by over 1e-6, relatively, (n,): a bug."""
         return self.jacobian > self.bound * (1 + 1e-6)
 
 
 def why_lemma_fails(router: str) -> str | None:
-    """Return why the lemma does not hold for a router of this kind; None where it does."""
+    """Return why the lemma does not hold for this kind of router; None if it holds."""
     if router in DEFINED:
         return None
-    reason = _UNDEFINED.get(router, "its weights are no softmax of linear logits")
+    reason = _UNDEFINED.get(router, "its weights are not a softmax of linear logits")
     return f"router {router}: {reason}"
 
 
 def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
-    """Both sides of Lemma 1 for the smooth form of an MoE layer, at its input tokens (n, d); fp64,
-    on the tokens' device.
+    """Return both sides of Lemma 1 for the smooth form of an MoE layer, at input tokens (n, d).
 
-    layer: an ``MoEFeedForward`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,),
-    as those of DEFINED; it is copied and left alone.
+    In fp64, on the tokens' device. layer: an ``MoEFeedForward`` whose router has a ``weight`` (E,
+    d) and possibly a ``bias`` (E,), as in DEFINED; it is copied, not changed.
     """
     router = frozen_double_copy(layer.router).to(tokens.device)
     experts = frozen_double_copy(layer.experts).to(tokens.device)
@@ -87,18 +85,18 @@ def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
 
 
 def dense_mixture_output(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
-    """f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
-    outputs = outputs_by_expert(experts, tokens, len(router.get_parameter("weight")))
+    """Return f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
+    outputs = compute_expert_outputs(experts, tokens, len(router.get_parameter("weight")))
     return torch.einsum("ne,end->nd", _router_probs(router, tokens), outputs)
 
 
-def outputs_by_expert(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
-    """The output (E, n, d) of each expert for each of the tokens (n, d)."""
+def compute_expert_outputs(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+    """Return the output (E, n, d) of each expert for each token (n, d)."""
     return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
 
 
 def _apply_each_expert(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
-    """Rows (E·n, d), the first n for the first expert and so on, to their outputs (E·n, d)."""
+    """Return outputs (E·n, d) for rows (E·n, d), sorted by expert, n per expert."""
     numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
     return experts(Rows(rows, numbers * (len(rows) // number)))
 
@@ -111,46 +109,43 @@ def _router_probs(router: nn.Module, tokens: Tensor) -> Tensor:
 def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> LemmaTerms:
     weight = router.get_parameter("weight")
     number = len(weight)
-    whole = row_jacobians(lambda x: dense_mixture_output(router, experts, x), tokens)
-    each = row_jacobians(
+    jacobians = row_jacobians(lambda x: dense_mixture_output(router, experts, x), tokens)
+    expert_jacobians = row_jacobians(
         lambda rows: _apply_each_expert(experts, rows, number), tokens.repeat(number, 1)
     )
-    slopes = torch.linalg.matrix_norm(each.unflatten(0, (number, -1)), ord=2)
+    slopes = torch.linalg.matrix_norm(expert_jacobians.unflatten(0, (number, -1)), ord=2)
     with torch.no_grad():
         probs = _router_probs(router, tokens)
-        outputs = outputs_by_expert(experts, tokens, number)
-        away = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
-        pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, away)
+        outputs = compute_expert_outputs(experts, tokens, number)
+        distances = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
+        pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, distances)
     return LemmaTerms(
-        torch.linalg.matrix_norm(whole, ord=2),
+        torch.linalg.matrix_norm(jacobians, ord=2),
         (probs.T * slopes).sum(dim=0),
         torch.linalg.matrix_norm(pulls, ord=2),
     )
 
 
 def frozen_double_copy(module: M) -> M:
-    """A copy in fp64 and evaluation mode, without gradients of parameters."""
+    """Return a copy in fp64 and evaluation mode, without parameter gradients."""
     return copy.deepcopy(module).double().eval().requires_grad_(False)
 
 
 def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Jacobian of each row of a function whose row b depends on row b of its input only: inputs
-    (B, …) and outputs (B, K) to (B, K, P).
-
-    One backward pass an output: grouped products have no forward-mode derivatives.
-    """
+    """Return Jacobians (B, K, P) of a row-wise function from inputs (B, …) to outputs (B, K)."""
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_(True)
         outputs = function(leaf).sum(dim=0)
+        # one backward pass per output: grouped products have no forward-mode derivatives
         rows = [torch.autograd.grad(output, leaf, retain_graph=True)[0] for output in outputs]
     return torch.stack(rows, dim=1).flatten(2)
 
 
 def soften_model(model: nn.Module) -> nn.Module:
-    """Return the model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
+    """Return a copy whose MoE layers are Σ_e probs_e · expert_e(x); parameters are shared.
 
-    Equal to the true model where all experts are chosen with their probs as weights (noisy top-k at
-    k = E). Soft slots and merged experts stay: every expert already has its part in every token.
+    Equal to the model if all experts are chosen with their probs as weights (noisy top-k at k = E).
+    Soft slots and merged experts do not change: every expert already contributes to every token.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
@@ -160,7 +155,7 @@ def soften_model(model: nn.Module) -> nn.Module:
 
 
 class AllExpertsRouter(nn.Module):
-    """A router that sends tokens (B, T, d) to all experts, weighted by the probs inside."""
+    """A router that sends tokens (B, T, d) to all experts, weighted by the inner router's probs."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -172,6 +167,6 @@ class AllExpertsRouter(nn.Module):
         plan, record = self.router(tokens, context)
         if isinstance(plan, SlotsPlan | MergedPlan):
             return plan, record
-        everyone = SparsePlan.to_all(record.probs)
+        dense_plan = SparsePlan.to_all(record.probs)
         ones = torch.ones_like(record.probs)
-        return everyone, record._replace(load=ones, chosen=ones.bool(), combine=record.probs)
+        return dense_plan, record._replace(load=ones, chosen=ones.bool(), combine=record.probs)

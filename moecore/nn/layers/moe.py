@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: in the place of a block's feed-forward, or in anybody's module."""
+"""The mixture-of-experts layer: as a block's feed-forward, or alone in any module."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,51 +27,51 @@ TOKENS_ALONE = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash w
 
 
 class MoESettings(Config):
-    """Who routes, to which experts, and in which blocks."""
+    """Router, experts, and the blocks that have them."""
 
     router: Router
     experts: Experts
     blocks: Blocks = Field(
-        "last_2", description="with experts: every_2, last_2, all, or indices from 0"
+        "last_2", description="blocks with experts: every_2, last_2, all, or indices from 0"
     )
 
     @property
     def active_share(self) -> float:
-        """Share of the experts that one token uses."""
+        """Share of the experts that a token uses."""
         return self.scaled_router.active(self.experts.choices) / self.experts.choices
 
     @property
     def scaled_router(self) -> Router:
-        """Return ``scale_router_k`` of its router and experts."""
         return scale_router_k(self.router, self.experts)
 
     def build(self, width: int) -> "MoEFeedForward":
-        """Return ``build_moe_feed_forward`` of its router and experts."""
         return build_moe_feed_forward(self.router, self.experts, width)
 
     def check_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
-        """Raise UserError for a router that reads what no text has or, if causal, looks ahead.
+        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead.
 
-        truth: whether this text says the kinds of its tokens, as that of the source ciphers.
+        truth: whether the kinds of this text's tokens are known, as in the source ciphers.
         """
-        there = frozenset({"truth"} if truth else ())
-        if lacking := sorted(self.router.wants & NOT_IN_TEXTS - there):
-            problem = f"found {self.router.kind}, which reads {', '.join(lacking)}"
-            raise UserError(f"{key}.kind: {problem}; this text has none; allowed: {CAUSAL}")
+        truth_fields = frozenset({"truth"} if truth else ())
+        if lacking := sorted(self.router.wants & NOT_IN_TEXTS - truth_fields):
+            raise UserError.at(
+                f"{key}.kind",
+                found=f"{self.router.kind}, which reads {', '.join(lacking)}; this text has none",
+                allowed=CAUSAL,
+            )
         if causal:
             self.router.check_causal(key)
 
     def indices(self, depth: int) -> tuple[int, ...]:
-        """Return ``sparse_block_indices`` of its blocks."""
+        """Return the indices of its blocks in a model of ``depth`` blocks."""
         return sparse_block_indices(self.blocks, depth)
 
 
 def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
-    """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
+    """Return the indices, ascending from 0, of the blocks with experts.
 
-    all: every one.  every_2: the odd ones (the papers' even blocks, which count from 1).
-    last_2: the last two odd ones.
-    Raises UserError where ``depth`` has no such blocks.
+    all: every block.  every_2: odd indices (the papers' even blocks, counted from 1).  last_2: the
+    last two odd indices. Raises UserError if ``depth`` is too small.
     """
     if blocks == "all":
         return tuple(range(depth))
@@ -81,17 +81,21 @@ def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
     if blocks == "last_2" and len(odd) >= 2:
         return odd[-2:]
     if isinstance(blocks, str) and blocks not in ("every_2", "last_2"):
-        raise UserError(f"blocks: found {blocks}; allowed: every_2, last_2, all, or indices from 0")
+        raise UserError.at(
+            "blocks", found=blocks, allowed="every_2, last_2, all, or indices from 0"
+        )
     if isinstance(blocks, str):
-        raise UserError(
-            f"blocks: {blocks}, but a model of {depth} blocks has only {len(odd)} with "
-            "an odd index; allowed: a list of blocks"
+        raise UserError.at(
+            "blocks",
+            found=f"{blocks}, but a model of {depth} blocks has only {len(odd)} odd indices",
+            allowed="a list of blocks",
         )
     chosen = tuple(sorted(set(blocks)))
     if not chosen or len(chosen) != len(blocks) or chosen[0] < 0 or chosen[-1] >= depth:
-        raise UserError(
-            f"blocks: {list(blocks)}; give at least one index, each once, from 0 to "
-            f"{depth - 1} (a model of {depth} blocks)"
+        raise UserError.at(
+            "blocks",
+            found=list(blocks),
+            allowed=f"one or more different indices from 0 to {depth - 1}, of {depth} blocks",
         )
     return chosen
 
@@ -108,9 +112,9 @@ class MoEFeedForward(FeedForward):
         shared: ExpertsModule | None = None,
         zero_computation: ZeroComputationExperts | None = None,
     ) -> None:
-        """``wants``: what of the context the router reads; ``lends``: what experts provide;
-        ``shared``: an expert that every token uses with weight 1; ``zero_computation``: experts
-        without a network, the last that the router chooses among.
+        """Build a layer that reads the ``wants`` of its context; ``lends``: what experts provide.
+
+        shared: an expert for every token, weight 1.  zero_computation: the router's last choices.
         """
         super().__init__()
         self.router = router
@@ -119,7 +123,7 @@ class MoEFeedForward(FeedForward):
         self.zero_computation = zero_computation
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
-        # in place of ``experts``, which other ranks share
+        # replaces ``experts`` if they are sharded over ranks
         self.sharded_experts: ShardedExperts | None = None
 
     def forward(
@@ -129,12 +133,12 @@ class MoEFeedForward(FeedForward):
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
         if self.training and "outputs" in self.wants and not context.progress:
-            # all experts once, for the router to look at and for the tokens
-            every = SparsePlan.to_all(tokens.new_ones(*tokens.shape[:2], self.number))
-            rows = experts(every.dispatch(tokens))
-            context = context._replace(outputs=every.outputs_by_choice(rows))
+            # compute all experts once, for the router and for the output
+            dense_plan = SparsePlan.to_all(tokens.new_ones(*tokens.shape[:2], self.number))
+            rows = experts(dense_plan.dispatch(tokens))
+            context = context._replace(outputs=dense_plan.outputs_by_choice(rows))
             _, record = self.router(tokens, context)
-            output = every._replace(weights=record.combine).combine(rows)
+            output = dense_plan._replace(weights=record.combine).combine(rows)
         else:
             plan, record = self.router(tokens, context)
             output = self.compute_networks(experts, tokens, plan, record)
@@ -152,10 +156,7 @@ class MoEFeedForward(FeedForward):
         plan: Any,
         record: RoutingRecord,
     ) -> Tensor:
-        """Return the networks' outputs for tokens (B, T, d), by the plan alone.
-
-        A layer that is exported computes them by the ``record`` alone (exportable_moe.py).
-        """
+        """Return outputs for tokens (B, T, d) by the plan; exported layers use ``record``."""
         plan = self.plan_networks(plan)
         return plan.combine(apply_experts_to_rows(experts, plan.dispatch(tokens)))
 
@@ -167,20 +168,18 @@ class MoEFeedForward(FeedForward):
 
     @property
     def number(self) -> int:
-        """Return how many networks the router chooses among."""
+        """Number of networks that the router chooses among."""
         return len(next(self.experts.parameters()))
 
 
 def apply_experts_to_rows(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
-    """Rows (R, d) to the experts' outputs (R, d); with ``shares`` to those of one expert a group,
-    whose parameters are the experts' in these shares.
-    """
+    """Return the experts' outputs (R, d); with ``shares``, of each group's merged expert."""
     if rows.shares is None:
         return experts(rows)
     assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
     merged = {
-        name: torch.tensordot(rows.shares.to(one.dtype), one, dims=1)
-        for name, one in experts.named_parameters()
+        name: torch.tensordot(rows.shares.to(parameter.dtype), parameter, dims=1)
+        for name, parameter in experts.named_parameters()
     }
     return functional_call(experts, merged, (rows,))
 
@@ -191,15 +190,24 @@ def update_routers(
 ) -> None:
     """End a training step: routers with a balance (bias, quantile) learn from its ``records``.
 
-    Once after each step of the optimizer, and on every rank, with the records of that step's
-    forward pass: one of each MoE layer of ``model``, in their order (of a foreign model as
-    ``trace`` collects them). progress: share of the training that is done. Raises UserError where
-    there are not as many records as layers.
+    Call it once after each optimizer step, on every rank.
+
+    Args:
+        model: the model or a module with MoE layers.
+        records: the step's records, one per MoE layer, in the layers' order (for a foreign model as
+            ``trace`` collects them).
+        progress: share of the training that is done.
+
+    Raises:
+        UserError: if the numbers of records and layers differ.
     """
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     if len(layers) != len(records):
-        problem = f"found {len(records)} for {len(layers)} MoE layers"
-        raise UserError(f"records: {problem}; allowed: those of one forward pass")
+        raise UserError.at(
+            "records",
+            found=f"{len(records)} for {len(layers)} MoE layers",
+            allowed="the records of one forward pass",
+        )
     for place, layer in enumerate(layers):
         after_step = getattr(layer.router, "after_step", None)
         if after_step is not None:
@@ -207,43 +215,58 @@ def update_routers(
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:
-    """Return the router with k in pieces where experts are split (``fine``), else as it is.
-
-    Raises UserError where it has no k, or where shared pieces leave a token none to choose.
-    """
+    """Return the router with k in pieces if experts are split (``fine``), or UserError."""
     fine = getattr(experts, "fine", None)
     if fine is None:
         return router
     k = getattr(router, "k", None)
     if k is None:
-        problem = f"found {fine}, but the router {router.kind} has no k, which is to grow alike"
-        raise UserError(f"experts.fine: {problem}; allowed: null")
+        raise UserError.at(
+            "experts.fine",
+            found=f"{fine}, but the router {router.kind} has no k to scale",
+            allowed="null",
+        )
     if (chosen := experts.scale_k(k)) < 1:
-        problem = f"found {k}, so {k * fine} pieces, of which {k * fine - chosen} are shared"
-        raise UserError(f"router.k: {problem}; allowed: more, or fewer experts.shared")
+        raise UserError.at(
+            "router.k",
+            found=f"{k}, so {k * fine} pieces, {k * fine - chosen} of them shared",
+            allowed="more, or fewer experts.shared",
+        )
     return router.with_k(chosen)
 
 
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
-    """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
+    """Return a layer for tokens of this width; UserError if router and experts do not fit."""
     for name, none in (("dropout", "0"), ("zero_computation", "null")):
-        if (asked := getattr(experts, name, None)) and not router.chooses_per_token:
-            whole = f"the router {router.kind} gives experts no single choices of tokens"
-            raise UserError(f"experts.{name}: found {asked}, but {whole}; allowed: {none}")
+        if (value := getattr(experts, name, None)) and not router.chooses_per_token:
+            raise UserError.at(
+                f"experts.{name}",
+                found=f"{value}, but with the router {router.kind} tokens do not choose experts",
+                allowed=none,
+            )
     if experts.choices > experts.networks and "outputs" in router.wants:
-        problem = f"found some beside the router {router.kind}, which compares what networks say"
-        raise UserError(f"experts.zero_computation: {problem}; allowed: null")
+        raise UserError.at(
+            "experts.zero_computation",
+            found=f"some, with the router {router.kind}, which compares outputs of networks",
+            allowed="null",
+        )
     module = experts.build(width)
     scaled = scale_router_k(router, experts)
     routing = scaled.build(width, experts.choices, module.lent_basis())
-    further = experts.build_shared(width), experts.build_zero_computation(width)
-    return MoEFeedForward(routing, module, router.wants, experts.provides, *further)
+    return MoEFeedForward(
+        routing,
+        module,
+        router.wants,
+        experts.provides,
+        experts.build_shared(width),
+        experts.build_zero_computation(width),
+    )
 
 
 def build_feed_forwards(
     moe: MoESettings | None, width: int, depth: int, build_dense: Callable[[], FeedForward]
 ) -> list[FeedForward]:
-    """Return those of ``depth`` blocks: with experts where ``moe`` has them, else dense."""
+    """Return the feed-forwards of ``depth`` blocks: with experts where ``moe`` says, else dense."""
     if moe is None:
         return [build_dense() for _ in range(depth)]
     sparse = moe.indices(depth)
@@ -251,15 +274,22 @@ def build_feed_forwards(
 
 
 class MoELayer(nn.Module):
-    """A layer by itself: ``layer(tokens)`` returns tokens of the shape that it was given.
+    """A mixture-of-experts layer for any module: ``layer(tokens)`` returns tokens of equal shape.
 
-    tokens: (N, d), (B, T, d) or (B, H, W, d), floating point; ``trace`` gives its record, of fields
-    (B, T, E), with T = H·W for a grid and B = 1 for (N, d).
+    tokens: (N, d), (B, T, d) or (B, H, W, d), floating point. ``trace`` collects its records, with
+    fields (B, T, E); T = H·W for a grid and B = 1 for (N, d).
     """
 
     def __init__(self, width: int, router: Router, experts: Experts) -> None:
-        """``width`` is d. Raises UserError for a router that reads more than tokens, or whose own
-        loss reads more than records.
+        """Build a layer.
+
+        Args:
+            width: d of the tokens.
+            router: settings of a router that reads only tokens.
+            experts: settings of the experts.
+
+        Raises:
+            UserError: for a router that reads more than tokens, or whose loss does.
         """
         super().__init__()
         check_reads_tokens_alone(router, experts)
@@ -269,9 +299,12 @@ class MoELayer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.ndim < 2 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
-            problem = f"found {tokens.dtype} of shape {tuple(tokens.shape)}"
-            allowed = f"(N, {self.width}), (B, T, {self.width}) or (B, H, W, {self.width})"
-            raise UserError(f"tokens: {problem}; allowed: floating point of shape {allowed}")
+            shapes = f"(N, {self.width}), (B, T, {self.width}) or (B, H, W, {self.width})"
+            raise UserError.at(
+                "tokens",
+                found=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
+                allowed=f"floating point of shape {shapes}",
+            )
         batch = 1 if tokens.ndim == 2 else len(tokens)
         output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
         if self.records is not None and not is_in_backward_pass():
@@ -280,15 +313,19 @@ class MoELayer(nn.Module):
 
 
 def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
-    """Raise UserError for a router that reads, or whose own loss reads, what only a whole model or
-    a training knows.
-    """
+    """Raise UserError for a router that reads, or whose loss reads, more than a layer's tokens."""
     lacking = sorted(router.wants - experts.provides)
     if router.phase(0.0) != router.phase(1.0):
         lacking.append("the training's progress")
     if lacking:
-        problem = f"found {router.kind}, which reads {', '.join(lacking)}"
-        raise UserError(f"router: {problem}; a layer by itself has none; allowed: {TOKENS_ALONE}")
+        raise UserError.at(
+            "router",
+            found=f"{router.kind}, which reads {', '.join(lacking)}; a single layer has none",
+            allowed=TOKENS_ALONE,
+        )
     if router.own_loss is not None:
-        problem = f"found {router.kind}, whose loss {router.own_loss} reads a whole model"
-        raise UserError(f"router: {problem}, not its records; allowed: {TOKENS_ALONE}")
+        raise UserError.at(
+            "router",
+            found=f"{router.kind}, whose loss {router.own_loss} reads more than records",
+            allowed=TOKENS_ALONE,
+        )

@@ -10,10 +10,7 @@ from torch.nn.functional import avg_pool3d, gelu, interpolate, linear
 
 
 def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
-    """Images or volumes (B, C, *pixels) to patches (B, P, C·∏ sides), the last axis fastest.
-
-    Raises ValueError where patches do not tile them.
-    """
+    """Return patches (B, P, C·∏ sides) of images or volumes (B, C, *pixels), last axis fastest."""
     batch, channels, *sizes = images.shape
     lengths = []
     for size, side in zip(sizes, sides, strict=True):
@@ -30,11 +27,10 @@ def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) images → (B, H/p · W/p, width) tokens in row-major order; volumes
-    (B, C, D, H, W) with three ``axes``.
+    """Map images (B, C, H, W), or volumes with three ``axes``, to tokens (B, P, width).
 
-    ``proj`` has the shape of timm's convolution (width, C, p, p), so that its weights load; as
-    patches do not overlap, the product over flattened patches is the same sum, and faster on CPU.
+    ``proj`` has the shape of timm's convolution, so that its weights load; as patches do not
+    overlap, a product with flattened patches is the same sum, and faster on CPU.
     """
 
     def __init__(self, channels: int, patch: int, width: int, axes: int = 2) -> None:
@@ -50,7 +46,7 @@ class PatchEmbed(nn.Module):
 
 
 class NormedPatchEmbed(PatchEmbed):
-    """Patches of images, with a norm behind them (Swin)."""
+    """Patch embedding of images, followed by a norm (Swin)."""
 
     def __init__(self, channels: int, patch: int, width: int, eps: float) -> None:
         super().__init__(channels, patch, width)
@@ -61,7 +57,7 @@ class NormedPatchEmbed(PatchEmbed):
 
 
 class PooledLinearStem(nn.Module):
-    """(B, C, D, H, W) → (B, P, width): each cube as ``pool``³ means, then a linear map."""
+    """Map volumes (B, C, D, H, W) to (B, P, width): ``pool``³ means per cube, then a linear map."""
 
     def __init__(self, channels: int, patch: int, width: int, pool: int) -> None:
         super().__init__()
@@ -73,12 +69,11 @@ class PooledLinearStem(nn.Module):
 
 
 class ConvStem3d(nn.Module):
-    """(B, C, D, H, W) → (B, P, width): two 3³ convolutions of stride 2 with normalisation and GELU,
-    then a linear map of what each cube became.
+    """Map volumes (B, C, D, H, W) to (B, P, width): two 3³ convolutions of stride 2, a linear map.
 
-    A cube sees two voxels beyond its border at the two convolutions. The norm is over a volume's
-    channels and voxels (one group): a norm over the batch would couple volumes, and without one
-    some trainings stay at the median age.
+    Normalisation and GELU follow each convolution, through which a cube sees two voxels beyond its
+    border. The norm is over all channels and voxels of a volume: a batch norm would couple volumes,
+    and without a norm some trainings stay at the median age.
     """
 
     def __init__(self, channels: int, patch: int, width: int, hidden: int) -> None:
@@ -87,7 +82,7 @@ class ConvStem3d(nn.Module):
         self.second = nn.Conv3d(hidden, 2 * hidden, kernel_size=3, stride=2, padding=1)
         self.norms = nn.ModuleList(nn.GroupNorm(1, channels) for channels in (hidden, 2 * hidden))
         self.embed = PatchEmbed(2 * hidden, patch // 4, width, axes=3)
-        # channels last: in fp32 half the time of a forward pass on the CPU
+        # channels last: halves the time of a forward pass in fp32 on the CPU
         for layer in (self.first, self.second):
             layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last_3d)
 
@@ -106,13 +101,11 @@ def resize_positions(
     mode: Interpolation = "bilinear",
     old: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Interpolate (1, prefix + patches, width) position embeddings of the grid ``old``
-    (None: a square one) to the grid ``size``.
+    """Interpolate position embeddings (1, prefix + patches, width) from grid ``old`` to ``size``.
 
-    The first ``prefix`` embeddings (class and distillation token) are kept as they are. Three axes
-    are interpolated linearly.
-    Raises ValueError where the patches do not form the grid.
-    Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
+    old: None for a square grid. The first ``prefix`` embeddings (class and distillation token) do
+    not change. Volumes are interpolated linearly. Raises ValueError if the patches do not form the
+    grid. Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
     """
     special = positions[:, :prefix]
     patches = positions[:, prefix:]
@@ -128,7 +121,7 @@ def resize_positions(
         return positions
     grid = patches.reshape(1, *old, -1).movedim(-1, 1).float()
     if len(size) == 3:
-        # torch smooths no volumes when it shrinks them
+        # torch has no antialiasing of volumes
         grid = interpolate(grid, size=size, align_corners=False, mode="trilinear")
     else:
         grid = interpolate(grid, size=size, align_corners=False, mode=mode, antialias=True)
@@ -136,13 +129,11 @@ def resize_positions(
 
 
 def sinusoidal_positions(grid: tuple[int, ...], width: int) -> Tensor:
-    """Fixed embeddings (1, patches, width) of a grid of patches, the last axis fastest: sines and
-    cosines of the place along each axis.
+    """Return fixed embeddings (1, patches, width) of a grid, last axis fastest: sines and cosines.
 
-    Each axis has an equal part of the width, first its sines, then its cosines, at wavelengths from
-    2π to 2π·10⁴ patches.
-    Raises ValueError unless twice the number of axes divides the width. Source: Vaswani et al.
-    (2017), §3.5, one axis after another.
+    Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π to
+    2π·10⁴ patches. Raises ValueError unless twice the number of axes divides the width. Source:
+    Vaswani et al. (2017), §3.5, applied per axis.
     """
     if width % (2 * len(grid)):
         raise ValueError(
@@ -169,9 +160,9 @@ def renormalise_patch_embedding(
     old: tuple[Sequence[float], Sequence[float]],
     new: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[Tensor, Tensor]:
-    """A patch embedding (d, C, …) that gives of pixels with the new (means, deviations) what it
-    gave with the old: (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s, channel by channel. As it is
-    where the channels are not as many: it fits no such pixels.
+    """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before.
+
+    (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel.
     """
     if len(old[0]) != len(new[0]) or tuple(map(tuple, old)) == tuple(map(tuple, new)):
         return kernel, bias
@@ -181,5 +172,5 @@ def renormalise_patch_embedding(
         for values in (*old, *new)
     )
     exact = kernel.double()
-    moved = (exact * ((new_mean - mean) / std)).flatten(1).sum(dim=1)
-    return (exact * (new_std / std)).to(kernel), (bias.double() + moved).to(bias)
+    shift = (exact * ((new_mean - mean) / std)).flatten(1).sum(dim=1)
+    return (exact * (new_std / std)).to(kernel), (bias.double() + shift).to(bias)

@@ -1,10 +1,10 @@
-"""Windows of a grid of tokens, attention inside them, and the blocks around it, with timm's names.
+"""Windows of a grid of tokens, attention within them, and its blocks, with timm's names.
 
 Swin V1 (Liu et al. 2021), Swin V2 (Liu et al. 2022), and Swin-MoE's mixture of the two (Hwang et
-al. 2023), which MoGE trains. Windows are shifted or not.
+al. 2023), which MoGE trains.
 
-B images, T tokens of a grid (rows × columns, columns fastest), W windows of n tokens, h heads, d
-width.
+B images, T tokens of a grid (rows × columns, columns fastest), W windows of n tokens, h heads,
+width d.
 """
 
 import math
@@ -24,13 +24,13 @@ Grid = tuple[int, ...]
 
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
 EPS = 1e-5  # of every norm
-LOWEST_TEMPERATURE = 0.01  # of cosine attention
-HIDDEN = 512  # of the MLP of a continuous position bias
-FAR = 8.0  # the farthest place in a window, before the logarithm
+MIN_TEMPERATURE = 0.01  # of cosine attention
+HIDDEN = 512  # width of the MLP of a continuous position bias
+MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, before the logarithm
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """The window per axis, at most the grid's length, and its shift: half, or none if it spans."""
+    """Return window and shift per axis; a window spans at most the grid, and then has no shift."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -40,12 +40,11 @@ def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid
 
 
 class Windows(nn.Module):
-    """Cuts (B, T, d) into windows (B, W, n, d), and back; one gather each.
+    """Cut tokens (B, T, d) into windows (B, W, n, d), and join them; one gather each.
 
-    A grid that the window does not divide is padded on its last sides first and shifted then: what
-    lies in one window, and shows parts of the image that do not touch, is kept apart by ``mask``,
-    (W, n, n), 0 or −∞ (None where all may see each other), and so is padding from tokens. On other
-    grids these are the windows and masks of the paper.
+    If the window does not divide the grid, the grid is padded at its ends, then shifted. ``mask``
+    (W, n, n), 0 or −∞, separates parts of a window that do not touch in the image, and tokens from
+    padding; None if there are no such parts. On other grids, windows and masks are the paper's.
     """
 
     places: Tensor
@@ -60,37 +59,35 @@ class Windows(nn.Module):
         places, back, mask = _gather_indices(grid, self.size, self.shift)
         self.number, self.length = places.shape
         self.padded = places.numel() != self.tokens
-        # not persistent: all follows from the sizes
+        # not persistent: determined by the sizes
         self.register_buffer("places", to_build_device(places.flatten()), persistent=False)
         self.register_buffer("back", to_build_device(back), persistent=False)
         self.register_buffer("mask", to_build_device(mask), persistent=False)
 
     def cut(self, tokens: Tensor) -> Tensor:
-        """(B, T, d) to (B, W, n, d); zeros where there is padding."""
+        """Return windows (B, W, n, d) of tokens (B, T, d); padding is 0."""
         cut = _GatherPadded.apply(tokens, self.places, self.back, self.padded, False)
         return cut.unflatten(1, (self.number, self.length))
 
     def join(self, windows: Tensor) -> Tensor:
-        """(B, W, n, d) to (B, T, d); padding is dropped."""
+        """Return tokens (B, T, d) of windows (B, W, n, d) without padding."""
         return _GatherPadded.apply(
             windows.flatten(1, 2), self.back, self.places, False, self.padded
         )
 
-    def whole(self, attention: Tensor) -> Tensor:
-        """Attention inside the windows, (B, W, n, n), as that of all tokens, (B, T, T)."""
+    def expand_attention(self, attention: Tensor) -> Tensor:
+        """Return attention within windows (B, W, n, n) as attention of all tokens (B, T, T)."""
         rows = self.places.view(self.number, self.length, 1)
         columns = rows.transpose(1, 2)
-        real = (rows < self.tokens) & (columns < self.tokens)
-        flat = torch.where(real, rows * self.tokens + columns, self.tokens**2).flatten()
+        is_token = (rows < self.tokens) & (columns < self.tokens)
+        flat = torch.where(is_token, rows * self.tokens + columns, self.tokens**2).flatten()
         full_attention = attention.new_zeros(len(attention), self.tokens**2 + 1)
         full_attention = full_attention.index_copy(1, flat, attention.flatten(1))
         return full_attention[:, :-1].unflatten(1, (self.tokens, self.tokens))
 
 
 class _GatherPadded(Function):
-    """``values[:, index]``, whose gradient is the gather with the inverse, as each row is taken
-    once. An index one behind the last row is padding: zeros.
-    """
+    """Return ``values[:, index]`` of distinct rows, T for zeros; the gradient is a gather too."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]
@@ -112,15 +109,13 @@ class _GatherPadded(Function):
 
 
 def to_build_device(tensor: Tensor | None) -> Tensor | None:
-    """The tensor on the device that models are being built on, shared by modules."""
+    """Move a tensor to the device on which models are being built; modules share it."""
     return None if tensor is None else tensor.to(torch.get_default_device())
 
 
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return where every place of every window (W, n) comes from, the inverse (T,), and the mask
-    (W, n, n); on the CPU, whatever models are being built on: the same for all blocks.
-    """
+    """Return each window place's token (W, n), the inverse (T,), and the mask (W, n, n); on CPU."""
     with torch.device("cpu"):
         places, labels = _lay_out_windows(grid, size, shift)
         tokens = math.prod(grid)
@@ -133,14 +128,14 @@ def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor
 
 
 def _lay_out_windows(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
-    """Of every place (W, n) its token, T for padding, and a label of who sees whom."""
+    """Return the token of each place (W, n), T for padding, and labels: equal ones attend."""
     rows, columns = grid
     full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
     tokens = torch.full(full, rows * columns, dtype=torch.int64)
     tokens[:rows, :columns] = torch.arange(rows * columns).view(rows, columns)
-    tokens = torch.roll(tokens, [-one for one in shift], (0, 1))
+    tokens = torch.roll(tokens, [-offset for offset in shift], (0, 1))
     wrapped = [
-        torch.arange(length) >= length - one for length, one in zip(full, shift, strict=True)
+        torch.arange(length) >= length - offset for length, offset in zip(full, shift, strict=True)
     ]
     labels = 2 * wrapped[0].long()[:, None] + wrapped[1].long()[None, :]
     labels = labels.masked_fill(tokens == rows * columns, 4)
@@ -154,10 +149,10 @@ def _cut_windows(values: Tensor, size: Grid) -> Tensor:
 
 
 class PatchMerging(nn.Module):
-    """2 × 2 tokens become one of twice the width: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d).
+    """Merge 2 × 2 tokens into one of twice the width: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d).
 
-    An odd grid is padded by zeros on its last sides. ``post_norm``: the norm follows the linear map
-    (Swin V2), and otherwise comes before it. Names are timm's.
+    An odd grid is padded with zeros at its ends. With ``post_norm`` the norm follows the linear map
+    (Swin V2), otherwise it precedes the map. Names are timm's.
     """
 
     def __init__(self, grid: Grid, width: int, post_norm: bool) -> None:
@@ -181,13 +176,13 @@ class PatchMerging(nn.Module):
 
 
 def merged_grid(grid: Grid) -> Grid:
-    """The grid behind a ``PatchMerging``."""
+    """Return the grid after a ``PatchMerging``."""
     return tuple(math.ceil(length / 2) for length in grid)
 
 
 @lru_cache(maxsize=64)
 def pair_index(size: Grid) -> Tensor:
-    """(n, n) int64: which of the (2·rows − 1)(2·columns − 1) differences of place a pair has."""
+    """Return each pair's relative position, (n, n) int64, of (2·rows − 1)(2·columns − 1)."""
     with torch.device("cpu"):
         axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
         places = torch.stack(axes).flatten(1)
@@ -198,20 +193,24 @@ def pair_index(size: Grid) -> Tensor:
 
 @lru_cache(maxsize=64)
 def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
-    """((2·rows − 1)(2·columns − 1), 2): sign(d)·log₂(|d| + 1) / log₂ 8 of each difference of place
-    d, where the farthest place of a window (of ``pretrained`` where given) is 8.
+    """Return sign(d)·log₂(|d| + 1) / log₂ 8 of all relative positions d.
+
+    Shape ((2·rows − 1)(2·columns − 1), 2). The largest distance in a window (in ``pretrained``, if
+    given) is scaled to 8.
     """
     with torch.device("cpu"):
         axes = [
-            torch.arange(1 - length, length, dtype=torch.float32) * FAR / max(1, before - 1)
+            torch.arange(1 - length, length, dtype=torch.float32)
+            * MAX_DISTANCE
+            / max(1, before - 1)
             for length, before in zip(size, pretrained or size, strict=True)
         ]
         apart = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
-        return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(FAR)
+        return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(MAX_DISTANCE)
 
 
 class ContinuousBias(nn.Sequential):
-    """An MLP of the difference of place of two tokens: (…, 2) to (…, h)."""
+    """An MLP of the relative position of two tokens: (…, 2) to (…, h)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__(
@@ -225,12 +224,12 @@ class ContinuousBias(nn.Sequential):
 
 
 class WindowAttention(nn.Module):
-    """Self-attention of (B, T, d) inside windows, with a bias for each difference of place.
+    """Self-attention of (B, T, d) within windows, with a bias per relative position.
 
-    swin: q·k/√(d/h) and a table of biases. swin_moe: the same with biases that an MLP gives.
-    swin_v2: the cosine of q and k times a learned factor a head (at most 100), and 16·sigmoid of
-    such biases; keys have no bias.
-    Returns the attended tokens and, where asked for, the weights (B, T, T) averaged over heads.
+    swin: q·k/√(d/h) and a table of biases. swin_moe: likewise, with biases from an MLP. swin_v2:
+    the cosine of q and k times a learned factor per head (at most 100), and 16·sigmoid of such
+    biases; keys have no bias. Returns the attended tokens and, if requested, the weights (B, T, T)
+    averaged over heads.
     """
 
     pairs: Tensor
@@ -279,15 +278,15 @@ class WindowAttention(nn.Module):
                 query, key, value, attn_mask=bias.to(query.dtype), scale=1.0
             )
             return self._merge_heads(mixed), None
-        each = torch.softmax(query @ key.transpose(-2, -1) + bias, dim=-1)
-        merged = self._merge_heads(each.to(value.dtype) @ value)
+        weights_by_head = torch.softmax(query @ key.transpose(-2, -1) + bias, dim=-1)
+        merged = self._merge_heads(weights_by_head.to(value.dtype) @ value)
         if not weights:
             return merged, None
-        mean = each.unflatten(1, (self.windows.number, self.heads)).mean(dim=2)
-        return merged, self.windows.whole(mean)
+        mean = weights_by_head.unflatten(1, (self.windows.number, self.heads)).mean(dim=2)
+        return merged, self.windows.expand_attention(mean)
 
     def bias(self) -> Tensor:
-        """(h, n, n) fp32: what is added to the logits of each pair of a window."""
+        """Return the bias (h, n, n), fp32, of the logits of each pair in a window."""
         if self.coordinates is None:
             table = self.relative_position_bias_table
         else:
@@ -299,9 +298,9 @@ class WindowAttention(nn.Module):
             return 16 * bias.sigmoid()
         return bias
 
-    def _project_heads(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Windows (B, W, n, d) to query, key and value (B, W·h, n, d/h); the query is scaled."""
-        qkv = self.qkv(cut)
+    def _project_heads(self, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query (scaled), key and value (B, W·h, n, d/h) of windows (B, W, n, d)."""
+        qkv = self.qkv(windows)
         if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         batch, number, length, width = qkv.shape
@@ -309,13 +308,13 @@ class WindowAttention(nn.Module):
         query, key, value = split.permute(3, 0, 1, 4, 2, 5).flatten(2, 3).unbind(0)
         if self.logit_scale is None:
             return query * query.shape[-1] ** -0.5, key, value
-        scale = self.logit_scale.clamp(max=-math.log(LOWEST_TEMPERATURE)).exp()
+        scale = self.logit_scale.clamp(max=-math.log(MIN_TEMPERATURE)).exp()
         scale = scale.repeat(number, 1, 1)
         query = normalize(query, dim=-1) * scale.to(query.dtype)
         return query, normalize(key, dim=-1), value
 
     def _add_window_mask(self, bias: Tensor) -> Tensor:
-        """(W·h, n, n): the bias in every window, −∞ where tokens may not see each other."""
+        """Return the bias of every window (W·h, n, n), −∞ between tokens that must not attend."""
         mask = self.windows.mask
         if mask is None:
             return bias.repeat(self.windows.number, 1, 1)
@@ -327,10 +326,10 @@ class WindowAttention(nn.Module):
 
 
 class PostNormBlock(Block):
-    """x + norm1(attention(x)), then x + norm2(feed_forward(x)): Swin V2's. Gains start at 0.
+    """x + norm1(attention(x)), then x + norm2(feed_forward(x)): Swin V2. Gains start at 0.
 
-    A mixture of experts with k = 1 gives its router almost no task gradient here: the norm takes
-    away the length that the router's weight gave to what the expert said.
+    With a mixture of experts at k = 1, the router has almost no task gradient: the norm removes the
+    length that its weight gave to the expert's output.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who sends which token to which expert: a family of parts, each a file (see base.py)."""
+"""Routers, which decide which token goes to which expert: a family of parts (see base.py)."""
 
 from moecore.core.config import offer_classes
 

@@ -1,7 +1,7 @@
-"""Competition (CompeteSMoE, Nguyen et al. 2025): in some steps those experts are chosen that answer
-strongest, and the router learns who they were.
+"""Competition (CompeteSMoE, Nguyen et al. 2025): the experts with the strongest outputs are chosen.
 
-B images, T tokens per image, E experts, k chosen per token, d width.
+In some training steps all experts compute, and the router learns which are strongest. B images, T
+tokens per image, E experts, k chosen per token, width d.
 """
 
 from typing import Literal
@@ -21,75 +21,71 @@ from moecore.nn.routers.token_choice import FLOOR, gate_weights, plan_and_record
 
 
 class Competition(Router):
-    """Top-k of a softmax, renormalised; in a few steps of a training a layer computes all experts,
-    and the k with the largest mean softplus of their outputs are chosen.
+    """Choose the top k of a softmax, renormalised; in a few training steps experts compete.
 
-    Such a step takes E / k times the experts' time. Its penalty is part of the objective.
+    In such a step a layer computes all experts, which takes E / k times the experts' time, and the
+    k with the largest mean softplus of their outputs are chosen. Its penalty is part of the
+    objective.
     """
 
     kind: Literal["competition"] = "competition"
     k: int = Field(2, ge=1, description="experts per token")
     share: float = Field(
-        0.07, ge=0, le=1, description="chance that a layer's experts compete in a step"
+        0.07, ge=0, le=1, description="probability that a layer's experts compete in a step"
     )
-    warmup: float = Field(
-        0.05, ge=0, le=1, description="share of the training before which none compete"
-    )
+    warmup: float = Field(0.05, ge=0, le=1, description="share of the training before any compete")
     router_weight: float = Field(
         ge=0,
         allow_inf_nan=False,
-        description="weight of what teaches the router: the mean squared distance of its probs to "
-        "the softmax of the experts' strengths (the paper: 1e-3, its code: 1e-2)",
+        description="weight of the router's loss: the mean squared distance of its probs to the "
+        "softmax of the experts' strengths (paper 1e-3, code 1e-2)",
     )
     chosen_weight: float = Field(
         ge=0,
         allow_inf_nan=False,
-        description="the same over the chosen alone, times this, beside it (paper 0.2, code 0.1)",
+        description="factor of the same distance over chosen experts, added (paper 0.2, code 0.1)",
     )
     diversity_weight: float = Field(
         ge=0,
         allow_inf_nan=False,
-        description="weight of half the mean cosine between outputs of the chosen; it needs k ≥ 2",
+        description="weight of half the mean cosine between outputs of chosen experts; needs k ≥ 2",
     )
     bal_comp: float = Field(
         0.01,
         ge=0,
         allow_inf_nan=False,
-        description="weight of the balance loss on the experts' strengths, in the steps in which "
-        "they compete; 0: none",
+        description="weight of the balance loss on the strengths, in competing steps; 0: none",
     )
     balance: Balance | None = Field(
-        None, description="what shifts the choice by the softmax to an even load; null: nothing"
+        None, description="balancing of the load by shifting the choice by the softmax; null: none"
     )
 
     @model_validator(mode="after")
     def _several_to_be_diverse(self) -> "Competition":
         if self.k == 1 and self.diversity_weight:
-            problem = f"found {self.diversity_weight}, but with k = 1 no two are chosen"
-            raise ValueError(f"diversity_weight: {problem}; allowed: 0, or a larger k")
+            raise ValueError(
+                f"diversity_weight: found {self.diversity_weight}, but with k = 1 no two experts "
+                "are chosen; allowed: 0, or a larger k"
+            )
         return self
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError where the balance looks at other tokens."""
+        """Raise UserError if the balance reads other tokens."""
         if self.balance is not None:
             self.balance.check_causal(f"{key}.balance")
 
     @property
     def wants(self) -> frozenset[str]:
-        """Return that it reads what every expert says, in the steps in which they compete."""
         return frozenset({"outputs"})
 
     def phase(self, progress: float) -> float:
-        """0 where the layer's experts compete, drawn from the step's noise; 1 elsewhere, and in
-        evaluation, whose progress is 1.
-        """
+        """Return 0 if the layer's experts compete in this step, else 1, as in evaluation."""
         if not self.warmup <= progress < 1:
             return 1.0
-        # on the CPU whatever the model's device: equal on all ranks, and nobody waits for it
+        # on the CPU whatever the model's device: equal on all ranks, and the host does not wait
         return float(torch.rand((), device="cpu").item() >= self.share)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CompetitionRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return CompetitionRouter(self, width, experts)
 
@@ -97,8 +93,8 @@ class Competition(Router):
 class CompetitionRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
-    With ``context.outputs`` (B, T, E, d) their strengths decide; else the softmax of the logits. A
-    record of a training has a penalty, 0 where nothing competed.
+    With ``context.outputs`` (B, T, E, d) their strengths decide, else the softmax of the logits. In
+    training the record has a penalty, 0 without a competition.
     """
 
     def __init__(self, config: Competition, width: int, experts: int) -> None:
@@ -128,28 +124,25 @@ class CompetitionRouter(NoisyTopKRouter):
                 weights=gate_weights(best, best, "relu", renormalise=True),
             )
             shares = strengths.softmax(dim=-1)
-            missed = (probs - shares.detach()).square()
-            penalty = self._penalty(missed, outputs, chosen)
+            errors = (probs - shares.detach()).square()
+            penalty = self._penalty(errors, outputs, chosen)
             if self.settings.bal_comp:
                 uneven = uneven_strength(shares, chosen[..., 0], context.padding)
                 penalty = penalty + self.settings.bal_comp * uneven
             return plan, record.with_penalty(penalty)
 
-    def _penalty(self, missed: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
-        """(B, T) of squared distances (B, T, E) of probs, outputs (B, T, E, d), ids (B, T, k)."""
+    def _penalty(self, errors: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
+        """Return the penalty (B, T) of squared errors (B, T, E), outputs and ids (B, T, k)."""
         settings = self.settings
-        among_chosen = settings.chosen_weight * missed.gather(-1, chosen).mean(dim=-1)
-        penalty = settings.router_weight * (missed.mean(dim=-1) + among_chosen)
+        among_chosen = settings.chosen_weight * errors.gather(-1, chosen).mean(dim=-1)
+        penalty = settings.router_weight * (errors.mean(dim=-1) + among_chosen)
         if not settings.diversity_weight:
             return penalty
         return penalty + settings.diversity_weight / 2 * mean_cosine_among_chosen(outputs, chosen)
 
 
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
-    """Mean over k × k, with 0 on the diagonal, of the cosines between outputs of chosen experts.
-
-    outputs: (B, T, E, d).  chosen: (B, T, k) ids.  Returns (B, T).
-    """
+    """Return the mean cosine (B, T) of chosen experts' outputs, over k × k with diagonal 0."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
     directions = normalize(outputs.gather(-2, places), dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
@@ -157,17 +150,15 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def uneven_strength(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
-    """E f_e P_te summed over experts, (B, T): over an image's tokens its mean is the balance loss
-    of Switch, of the experts' strengths; only P has a gradient, which reaches the experts.
+    """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss.
 
-    shares: (B, T, E), P, the softmax of the strengths.  strongest: (B, T) int64, each token's
-    strongest expert, of which f is the share that each expert has.  padding: (B, T) bool, tokens
-    that are not counted; None: there are none.
+    shares: P (B, T, E), softmax of strengths, which alone has a gradient.  strongest: (B, T) int64;
+    f is each expert's share of these.  padding: (B, T) bool, tokens that do not count.
     """
     experts = shares.shape[-1]
     wins = one_hot(strongest, experts).to(shares.dtype)
     if padding is not None:
         wins = wins * ~padding.unsqueeze(-1)
     counts = wins.sum(dim=1, keepdim=True)
-    won = counts / counts.sum(dim=-1, keepdim=True)
-    return experts * (won * shares).sum(dim=-1)
+    win_shares = counts / counts.sum(dim=-1, keepdim=True)
+    return experts * (win_shares * shares).sum(dim=-1)

@@ -1,6 +1,6 @@
 """The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding.
 
-B images, T tokens per image, E experts, d width, d_e width of an embedding.
+B images, T tokens per image, E experts, width d, width d_e of an embedding.
 """
 
 import math
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import cosines_to_embeddings, router_logits
 
-HOTTEST = math.log(100)  # what the logarithm of the learned factor counts at most
+MAX_LOG_FACTOR = math.log(100)  # of the learned factor 1 / temperature
 
 
 class Cosine(NoisyTopK):
-    """Logits are cosines in a narrow space over a learned temperature; all else is noisy top-k's.
+    """Take cosines in a narrow space, over a learned temperature, as logits of noisy_top_k.
 
-    Its gates are not renormalised unless ``renormalise`` says so, and no noise is drawn by default.
+    Gates are not renormalised unless ``renormalise`` says so, and there is no noise by default.
     """
 
     has_equal_rows: ClassVar[bool] = False
@@ -29,26 +29,23 @@ class Cosine(NoisyTopK):
         0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
     embedding: int | None = Field(
-        None, ge=2, description="width of the space of the cosines; null: half the experts"
+        None, ge=2, description="width of the embeddings; null: half the number of experts"
     )
-    temperature: float = Field(0.3, ge=0.01, description="what cosines are divided by at the start")
+    temperature: float = Field(0.3, ge=0.01, description="initial divisor of the cosines")
 
     @model_validator(mode="after")
     def _directions_alone(self) -> "Cosine":
         if self.start != "normal":
-            raise ValueError("start: found orthonormal, but lengths play no part; allowed: normal")
+            raise ValueError("start: found orthonormal, but lengths do not matter; allowed: normal")
         return self
 
     def narrow_width(self, experts: int) -> int:
-        """Return the width of the space of the cosines."""
         return self.embedding or max(2, experts // 2)
 
     def fix_sizes(self, experts: int) -> "Cosine":
-        """Return the router with the width of its space written out."""
         return self.model_copy(update={"embedding": self.narrow_width(experts)})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
-        """The router of ``width``-wide tokens; UserError where k or groups do not fit."""
         self.check_experts(width, experts)
         return CosineRouter(self, width, experts)
 
@@ -56,20 +53,18 @@ class Cosine(NoisyTopK):
 class CosineRouter(NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
-    ``weight`` (E, d_e) are the experts' embeddings, ``projection`` (d_e, d) brings tokens there,
-    ``log_factor`` (1,) is −ln of the temperature.
+    ``weight`` (E, d_e): embeddings; ``projection`` (d_e, d); ``log_factor`` (1,): −ln temperature.
     """
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:
         narrow = config.narrow_width(experts)
         super().__init__(config, narrow, experts)
-        # lengths near 1 let the optimizer turn them as fast as it changes other weights
+        # with lengths near 1 the optimizer turns embeddings as fast as it changes other weights
         nn.init.normal_(self.weight, std=narrow**-0.5)
-        drawn = nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02)
-        self.projection = nn.Parameter(drawn)
+        projection = nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02)
+        self.projection = nn.Parameter(projection)
         self.log_factor = nn.Parameter(torch.tensor([-math.log(config.temperature)]))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The cosines over the temperature, (B, T, E), of tokens (B, T, d)."""
         cosines = cosines_to_embeddings(router_logits(tokens, self.projection), self.weight)
-        return cosines * self.log_factor.clamp(max=HOTTEST).exp()
+        return cosines * self.log_factor.clamp(max=MAX_LOG_FACTOR).exp()

@@ -1,6 +1,7 @@
-"""Mixture-of-Depths (Raposo et al. 2024): a few tokens of an image use the experts, others skip.
+"""Mixture-of-Depths (Raposo et al. 2024): a share of an image's tokens uses experts, others skip.
 
-B images, T tokens per image, C of them that take part, in G groups, R rows, E experts, d width.
+B images, T tokens per image, C participating tokens in each of G groups, R rows, E experts, width
+d.
 """
 
 from collections.abc import Sequence
@@ -23,39 +24,45 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class Depth(Router):
-    """The ``share`` of an image's tokens with the largest scores r take part, weighted by r.
+    """Let the ``share`` of an image's tokens with the largest scores r use experts, weighted by r.
 
-    A router of its own gives them their experts; the output of all other tokens is 0. Who takes
-    part depends on all tokens of the image, so for text each must learn to say it alone
-    (``sampling``); evaluation then asks that.
+    An inner router chooses their experts; the output of all other tokens is 0. Participation
+    depends on all tokens of the image. For text, each token must learn to predict it alone
+    (``sampling``), and evaluation uses the prediction.
     """
 
     kind: Literal["depth"] = "depth"
-    share: float = Field(0.125, gt=0, le=1, description="share of an image's tokens that take part")
+    share: float = Field(
+        0.125, gt=0, le=1, description="share of an image's tokens that use experts"
+    )
     sampling: Literal["bce", "predictor"] | None = Field(
         None,
-        description="how a token is decided on by itself in evaluation: bce: r is above 0; "
-        "predictor: so is what a small network says of the token; null: as in training",
+        description="decision per token alone in evaluation: bce: r > 0; predictor: score > 0 of a "
+        "small network; null: by rank, as in training",
     )
     sampling_weight: float = Field(
-        0.01, ge=0, allow_inf_nan=False, description="weight of the penalty that teaches it"
+        0.01,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the penalty that teaches the decision",
     )
-    router: NoisyTopK = Field(NoisyTopK(), description="who routes the tokens that take part")
+    router: NoisyTopK = Field(NoisyTopK(), description="router of the tokens that use experts")
 
     @model_validator(mode="after")
     def _fitting_router(self) -> Self:
         inner = self.router
-        for key, refused in (
-            ("balance", inner.balance is not None and inner.balance.is_alone),
-            ("residual", inner.residual),
-            ("eval_capacity_factor", self.sampling and inner.eval_capacity_factor),
-        ):
-            if refused:
-                raise ValueError(f"router.{key}: found one, beside tokens that skip; allowed: none")
-        return self
+        if inner.balance is not None and inner.balance.is_alone:
+            key = "balance"
+        elif inner.residual:
+            key = "residual"
+        elif self.sampling and inner.eval_capacity_factor:
+            key = "eval_capacity_factor"
+        else:
+            return self
+        raise ValueError(f"router.{key}: found one, with tokens that skip; allowed: none")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield the weight of a penalty that there is not."""
+        """Yield the weight of a penalty that does not exist without sampling."""
         yield from super().misfits(around)
         if self.sampling is None:
             why, allowed = "without sampling there is no penalty", "sampling: bce or predictor"
@@ -63,37 +70,34 @@ class Depth(Router):
 
     @property
     def k(self) -> int:
-        """Experts of a token that takes part."""
+        """Experts per participating token."""
         return self.router.k
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what the inner router provides."""
         return self.router.provides
 
     @property
     def looks_ahead_in_training(self) -> bool:
-        """Return whether later tokens decide in training who takes part: always."""
         return True
 
     def active(self, experts: int) -> float:
-        """Return how many experts a token uses on average."""
         return self.share * self.k
 
     def with_k(self, k: int) -> Self:
-        """Return the router with ``k`` experts of a token that takes part."""
         return self.model_copy(update={"router": self.router.with_k(k)})
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError where evaluation ranks tokens, or the inner router looks ahead."""
+        """Raise UserError if evaluation ranks tokens, or the inner router is not causal."""
         if self.sampling is None:
-            problem = "found null, so later words decide which take part, in evaluation too"
-            allowed = f"bce or predictor; or {CAUSAL}"
-            raise UserError(f"{key}.sampling: {problem}; allowed: {allowed}")
+            raise UserError.at(
+                f"{key}.sampling",
+                found="null: later words decide which words use experts, in evaluation too",
+                allowed=f"bce or predictor; or {CAUSAL}",
+            )
         self.router.check_causal(f"{key}.router")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "DepthRouter":
-        """The router of ``width``-wide tokens; UserError where the inner one cannot be."""
         self.router.check_experts(width, experts, key="router.router")
         return DepthRouter(self, width, experts)
 
@@ -101,8 +105,8 @@ class Depth(Router):
 class DepthRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (DepthPlan, RoutingRecord).
 
-    ``weight`` (1, d) gives r; with a predictor ``inner`` (d, d) and ``outer`` (1, d), GELU between,
-    give its score. Tokens that skip have logits of 0, even probs, and no expert.
+    ``weight`` (1, d) gives r. With a predictor, ``inner`` (d, d), GELU and ``outer`` (1, d) give
+    its score. In the record, skipped tokens have logits of 0, uniform probs, and no expert.
     """
 
     def __init__(self, config: Depth, width: int, experts: int) -> None:
@@ -113,8 +117,8 @@ class DepthRouter(nn.Module):
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, width), std=0.02))
         self.inner: nn.Parameter | None = None
         if config.sampling == "predictor":
-            drawn = nn.init.trunc_normal_(torch.empty(width, width), std=width**-0.5)
-            self.inner = nn.Parameter(drawn)
+            weight = nn.init.trunc_normal_(torch.empty(width, width), std=width**-0.5)
+            self.inner = nn.Parameter(weight)
             self.outer = nn.Parameter(torch.zeros(1, width))
 
     def forward(
@@ -142,20 +146,17 @@ class DepthRouter(nn.Module):
             return DepthPlan(plan, places, shape), record
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """End a training step: the inner router's bias follows the load, where there is one."""
+        """Let the inner router's balance learn from the step."""
         self.router.after_step(records, place, progress)
 
     def _penalty(self, signs: Tensor, chosen: Tensor) -> Tensor:
-        """(B, T) of scores (B, T, 1) whose sign is to say who took part: chosen (B, T, E)."""
+        """Return the loss (B, T) of scores (B, T, 1) against who is chosen, (B, T, E)."""
         took_part = chosen.any(dim=-1).to(signs.dtype)
-        missed = binary_cross_entropy_with_logits(signs.squeeze(-1), took_part, reduction="none")
-        return self.config.sampling_weight * missed
+        losses = binary_cross_entropy_with_logits(signs.squeeze(-1), took_part, reduction="none")
+        return self.config.sampling_weight * losses
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return which of the B·T tokens take part, (B, C), or (1, n) where each decides alone.
-
-        scores, signs: (B, T).  padding: (B, T) bool, or None.
-        """
+        """Return which of the B·T tokens use experts, (B, C), or (1, n) if decided per token."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape
@@ -167,37 +168,35 @@ class DepthRouter(nn.Module):
         return ranked[:, :number].sort(dim=1).values + starts
 
     def _rank_padding_apart(self, ranked: Tensor, padding: Tensor) -> Tensor:
-        """Return tokens (B, T), best first, in the order in which they get places: the share of a
-        caption's own tokens, then padding, which so fills the places of its share, then the rest.
-        """
-        own = ~padding.gather(1, ranked)
-        number = own.sum(dim=1, keepdim=True) * self.share.numerator // self.share.denominator
-        takes_part = own & (own.cumsum(dim=1) <= number.clamp_min(1))
-        turn = torch.where(takes_part, 0, 1 + own.int())
-        return ranked.gather(1, turn.argsort(dim=1, stable=True))
+        """Reorder ranked tokens (B, T): the share of a caption's text, padding, other text."""
+        is_text = ~padding.gather(1, ranked)
+        number = is_text.sum(dim=1, keepdim=True) * self.share.numerator // self.share.denominator
+        takes_part = is_text & (is_text.cumsum(dim=1) <= number.clamp_min(1))
+        priority = torch.where(takes_part, 0, 1 + is_text.int())
+        return ranked.gather(1, priority.argsort(dim=1, stable=True))
 
 
 class DepthPlan(NamedTuple):
-    """The plan (G, C) of the tokens that take part; all others come back as 0."""
+    """The plan (G, C) of the participating tokens; the output of all others is 0."""
 
     plan: SparsePlan
-    places: Tensor  # (G, C) where they are among the B·T tokens
+    places: Tensor  # (G, C) their indices among the B·T tokens
     shape: tuple[int, int]  # B, T
 
     def keep_experts(self, number: int) -> "DepthPlan":
-        """Return the plan of the first ``number`` experts alone, as SparsePlan does."""
+        """Return the plan of the first ``number`` experts, as SparsePlan does."""
         return self._replace(plan=self.plan.keep_experts(number))
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d) sorted by expert."""
+        """Return tokens (B, T, d) as rows (R, d) sorted by expert."""
         return self.plan.dispatch(tokens.flatten(0, 1)[self.places])
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d) in the rows' dtype."""
+        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype."""
         return spread_tokens(self.plan.combine(rows), self.places, self.shape, 0)
 
 
 def spread_tokens(values: Tensor, places: Tensor, shape: tuple[int, int], blank: float) -> Tensor:
-    """Return (B, T, n) with values (G, C, n) at their places among the B·T, and else ``blank``."""
-    whole = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
-    return whole.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)
+    """Return (B, T, n) with values (G, C, n) at ``places`` of the B·T tokens, else ``blank``."""
+    tokens = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
+    return tokens.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)

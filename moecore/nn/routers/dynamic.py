@@ -1,6 +1,6 @@
-"""As many experts as a token comes near to, by learned thresholds (DynMoE, Guo et al. 2024).
+"""DynMoE (Guo et al. 2024): each token uses the experts above learned similarity thresholds.
 
-B images, T tokens per image, E experts, d width.
+B images, T tokens per image, E experts, width d.
 """
 
 from typing import ClassVar, Literal
@@ -21,11 +21,11 @@ from moecore.nn.routers.token_choice import (
 
 
 class Dynamic(Router):
-    """Chosen are the experts whose σ(cosine with the token) is above their own threshold, with even
-    weights; a token near to none uses no expert in training, and the nearest in evaluation.
+    """Choose the experts whose σ(cosine with the token) is above their threshold, equally weighted.
 
-    The loss ``diversity_simplicity`` keeps its embeddings apart and short. Every slot is computed,
-    so fewer experts save no time yet.
+    A token below all thresholds uses no expert in training, and the nearest in evaluation. The loss
+    ``diversity_simplicity`` keeps embeddings apart and short. Every slot is computed, so fewer
+    experts save no time.
     """
 
     own_loss: ClassVar[str | None] = "diversity_simplicity"
@@ -36,25 +36,23 @@ class Dynamic(Router):
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what its module gives beyond probs."""
         return frozenset({"embeddings"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "DynamicRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts."""
         return DynamicRouter(width, experts)
 
 
 class DynamicRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
-    ``embeddings`` (E, d) have the cosines, σ(``thresholds``), (E,), is what their σ must exceed. A
-    weight is 1 over the number of the chosen, with the gradient of their distances to thresholds.
+    An expert is chosen if σ(cosine of token and ``embeddings`` (E, d)) > σ(``thresholds`` (E,)). A
+    weight is 1 over the number of chosen experts, with the gradient of the distances to thresholds.
     """
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
-        drawn = nn.init.normal_(torch.empty(experts, width), std=width**-0.5)
-        self.embeddings = nn.Parameter(drawn)  # lengths near 1, as the cosine router's
+        embeddings = nn.init.normal_(torch.empty(experts, width), std=width**-0.5)
+        self.embeddings = nn.Parameter(embeddings)  # lengths near 1, as in the cosine router
         self.thresholds = nn.Parameter(torch.zeros(experts))
 
     def forward(
@@ -67,7 +65,7 @@ class DynamicRouter(nn.Module):
             if not self.training:
                 nearest = torch.zeros_like(chosen).scatter(-1, top_k(logits, 1), True)
                 chosen = chosen | (nearest & ~chosen.any(dim=-1, keepdim=True))
-            # 1 where chosen, with the gradient of ``above``: straight through
+            # 1 where chosen, with the gradient of ``above`` (straight-through)
             ones = chosen + (above - above.detach())
             return plan_and_record(
                 logits=logits,

@@ -1,6 +1,6 @@
-"""The eigenbasis router of ERMoE: a token's agreement with its context in each expert's basis.
+"""The eigenbasis router of ERMoE: agreement of a token and its context in each expert's basis.
 
-B images, T tokens per image, N = B·T, E experts, k chosen per token, d width, r rank of a basis, R
+B images, T tokens per image, N = B·T, E experts, k chosen per token, width d, rank r of a basis, R
 rows.
 """
 
@@ -19,19 +19,18 @@ from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import plan_and_record, top_k_and_open_slots
 
-_LEAST = 1e-6  # what a score counts at least as a weight
-# what each context reads of RoutingContext
+_MIN_WEIGHT = 1e-6  # of a chosen expert before normalising; scores can be negative
+# the field of RoutingContext that each context reads
 _FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
 
 
 class Eigenbasis(Router):
-    """Score s = cos(Bᵀx, Bᵀc) of token x and context c for every expert's basis B; the best k of
-    those above a threshold are chosen.
+    """Choose the best k experts by cos(Bᵀx, Bᵀc) of token x and context c, above a threshold.
 
-    With a learned context, as the brain model has it, c is a direction of each expert's own:
-    s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8); the block's attention is then not asked
-    for. B is the experts' where they lend one, else the router's own (`plain weights` of table S3):
-    either way the model has a basis.
+    B is the basis of each expert. With a learned context, as in the brain model, c is a direction
+    per expert: s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8), and the block's attention is
+    not read. B is the experts' basis if they have one, else the router's own (`plain weights` of
+    table S3).
     """
 
     has_score_threshold: ClassVar[bool] = True
@@ -45,14 +44,17 @@ class Eigenbasis(Router):
         "prune", description="prune: eligible experts only; literal: Algorithm 1 as is"
     )
     context: Literal["tokens", "attention_output", "learned"] = Field(
-        "tokens", description="c: attention · tokens, its output, or learned"
+        "tokens",
+        description="c: attention · tokens, the attention's output, or a learned direction",
     )
     rank: int | None = Field(
-        None, ge=1, description="of its own basis, if experts lend none; null: two thirds"
+        None,
+        ge=1,
+        description="of the router's basis, for experts without one; null: 2/3 of the width",
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield the rank of a basis that experts lend."""
+        """Yield a rank for a basis that comes from the experts."""
         yield from super().misfits(around)
         if around.experts is not None and "basis" in around.experts.provides:
             why = f"the experts {around.experts.kind} lend their bases"
@@ -60,38 +62,31 @@ class Eigenbasis(Router):
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what its record gives beyond probs."""
         return frozenset({"basis"})
 
     @property
     def wants(self) -> frozenset[str]:
-        """The fields of RoutingContext that it reads."""
         if self.context == "learned":
             return frozenset({"basis"})
         return frozenset({"basis", _FIELDS[self.context]})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        basis: (E, d, r), where the experts lend theirs.  Raises UserError for a k or a rank that
-        cannot be.
-        """
         self.check_k(experts)
         if self.rank is not None and (basis is not None or self.rank > width):
             if basis is None:
                 allowed = f"at most {width} (model.width), or null"
             else:
                 allowed = "null: the experts lend theirs (experts.rank)"
-            raise UserError(f"router.rank is {self.rank}; allowed is {allowed}")
+            raise UserError.at("router.rank", found=self.rank, allowed=allowed)
         return EigenbasisRouter(self, width, experts, basis)
 
 
 class EigenbasisRouter(nn.Module):
     """``router(tokens, context)`` with tokens (B, T, d) returns (plan, record of the scores).
 
-    A basis that the experts lend comes with each call (``context.basis``), and the experts then get
-    the router's projections. With k = 1 the weight is always 1, so that the scores have no task
-    gradient. All arithmetic is fp32 or better. ``barred``: experts that measurements forbid, see
+    The experts' basis comes with each call (``context.basis``), and the experts then reuse the
+    router's projections. With k = 1 the weight is always 1, so that scores have no task gradient.
+    All arithmetic is in fp32 or fp64. ``barred``: experts that measurements forbid, see
     ``top_k_and_open_slots``.
     """
 
@@ -106,8 +101,8 @@ class EigenbasisRouter(nn.Module):
         else:
             rank = basis.shape[-1]
             self.basis: nn.Parameter | None = None
-        # Only its direction counts; lengths near 1 let the optimizer turn it as fast as a column of
-        # the basis.
+        # Only the direction matters; with lengths near 1 the optimizer turns it as fast as a column
+        # of the basis.
         if config.context == "learned":
             self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5)
         else:
@@ -132,9 +127,9 @@ class EigenbasisRouter(nn.Module):
         return ProjectionDispatchPlan.build(plan, projections, chosen), record
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
-        """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
+        """Return experts (B, T, k), best first, plan and record for scores (B, T, E)."""
         chosen, valid = top_k_and_open_slots(scores, self.config.k, self.barred)
-        positive = scores.clamp_min(_LEAST)
+        positive = scores.clamp_min(_MIN_WEIGHT)
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
         if self.config.selection == "prune":
@@ -148,24 +143,21 @@ class EigenbasisRouter(nn.Module):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64).
-
-        Bases that the experts lend are left to their method of this name.
-        """
+        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64), not the experts'."""
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
 
     def _context_projections(
         self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext
     ) -> Tensor:
-        """Return what the projections (B, T, E, r) are compared with: of that shape, or (E, r)."""
+        """Return the context's projections, (B, T, E, r), or (E, r) if learned."""
         if self.target is not None:
             return self.target.to(basis.dtype)
         field = _FIELDS[self.config.context]
-        given = self._require_field(field, context).to(basis.dtype)
+        values = self._require_field(field, context).to(basis.dtype)
         if field == "attended":
-            return project_on_bases(given, basis)
-        return project_contexts(given, tokens, projections, basis)
+            return project_on_bases(values, basis)
+        return project_contexts(values, tokens, projections, basis)
 
     def _require_field(self, field: str, context: RoutingContext) -> Tensor:
         value = getattr(context, field)
@@ -180,19 +172,18 @@ class EigenbasisRouter(nn.Module):
 
 
 def eligible_or_all_slots(scores: Tensor, threshold: float) -> Tensor:
-    """Return which of the k best scores (B, T, k), best first, are chosen: those above
-    ``threshold``, or all where none is (the fallback).
+    """Return which of the k best scores (B, T, k), best first, are above ``threshold``.
 
-    The best k of A = {e : s > threshold} are those of the global top k that are in A. So
-    Algorithm 1 as printed (top k of A where |A| ≥ k, else global top k) always is the global
-    top k, whatever the threshold: `literal` needs no mask.
+    If none is, all are chosen (the fallback). The best k of A = {e : s > threshold} are the members
+    of the global top k that are in A. So Algorithm 1 as printed (top k of A if |A| ≥ k, else global
+    top k) always equals the global top k, whatever the threshold: `literal` needs no mask.
     """
     above = scores > threshold
     return above | ~above[..., :1]
 
 
 def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
-    """Bᵀx for every expert: tokens (B, T, d) and basis (E, d, r) to (B, T, E, r)."""
+    """Return Bᵀx per expert, (B, T, E, r), for tokens (B, T, d) and basis (E, d, r)."""
     return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(
         -1, (basis.shape[0], basis.shape[2])
     )
@@ -201,13 +192,9 @@ def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
 def project_contexts(
     attention: Tensor, tokens: Tensor, projections: Tensor, basis: Tensor
 ) -> Tensor:
-    """Bᵀc (B, T, E, r) of c = attention (B, T, T) · tokens, by the tokens' ``projections``.
-
-    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
-    `attention-weighted context`).
-    c is linear in them: Bᵀ(attention · x) = attention · (Bᵀx). Taken is what multiplies less per
-    token, T·d + d·E·r or T·E·r.
-    """
+    """Return Bᵀc (B, T, E, r) for c = attention (B, T, T) · the router's tokens (our choice)."""
+    # Bᵀ(attention · x) = attention · (Bᵀx): take the order with fewer multiplications per token,
+    # T·d + d·E·r or T·E·r.
     length, width = tokens.shape[1:]
     outputs = basis[:, 0].numel()
     if length * width + width * outputs < length * outputs:
@@ -215,16 +202,16 @@ def project_contexts(
     return (attention @ projections.flatten(2)).view_as(projections)
 
 
-def safe_cosine(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Cosine over the last axis; 0 with zero gradient where one is shorter than 1e-19 (fp32).
-
-    torch's cosine_similarity divides by at least 1e-8 there, so its gradient is 1e8.
-    """
-    first = ours.square().sum(dim=-1)
-    second = theirs.square().sum(dim=-1)
-    tiny = torch.finfo(ours.dtype).tiny
-    real = (first >= tiny) & (second >= tiny)
-    # `where` before the root as well as after: a root at 0 has an infinite gradient
-    product = (ours * theirs).sum(dim=-1)
-    cosines = product * first.where(real, 1).rsqrt() * second.where(real, 1).rsqrt()
-    return cosines.where(real, 0)
+def safe_cosine(first: Tensor, second: Tensor) -> Tensor:
+    """Return the cosine over the last axis; 0 with zero gradient for vectors below 1e-19 (fp32)."""
+    # torch's cosine_similarity divides by at least 1e-8 instead, so that its gradient is 1e8
+    first_square = first.square().sum(dim=-1)
+    second_square = second.square().sum(dim=-1)
+    tiny = torch.finfo(first.dtype).tiny
+    is_long = (first_square >= tiny) & (second_square >= tiny)
+    # `where` before the root as well as after it: a root at 0 has an infinite gradient
+    product = (first * second).sum(dim=-1)
+    cosines = (
+        product * first_square.where(is_long, 1).rsqrt() * second_square.where(is_long, 1).rsqrt()
+    )
+    return cosines.where(is_long, 0)

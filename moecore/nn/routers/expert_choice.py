@@ -1,8 +1,7 @@
 """Expert Choice (Zhou et al. 2022), a baseline of TGR-MoE: experts choose tokens.
 
-A token has from none to one row per expert. B images, T tokens per image, N = B·T, E experts, G
-groups of S tokens, C tokens taken by each expert in a group, M by each in all, R = E·M rows, d
-width.
+A token has 0 or 1 rows per expert. B images, T tokens per image, N = B·T, E experts, G groups of S
+tokens, C tokens per expert and group, M tokens per expert, R = E·M rows, width d.
 """
 
 from fractions import Fraction
@@ -24,33 +23,34 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class ExpertChoice(Router):
-    """Softmax over a linear map; each expert takes the tokens with its largest gates."""
+    """Let each expert take the tokens with its largest gates, a softmax over a linear map."""
 
     chooses_per_token: ClassVar[bool] = False
 
     kind: Literal["expert_choice"] = "expert_choice"
-    k: int = Field(2, ge=1, description="experts per token on average, at capacity_factor 1")
+    k: int = Field(2, ge=1, description="mean number of experts per token, at capacity_factor 1")
     capacity_factor: float = Field(
-        1.0, gt=0, description="tokens of an expert, relative to tokens · k / experts"
+        1.0, gt=0, description="tokens per expert, relative to tokens · k / experts"
     )
     noise_std: float = Field(
         1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
     group_size: int = Field(
-        1, ge=1, description="images among whose tokens an expert chooses in training"
+        1, ge=1, description="number of images among whose tokens an expert chooses in training"
     )
 
     def active(self, experts: int) -> float:
-        """k · capacity_factor, and at most all ``experts``."""
         return min(float(experts), self.k * self.capacity_factor)
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError: whether an expert takes a token depends on all tokens of its group."""
-        problem = "found expert_choice, whose experts choose among all words, later ones too"
-        raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
+        raise UserError.at(
+            f"{key}.kind",
+            found="expert_choice, whose experts choose among all words, including later ones",
+            allowed=CAUSAL,
+        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return ExpertChoiceRouter(self, width, experts)
 
@@ -58,19 +58,19 @@ class ExpertChoice(Router):
 class ExpertChoiceRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (ExpertChoicePlan, RoutingRecord).
 
-    In evaluation every image is its own group: predictions do not depend on the batch.
+    In evaluation each image is a group, so that predictions do not depend on the batch.
     """
 
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
         self.share = config.k * exact_fraction(config.capacity_factor)
-        # as the ViT's other linears
+        # like the other linear maps of the ViT
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
     @property
     def training_group(self) -> int:
-        """Images among whose tokens an expert chooses in training."""
+        """Images per group, among whose tokens an expert chooses in training."""
         return self.config.group_size
 
     def forward(
@@ -80,7 +80,7 @@ class ExpertChoiceRouter(nn.Module):
             return self.decide(router_logits(tokens, self.weight))
 
     def decide(self, logits: Tensor) -> "tuple[ExpertChoicePlan, RoutingRecord]":
-        """The decision of these logits (B, T, E)."""
+        """Return plan and record for logits (B, T, E)."""
         std = 0.0
         if self.training:
             std = self.config.noise_std / logits.shape[-1]
@@ -105,56 +105,58 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """The tokens that each expert takes: in each group those with its C largest gates.
+    """Return the tokens that each expert takes: per group, those with its C largest gates.
 
-    C = min(S, ceil(S · share / E)), for groups of S tokens.
-    gates: (B, T, E).  share: experts per token, on average.  group_size: images per group; those
-    left over at the end form a smaller one.  Ties go to the lowest token.  Returns (E, G·C) indices
-    into the B·T tokens, ascending for each expert.
+    C = min(S, ceil(S · share / E)) for groups of S tokens. Ties go to the lowest token.
+
+    gates: (B, T, E).  share: mean experts per token.  group_size: images per group; remaining
+    images form a smaller group.  Returns (E, G·C) indices into the B·T tokens, ascending per
+    expert.
     """
-    left = len(gates) % group_size
-    parts = [_top_tokens_in_groups(gates[: len(gates) - left], share, group_size)]
-    if left:
+    remainder = len(gates) % group_size
+    parts = [_top_tokens_in_groups(gates[: len(gates) - remainder], share, group_size)]
+    if remainder:
         parts.append(
-            _top_tokens_in_groups(gates[-left:], share, left) + (len(gates) - left) * gates.shape[1]
+            _top_tokens_in_groups(gates[-remainder:], share, remainder)
+            + (len(gates) - remainder) * gates.shape[1]
         )
     return torch.cat(parts, dim=1)
 
 
 def _top_tokens_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor:
-    """``top_tokens_per_expert`` where all groups hold as many ``images``."""
+    """Return ``top_tokens_per_expert`` of groups with equally many ``images``."""
     batch, tokens, experts = gates.shape
     groups = batch // images
     size = images * tokens
-    most = min(size, ceil_capacity(size, share, experts))
+    capacity = min(size, ceil_capacity(size, share, experts))
     by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
     ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
-    best = ranked[..., :most].sort(dim=-1).values
+    best = ranked[..., :capacity].sort(dim=-1).values
     start = torch.arange(groups, device=gates.device).view(-1, 1, 1) * size
     return (best + start).transpose(0, 1).flatten(1)
 
 
 class ExpertChoicePlan(NamedTuple):
-    """All experts compute equally many rows; tokens come back as the weighted sum of theirs.
+    """A plan in which all experts compute equally many rows; a token sums its weighted rows.
 
-    Going back to the tokens (``combine``, and the gradient of ``dispatch``) adds expert after
-    expert: an expert holds a token at most once, so no two rows of one ``index_add_`` meet, and the
-    sum has a fixed order on every device. Gathering each token's rows through a padded (N, E) table
-    is deterministic too, but reads N·E rows instead of R: 4 times as long on CPU.
+    Returning to tokens (``combine``, and the gradient of ``dispatch``) adds expert after expert. An
+    expert has a token at most once, so no two rows of an ``index_add_`` collide, and the sum has a
+    fixed order on every device. Gathering each token's rows through a padded (N, E) table is
+    deterministic too, but reads N·E rows instead of R: 4 times as long on CPU.
     """
 
     order: Tensor  # (E, M) the token of each row, each at most once per expert
-    weights: Tensor  # (E, M) of the experts' outputs
+    weights: Tensor  # (E, M) weights of the experts' outputs
     shape: tuple[int, int]  # (B, T)
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d) sorted by expert, in autocast's dtype."""
-        experts, taken = self.order.shape
-        offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=tokens.device) * taken
+        """Return tokens (B, T, d) as rows (R, d) sorted by expert, in autocast's dtype."""
+        experts, number = self.order.shape
+        offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=tokens.device) * number
         return Rows(_GatherTaken.apply(to_autocast(tokens).flatten(0, 1), self.order), offsets)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d), summed in fp32; 0 for a token that nobody took."""
+        """Return rows (R, d) as tokens (B, T, d), summed in fp32; 0 for tokens without expert."""
         tokens = _WeightedSumOfTaken.apply(
             rows, self.weights, self.order, self.shape[0] * self.shape[1]
         )
@@ -162,7 +164,7 @@ class ExpertChoicePlan(NamedTuple):
 
 
 def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) -> Tensor:
-    """Each token's sum (N, d) of its rows (R, d), times ``weights`` (E, M) where given."""
+    """Sum rows (R, d), times ``weights`` (E, M) if any, per token, (N, d)."""
     dtype = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     total = rows.new_zeros(tokens, rows.shape[-1], dtype=dtype)
     for expert, part in enumerate(rows.view(*order.shape, rows.shape[-1])):
@@ -175,7 +177,7 @@ def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) 
 
 
 class _GatherTaken(Function):
-    """tokens (N, d) -> rows (R, d); the gradient of a token is the sum over its rows."""
+    """Gather tokens (N, d) as rows (R, d); a token's gradient is the sum over its rows."""
 
     @staticmethod
     def forward(tokens: Tensor, order: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ class _GatherTaken(Function):
 
 
 class _WeightedSumOfTaken(Function):
-    """rows (R, d), weights (E, M) -> tokens (N, d)."""
+    """Sum rows (R, d), weighted by (E, M), to tokens (N, d)."""
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, tokens: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""A router over experts that were merged: each chooses for its cluster (HC-SMoE, 2410.08589).
+"""A router over merged experts: each original expert stands for its cluster (HC-SMoE, 2410.08589).
 
-B images, T tokens per image, E experts that it chooses among, M clusters of them, d width.
+B images, T tokens per image, E experts before merging, M clusters of them, width d.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -20,58 +20,66 @@ from moecore.nn.routers.token_choice import plan_and_record, top_k
 
 
 class Folded(Router):
-    """A router of more experts than there are; weights and probs are summed within clusters.
+    """Route among the experts before merging; weights and probs are summed within clusters.
 
-    The stage ``merge`` writes it; which expert is in which cluster is a buffer, which begins as
-    equal runs of experts.
+    The stage ``merge`` writes this section. Each expert's cluster is a buffer, initially equal runs
+    of experts.
     """
 
-    has_expert_rows: ClassVar[bool] = False  # they are of the experts that there were
+    has_expert_rows: ClassVar[bool] = False  # rows belong to the experts before merging
 
     kind: Literal["folded"] = "folded"
-    router: Annotated[Router, WithJsonSchema({"type": "object"})] = Field(  # itself among them
-        NoisyTopK(), description="the router before experts were merged"
+    router: Annotated[Router, WithJsonSchema({"type": "object"})] = (
+        Field(  # its schema would contain itself
+            NoisyTopK(), description="the router before experts were merged"
+        )
     )
-    experts: int = Field(8, ge=2, description="experts that it chooses among")
+    experts: int = Field(8, ge=2, description="number of experts before merging")
 
     @property
     def wants(self) -> frozenset[str]:
-        """Return what the router within wants, but for what it asks of experts while it learns."""
+        """Return what the inner router reads, except outputs, which it reads only in training."""
         return self.router.wants - {"outputs"}
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError where the router within does."""
         self.router.check_causal(f"{key}.router")
 
     def active(self, experts: int) -> float:
-        """Return how many clusters a token uses at most: as many as experts, or all."""
+        """Return how many clusters a token uses at most."""
         return min(self.router.active(self.experts), experts)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FoldedRouter":
-        """Return the router over ``experts`` clusters; UserError for too many of them, or few."""
-        least = getattr(self.router, "k", None) or 1
-        if not least <= experts <= self.experts:
-            allowed = f"{least} (router.k) to {self.experts} (router.experts)"
-            raise UserError(f"experts.number: found {experts}; allowed: {allowed}")
+        fewest = getattr(self.router, "k", None) or 1
+        if not fewest <= experts <= self.experts:
+            raise UserError.at(
+                "experts.number",
+                found=experts,
+                allowed=f"{fewest} (router.k) to {self.experts} (router.experts)",
+            )
         refuse_unfoldable_router(self.router, "router.router")
         return FoldedRouter(self, width, experts, basis)
 
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
-    """Raise UserError, with the router's key, where clusters cannot stand for its experts.
-
-    The record of a folded router lacks the logits of the experts that there were, which a router
-    with ``residual`` would read in the next layer. or_else: what else is allowed.
-    """
+    """Raise UserError if clusters cannot replace the experts of the router at ``key``."""
     if not router.chooses_per_token:
-        problem = f"found {router.kind}, by which tokens choose nothing"
-        raise UserError(f"{key}.kind: {problem}; allowed: others{or_else}")
+        raise UserError.at(
+            f"{key}.kind",
+            found=f"{router.kind}, whose tokens do not choose experts",
+            allowed=f"others{or_else}",
+        )
     if "previous" in router.wants:
-        problem = "found true, but the layer before has no logits of single experts any more"
-        raise UserError(f"{key}.residual: {problem}; allowed: false{or_else}")
+        raise UserError.at(
+            f"{key}.residual",
+            found="true, but the previous layer no longer has the logits of single experts",
+            allowed=f"false{or_else}",
+        )
     if router.kind == "depth":
-        problem = "found depth, whose tokens do not all use experts"
-        raise UserError(f"{key}.kind: {problem}; allowed: others{or_else}")
+        raise UserError.at(
+            f"{key}.kind",
+            found="depth, whose tokens do not all use experts",
+            allowed=f"others{or_else}",
+        )
 
 
 class FoldedRouter(nn.Module):
@@ -108,6 +116,6 @@ class FoldedRouter(nn.Module):
             )
 
     def fold(self, values: Tensor) -> Tensor:
-        """Return the sums (B, T, M) of values (B, T, E) within clusters."""
+        """Sum values (B, T, E) within clusters, (B, T, M)."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         return values.to(dtype) @ one_hot(self.clusters, self.number).to(dtype)

@@ -1,6 +1,6 @@
 """StableMoE (Dai et al. 2022) as in TGR-MoE (supplement, J.3): the router is frozen after a phase.
 
-B images, T tokens per image, E experts, d width.
+B images, T tokens per image, E experts, width d.
 """
 
 from typing import Literal, Self
@@ -17,10 +17,10 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class FrozenCopy(Router):
-    """A noisy top-k router that learns for a share of the training, then stays, without noise.
+    """Train a noisy top-k router for a share of the training, then freeze it, without noise.
 
-    StableMoE freezes a small distilled copy; as in TGR-MoE it is the router itself here. It stays
-    frozen while its model is fine-tuned.
+    StableMoE freezes a small distilled copy; here, as in TGR-MoE, the router itself is frozen. It
+    stays frozen when its model is fine-tuned.
     """
 
     kind: Literal["frozen_copy"] = "frozen_copy"
@@ -32,48 +32,42 @@ class FrozenCopy(Router):
     @model_validator(mode="after")
     def _learns_alone(self) -> "FrozenCopy":
         if self.router.residual:
-            problem = "the layer before goes on learning, or is frozen at another time"
-            raise ValueError(f"router.residual: found true, but {problem}; allowed: false")
+            raise ValueError(
+                "router.residual: found true, but the previous layer learns on, or is frozen at "
+                "another time; allowed: false"
+            )
         return self
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what the router of the first phase provides."""
         return self.router.provides
 
     @property
     def wants(self) -> frozenset[str]:
-        """Return what the router of the first phase wants."""
         return self.router.wants
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError where the router of the first phase does."""
         self.router.check_causal(f"{key}.router")
 
     def phase(self, progress: float) -> float:
-        """0 while the router learns, 1 once it is frozen."""
+        """Return 0 while the router learns, 1 once it is frozen."""
         return float(progress >= self.until)
 
     @property
     def k(self) -> int:
-        """Experts per token."""
         return self.router.k
 
     @property
     def balance(self) -> Balance | None:
-        """Return what shifts the choice to an even load, of the router of the first phase."""
         return self.router.balance
 
     def with_k(self, k: int) -> Self:
-        """Return the router with ``k`` experts per token."""
         return self.model_copy(update={"router": self.router.model_copy(update={"k": k})})
 
     def for_finetuning(self) -> Self:
-        """Return the router, frozen from the first step."""
         return self.model_copy(update={"until": 0.0})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":
-        """The router of ``width``-wide tokens; UserError where the first phase's cannot be."""
         self.router.check_experts(width, experts, key="router.router")
         return FrozenCopyRouter(self, width, experts)
 
@@ -81,9 +75,9 @@ class FrozenCopy(Router):
 class FrozenCopyRouter(NoisyTopKRouter):
     """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
-    Once frozen, the weights take part detached: their gradient stays None, and AdamW leaves such
-    parameters alone, weight decay included. Tokens still get a gradient through the gates.
-    Evaluation does not look at ``progress``.
+    Once frozen, weights are detached: their gradient stays None, and AdamW skips such parameters,
+    including their weight decay. Tokens still get a gradient through the gates. Evaluation ignores
+    ``progress``.
     """
 
     def __init__(self, config: FrozenCopy, width: int, experts: int) -> None:
@@ -100,10 +94,9 @@ class FrozenCopyRouter(NoisyTopKRouter):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         self._frozen = self.training and context.progress >= self.until
-        if self.balance is not None:  # a plan (sinkhorn) is of a router that learns
+        if self.balance is not None:  # sinkhorn's plan is for a router that learns
             self.balance.train(self.is_learning)
         return super().forward(tokens, context)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The logits (B, T, E) of tokens (B, T, d)."""
         return router_logits(tokens, self.weight.detach() if self._frozen else self.weight)

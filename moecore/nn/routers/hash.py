@@ -1,4 +1,4 @@
-"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash of the token chooses, nothing learns.
+"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash chooses experts, nothing is learned.
 
 B images, T tokens per image, E experts, k chosen per token.
 """
@@ -18,17 +18,17 @@ from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import plan_and_record, top_k
 
-PRIME = 2**31 - 1  # above every word's number
-# a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
+PRIME = 2**31 - 1  # above every word's id
+# a patch with a smaller range of pixels (half a grey level) is blank: it has only rounding errors
 BLANK = 0.5 / 255
 
 
 class Hash(Router):
-    """A fixed hash of each word, patch or position chooses k experts with weight 1/k each.
+    """Choose k experts by a fixed hash of each word, patch or position, with weight 1/k each.
 
-    Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our
-    choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
-    digits, 8 experts got 2 to 28 %), and so they are with `word`; `position` is balanced.
+    Words have an identity to hash, patches do not: `patch` sends similar patches to the same
+    experts (*our choice*). Load then follows the frequency of patches (on scikit-learn's digits, 8
+    experts got 2 to 28 %), and of words with `word`; `position` is balanced.
     """
 
     has_expert_rows: ClassVar[bool] = False
@@ -36,18 +36,17 @@ class Hash(Router):
     kind: Literal["hash"] = "hash"
     k: int = Field(1, ge=1, description="experts per token")
     by: Literal["patch", "position", "word"] = Field(
-        "patch", description="the patch's pixels without their mean, the position, or a text's word"
+        "patch",
+        description="hash the patch's pixels minus their mean, the position, or the text's word",
     )
-    seed: int = Field(0, ge=0, description="of the hash; another seed is another hash")
+    seed: int = Field(0, ge=0, description="seed of the hash")
 
     @property
     def wants(self) -> frozenset[str]:
-        """The patches' pixels or the words, where they are what is hashed."""
         hashed = {"patch": ["patches"], "position": [], "word": ["words"]}
         return frozenset(hashed[self.by])
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "HashRouter":
-        """The router over ``experts`` experts. Raises UserError where k is larger than that."""
         self.check_k(experts)
         return HashRouter(self, experts)
 
@@ -55,11 +54,9 @@ class Hash(Router):
 class HashRouter(nn.Module):
     """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
 
-    ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
-    the smallest normal number.
-
-    What it hashes with is drawn at the first call and kept, in no file: a compiled graph draws
-    nothing by itself, so the first call must not be compiled.
+    ``probs`` is 1/k for chosen experts and 0 elsewhere; ``logits`` is its logarithm, with the
+    smallest normal number for 0. Directions and positions are drawn in the first call and saved in
+    no file. The first call must not be compiled: drawing breaks a compiled graph.
     """
 
     lines: Tensor | None  # (pixels, E)
@@ -69,7 +66,7 @@ class HashRouter(nn.Module):
         super().__init__()
         self.config = config
         self.experts = experts
-        self.of_words = draw_hash_factor_and_shift(config.seed)
+        self.word_hash = draw_hash_factor_and_shift(config.seed)
         self.register_buffer("lines", None, persistent=False)
         self.register_buffer("places", None, persistent=False)
 
@@ -95,7 +92,7 @@ class HashRouter(nn.Module):
             )
 
     def _by_position(self, tokens: Tensor) -> Tensor:
-        """(B, T, k): the expert of the position, and the ones after it in a circle."""
+        """Return (B, T, k): the expert of each position and the following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             first = experts_by_position(
@@ -104,50 +101,48 @@ class HashRouter(nn.Module):
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)
 
-    def _by_word(self, words: Tensor | None) -> Tensor:
-        """(B, T, k): the expert of the words (B, T), and the ones after it in a circle."""
-        assert words is not None  # models without words are refused
-        factor, shift = self.of_words
-        return self._in_circle((words.long() * factor + shift) % PRIME)
+    def _by_word(self, word_ids: Tensor | None) -> Tensor:
+        """Return (B, T, k): the expert of each word (B, T) and the following ones, modulo E."""
+        assert word_ids is not None  # models without words are refused
+        factor, shift = self.word_hash
+        return self._in_circle((word_ids.long() * factor + shift) % PRIME)
 
     def _in_circle(self, first: Tensor) -> Tensor:
-        """Return the experts (..., k) from ``first`` (...) on."""
+        """Return experts (..., k): ``first`` (...) and the following ones, modulo E."""
         following = torch.arange(self.config.k, device=first.device)
         return (first.unsqueeze(-1) + following) % self.experts
 
     def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
-        """The nearest directions of patches (B, T, pixels), (B, T, k); ``otherwise`` if blank."""
+        """Return experts (B, T, k) by patches (B, T, pixels); ``otherwise`` for blank patches."""
         if patches is None:
-            raise UserError(
-                "router.by is patch, but there are no patches to hash (context.patches); use a "
-                "model of images, or by: position"
+            raise UserError.at(
+                "router.by",
+                found="patch, but the model has no patches to hash (context.patches)",
+                allowed="position, or a model of images",
             )
         pixels = patches.to(torch.promote_types(patches.dtype, torch.float32))
         lines = self.lines
         if lines is None or len(lines) != pixels.shape[-1] or lines.device != pixels.device:
             lines = hash_directions(self.config.seed, pixels.shape[-1], self.experts, pixels.device)
             self.lines = lines
-        # lines have no mean either; this keeps rounding small
+        # directions have mean 0, so this changes only the rounding errors, which get smaller
         scores = (pixels - pixels.mean(dim=-1, keepdim=True)) @ lines.to(pixels.dtype)
-        # special tokens too, which have zeros
+        # includes special tokens, whose pixels are 0
         blank = pixels.amax(dim=-1) - pixels.amin(dim=-1) < BLANK
         return torch.where(blank.unsqueeze(-1), otherwise, top_k(scores, self.config.k))
 
 
 @lru_cache(maxsize=64)
 def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
-    """Random directions (pixels, E) without mean, of length 1; the same on every device."""
+    """Return random directions (pixels, E) with mean 0 and length 1, equal on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    drawn = torch.randn(pixels, experts, generator=generator, device="cpu")
-    return normalize(drawn - drawn.mean(dim=0), dim=0).to(device)
+    values = torch.randn(pixels, experts, generator=generator, device="cpu")
+    return normalize(values - values.mean(dim=0), dim=0).to(device)
 
 
 @lru_cache(maxsize=64)
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
-    """The expert (T,) of each position: every E positions hold each once, in random order.
-
-    A longer sequence begins as a shorter one.  The same on every device.
-    """
+    """Return each position's expert (T,): every E positions have each expert once, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)
     shuffles = [
         torch.randperm(experts, generator=generator, device="cpu")
@@ -157,9 +152,7 @@ def experts_by_position(seed: int, tokens: int, experts: int, device: torch.devi
 
 
 def draw_hash_factor_and_shift(seed: int) -> tuple[int, int]:
-    """Return a factor and a shift: a word's hash is its number times one plus the other, modulo
-    PRIME, and its expert the rest by E (Carter & Wegman 1979).
-    """
+    """Return (a, b) of the hash ((a · word + b) mod PRIME) mod E (Carter & Wegman 1979)."""
     generator = torch.Generator("cpu").manual_seed(seed)
     factor, shift = torch.randint(1, PRIME, (2,), generator=generator, device="cpu").tolist()
     return factor, shift

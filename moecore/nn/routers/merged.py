@@ -1,7 +1,6 @@
-"""Experts merged for each image (SMEAR, Muqeeth et al. 2023): one pass through the mean of their
-parameters.
+"""SMEAR (Muqeeth et al. 2023): per image, one expert with the weighted mean of all parameters.
 
-B images, T tokens per image, E experts, d width.
+B images, T tokens per image, E experts, width d.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -20,11 +19,10 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class Merged(Router):
-    """An image's mean token decides in what shares the experts' weights and biases are averaged;
-    all its tokens see the one expert that results.
+    """Merge experts per image: the mean token decides the shares of their weights and biases.
 
-    A token costs what one expert costs; to merge costs as much as E tokens more for each image, and
-    memory for its parameters.
+    All tokens of an image use the merged expert. A token costs as much as with one expert; merging
+    costs as much as E additional tokens per image, plus memory for the merged parameters.
     """
 
     chooses_per_token: ClassVar[bool] = False
@@ -35,41 +33,44 @@ class Merged(Router):
     )
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError: the shares look at all tokens."""
-        problem = "found merged, whose experts are merged by the mean of all words, later ones too"
-        raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
+        """Raise UserError: the shares depend on all tokens."""
+        raise UserError.at(
+            f"{key}.kind",
+            found="merged, whose experts are merged by the mean of all words, including later ones",
+            allowed=CAUSAL,
+        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "MergedRouter":
-        """The router of ``width``-wide tokens; UserError for experts that have bases, whose mean is
-        no basis.
-        """
         if basis is not None:
-            problem = "found experts with bases, whose mean is no basis"
-            raise UserError(f"experts.kind: {problem}; allowed beside the router merged: mlp")
+            raise UserError.at(
+                "experts.kind",
+                found="experts with bases, whose mean is not a basis",
+                allowed="mlp with the router merged",
+            )
         return MergedRouter(self, width, experts)
 
 
 class MergedPlan(NamedTuple):
-    """All tokens in their order, each image's through its own merged expert."""
+    """All tokens in their order, each image's tokens with its merged expert."""
 
-    shares: Tensor  # (B, E), sums to 1 for each image
+    shares: Tensor  # (B, E), sum to 1 per image
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (B·T, d), image by image."""
+        """Return tokens (B, T, d) as rows (B·T, d), image by image."""
         batch, length = tokens.shape[:2]
         ends = torch.arange(1, batch + 1, dtype=torch.int32, device=tokens.device) * length
         return Rows(to_autocast(tokens).flatten(0, 1), ends, shares=self.shares)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (B·T, d) to tokens (B, T, d)."""
+        """Return rows (B·T, d) as tokens (B, T, d)."""
         return rows.unflatten(0, (len(self.shares), -1))
 
 
 class MergedRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (MergedPlan, RoutingRecord).
 
-    ``weight`` (E, d), ``bias`` (E,); ``gain`` (d,) of both norms, where there are any. In the
-    record everything is chosen, and all tokens of an image have its logits and shares.
+    ``weight`` (E, d), ``bias`` (E,), ``gain`` (d,) of both norms if there are any. In the record
+    every expert is chosen, and all tokens of an image have the image's logits and shares.
     """
 
     merges_experts = True

@@ -1,6 +1,6 @@
 """SoftMoE (Puigcerver et al. 2023), a baseline of TGR-MoE: experts compute mixtures of tokens.
 
-B images, T tokens per image, E experts, p slots per expert, R = E·B·p rows, d width.
+B images, T tokens per image, E experts, p slots per expert, R = E·B·p rows, width d.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -15,16 +15,15 @@ from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import CAUSAL, Router
 
-# under the root of a norm, so that a token of zeros has a gradient
+# added under the root of a norm, so that a token of zeros has a finite gradient
 EPSILON = 1e-6
 
 
 class SoftSlots(Router):
-    """Every slot of every expert is a weighted mean of an image's tokens, and every token gets a
-    weighted mean of all slots' outputs.
+    """Mix an image's tokens into slots, and the slots' outputs into each token's output.
 
-    The papers give an expert p = round(T · capacity factor / E) slots, T tokens per image: at
-    ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49.
+    Both are weighted means. The papers give an expert p = round(T · capacity factor / E) slots, T
+    tokens per image: at ViT-S/16 on 224 pixels (T = 197), E = 8 and k = 2 chosen elsewhere, 49.
     """
 
     chooses_per_token: ClassVar[bool] = False
@@ -36,22 +35,24 @@ class SoftSlots(Router):
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError: every slot is a mean of all tokens."""
-        problem = "found soft_slots, whose slots are means of all words, later ones too"
-        raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
+        raise UserError.at(
+            f"{key}.kind",
+            found="soft_slots, whose slots are means of all words, including later ones",
+            allowed=CAUSAL,
+        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts."""
         return SoftSlotsRouter(self, width, experts)
 
 
 class SlotsPlan(NamedTuple):
-    """Tokens to slots and back, both weighted sums over one image."""
+    """Weighted sums from tokens to slots and back, within each image."""
 
-    mixing: Tensor  # (B, T, E, p), sums to 1 over the tokens of an image
-    weights: Tensor  # (B, T, E, p), sums to 1 over all slots
+    mixing: Tensor  # (B, T, E, p), sum to 1 over an image's tokens
+    weights: Tensor  # (B, T, E, p), sum to 1 over all slots
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d): each expert's slots, image by image."""
+        """Return tokens (B, T, d) as rows (R, d): each expert's slots, image by image."""
         values = to_autocast(tokens)
         experts = self.mixing.shape[2]
         slots = torch.einsum("btep,btd->ebpd", self.mixing.to(values.dtype), values).flatten(0, 2)
@@ -59,7 +60,7 @@ class SlotsPlan(NamedTuple):
         return Rows(slots, numbers * (len(slots) // experts))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (R, d) to tokens (B, T, d) in the rows' dtype."""
+        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype."""
         batch, _, experts, slots = self.weights.shape
         return torch.einsum(
             "btep,ebpd->btd",
@@ -71,9 +72,9 @@ class SlotsPlan(NamedTuple):
 class SoftSlotsRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (SlotsPlan, RoutingRecord).
 
-    In the record an expert stands for all its slots: its logit is the logsumexp of theirs, so that
-    ``probs``, their softmax, is the sum of the slots' combine weights. Nothing is drawn and nothing
-    is dropped: ``chosen`` and ``load`` are 1 everywhere.
+    In the record, an expert's logit is the logsumexp of its slots' scores, so that ``probs``, their
+    softmax, is the sum of its slots' combine weights. Nothing is random and no token is dropped:
+    ``chosen`` and ``load`` are 1 everywhere.
     """
 
     def __init__(self, config: SoftSlots, width: int, experts: int) -> None:
@@ -82,7 +83,7 @@ class SoftSlotsRouter(nn.Module):
         self.slots = nn.Parameter(
             nn.init.normal_(torch.empty(width, experts, config.slots), std=width**-0.5)
         )
-        self.scale = nn.Parameter(torch.ones(1))  # of one number: a sharded model takes no scalars
+        self.scale = nn.Parameter(torch.ones(1))  # not a scalar: sharded models have none
         self.register_load_state_dict_pre_hook(_give_scale_an_axis)
 
     def forward(
@@ -97,7 +98,7 @@ class SoftSlotsRouter(nn.Module):
             return self.decide(scores)
 
     def decide(self, scores: Tensor) -> tuple[SlotsPlan, RoutingRecord]:
-        """The decision of these scores (B, T, E, p) of tokens and slots."""
+        """Return plan and record for scores (B, T, E, p) of tokens and slots."""
         mixing = torch.softmax(scores, dim=1)
         plan = SlotsPlan(mixing, torch.softmax(scores.flatten(2), dim=-1).view_as(scores))
         logits = torch.logsumexp(scores, dim=-1)
@@ -109,12 +110,12 @@ class SoftSlotsRouter(nn.Module):
 def _give_scale_an_axis(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Files written before ``scale`` had an axis hold a scalar."""
+    """Reshape ``scale`` from files that store it as a scalar."""
     name = f"{prefix}scale"
     if name in state:
         state[name] = state[name].reshape(1)
 
 
 def unit_vectors(vectors: Tensor, *, dim: int) -> Tensor:
-    """v / sqrt(|v|² + 1e-6) along ``dim``; a vector of zeros stays, with finite gradient."""
+    """Return v / sqrt(|v|² + 1e-6) along ``dim``; zeros stay zeros, with a finite gradient."""
     return vectors * torch.rsqrt(vectors.square().sum(dim=dim, keepdim=True) + EPSILON)

@@ -1,6 +1,6 @@
 """TGR-MoE's upper bound (§5.3, supplement I): the teacher's router decides for the student.
 
-B images, T tokens per image, E experts, k chosen per token, d width.
+B images, T tokens per image, E experts, k chosen per token, width d.
 """
 
 from typing import Literal
@@ -19,34 +19,32 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class TeacherRouted(Router):
-    """The teacher's router chooses experts and weighs them; the student's only imitates it, with
-    `router_kl` among the regularizers.
+    """Let the teacher's router choose and weigh experts; the student's only imitates it.
 
-    The teacher's router learns from the task and from the balance of `load`; `importance` and
-    `router_kl` look at the student's probs. Measurements look at the router that decides.
+    The regularizer `router_kl` teaches the student's router. The teacher's router learns from the
+    task and from the balance of `load`; `importance` and `router_kl` read the student's probs.
+    Measurements read the router that decides.
     """
 
     kind: Literal["teacher_routed"] = "teacher_routed"
     k: int = Field(2, ge=1, description="experts per token")
     noise_std: float = Field(
-        1.0, ge=0, description="on the teacher's log probs, in units of 1 / experts"
+        1.0, ge=0, description="noise on the teacher's log probs, in units of 1 / experts"
     )
     inference: Literal["teacher", "student"] = Field(
-        "teacher", description="who decides in evaluation; the student never did in training"
+        "teacher",
+        description="router that decides in evaluation; in training the student's never does",
     )
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what its record gives beyond probs."""
         return frozenset({"load"})
 
     @property
     def wants(self) -> frozenset[str]:
-        """The routing of the teacher."""
         return frozenset({"teacher"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TeacherRoutedRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return TeacherRoutedRouter(self, width, experts)
 
@@ -54,12 +52,12 @@ class TeacherRouted(Router):
 class TeacherRoutedRouter(NoisyTopKRouter):
     """``router(tokens, context)``: (B, T, d), teacher (B, T, E) to (SparsePlan, RoutingRecord).
 
-    The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it; in
-    evaluation the record is that of who decides. In training ``load``, ``chosen`` and ``combine``
-    tell of the decision, ``logits`` and ``probs`` are the student's own, whose loss reaches its
-    ``weight`` only, not the tokens. Where the student decides in evaluation, attacks see its
-    gradient to the tokens.
-    Raises UserError where the teacher has to decide and is missing or of another shape.
+    The decision is noisy top-k's, with log p of the teacher as logits and with a gradient to it. In
+    training ``load``, ``chosen`` and ``combine`` are the decision's, ``logits`` and ``probs`` the
+    student's, whose loss reaches its ``weight`` only, not the tokens. In evaluation the record is
+    of the router that decides; if that is the student's, attacks see its gradient to the tokens.
+
+    Raises UserError if the teacher decides and its probs are missing or of another shape.
     """
 
     def __init__(self, config: TeacherRouted, width: int, experts: int) -> None:
@@ -70,34 +68,31 @@ class TeacherRoutedRouter(NoisyTopKRouter):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            # the student's router imitates; what it learns must not bend the tokens to its will
-            seen = tokens.detach() if self.training else tokens
-            own = router_logits(seen, self.weight)
+            # The student's router imitates: its loss must not change the tokens.
+            inputs = tokens.detach() if self.training else tokens
+            logits = router_logits(inputs, self.weight)
             if not self.training and self.inference == "student":
-                return self.decide(own)
+                return self.decide(logits)
             plan, record = self.decide(
-                _safe_log(_check_teacher(context.teacher, own.shape)).to(own.dtype)
+                _safe_log(_check_teacher(context.teacher, logits.shape)).to(logits.dtype)
             )
-            if self.training:  # what its loss teaches; what is measured is what decides
-                probs = torch.softmax(own, dim=-1)
-                record = RoutingRecord(own, probs, record.load, record.chosen, record.combine)
+            if self.training:  # its loss reads the student; measurements read what decides
+                probs = torch.softmax(logits, dim=-1)
+                record = RoutingRecord(logits, probs, record.load, record.chosen, record.combine)
             return plan, record
 
 
 def _safe_log(probs: Tensor) -> Tensor:
-    """Logarithm of probs, in fp32 at least.
-
-    One that was rounded to 0 counts as the smallest normal number, without a gradient.
-    """
+    """Return the logarithm of probs, in fp32 or fp64; 0 counts as the smallest normal number."""
     probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
     return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def _check_teacher(teacher: Tensor | None, shape: torch.Size) -> Tensor:
-    """The teacher's probs; UserError unless there is one (E,) per student's token."""
+    """Return the teacher's probs; raise UserError if missing or not (E,) per student's token."""
     if teacher is None:
         raise UserError(
-            "router teacher_routed: the teacher decides, but its routing is not here "
+            "router teacher_routed: the teacher decides, but its routing is missing "
             "(context.teacher); give the method a teacher, or set router.inference to student "
             "for evaluation without one"
         )

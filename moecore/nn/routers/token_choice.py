@@ -1,7 +1,7 @@
-"""What the routers share that let each token choose its experts: logits, gates, choice and plan.
+"""Logits, gates, choice and plan of routers that choose experts per token.
 
-A gate makes scores of logits, and weights of the scores of those chosen. B images, T tokens per
-image, E experts, k choices per token, d width.
+A gate turns logits into scores, and the chosen scores into weights. B images, T tokens per image, E
+experts, k choices per token, width d.
 """
 
 from typing import Literal
@@ -13,28 +13,28 @@ from torch.nn.functional import linear, normalize, softplus
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 
-FLOOR = 1e-6  # of a length that is divided by: a vector of zeros has the cosine 0 with all
+FLOOR = 1e-6  # of a divisor; a vector of zeros has cosine 0 with every other
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "relu"]
 Renormalise = bool | Literal["straight"]
-EPSILON = 1e-20  # DeepSeek-V3's: beside any sum that is not 0 it is nothing
+EPSILON = 1e-20  # as in DeepSeek-V3; negligible except for a sum of 0
 
 
 def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Logits (B, T, E) of tokens (B, T, d) by weight (E, d), in fp32 at least; no autocast."""
+    """Return logits (B, T, E) of tokens (B, T, d) by weight (E, d), in fp32 or fp64."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
-    """Cosines (B, T, E) of vectors (B, T, r) and experts' embeddings (E, r), in fp32 at least."""
+    """Return cosines (B, T, E) of vectors (B, T, r) and embeddings (E, r), in fp32 or fp64."""
     wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
     directions = normalize(wide, dim=-1, eps=FLOOR)
     return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
 
 
 def expert_scores(logits: Tensor, score: Score) -> Tensor:
-    """Return scores (B, T, E) ≥ 0 of logits (B, T, E); those of a softmax sum to 1."""
+    """Return scores (B, T, E) ≥ 0 of logits (B, T, E); only softmax scores sum to 1."""
     if score == "sigmoid":
         return torch.sigmoid(logits)
     if score == "relu":
@@ -45,7 +45,7 @@ def expert_scores(logits: Tensor, score: Score) -> Tensor:
 
 
 def expert_probs(logits: Tensor, score: Score) -> Tensor:
-    """Return the scores over their sum, (B, T, E); all alike where every score is 0."""
+    """Return scores over their sum, (B, T, E); 1/E each if all scores are 0."""
     scores = expert_scores(logits, score)
     if score == "softmax":
         return scores
@@ -54,9 +54,9 @@ def expert_probs(logits: Tensor, score: Score) -> Tensor:
 
 
 def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Renormalise) -> Tensor:
-    """Return the weights (B, T, k) of the chosen from their logits and scores, both (B, T, k).
+    """Return the weights (B, T, k) of chosen experts from their logits and scores, (B, T, k).
 
-    renormalise: the weights sum to 1; straight: so too, with the gradient of scores over a
+    renormalise: true: weights sum to 1; straight: likewise, with the gradient of scores over a
     constant (DeepSeek-V3, eq. 13).
     """
     if not renormalise:
@@ -69,27 +69,25 @@ def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Reno
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices (..., k) of the k largest scores (..., E), best first; ties go to the lowest index.
-
-    k times argmax: ``topk`` promises no order among ties, and a stable sort takes 20 times longer
-    at 400 experts.
-    """
-    left = scores.detach().clone()
+    """Return indices (..., k) of the k largest scores (..., E), best first; ties: the lowest."""
+    # k times argmax: ``topk`` guarantees no order of ties, and a stable sort takes 20 times as long
+    # with 400 experts.
+    remaining = scores.detach().clone()
     best_first = []
     for _ in range(k):
-        best = left.argmax(dim=-1, keepdim=True)
+        best = remaining.argmax(dim=-1, keepdim=True)
         best_first.append(best)
-        left.scatter_(-1, best, -torch.inf)
+        remaining.scatter_(-1, best, -torch.inf)
     return torch.cat(best_first, dim=-1)
 
 
 def top_k_and_open_slots(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``top_k`` of preferences (B, T, E), and which of these slots are open, (B, T, k) bool.
+    """Return ``top_k`` of preferences (B, T, E) and which slots are open, (B, T, k) bool.
 
-    barred: bool, broadcast to (B, T, E), experts that may not be chosen: they come last, and their
-    slots are closed.  None: all are open, and nothing is returned of it.
+    barred: bool, broadcast to (B, T, E), experts that must not be chosen. They come last, in closed
+    slots. None: all slots are open, and None is returned for them.
     """
     if barred is None:
         return top_k(preferences, k), None
@@ -107,12 +105,12 @@ def plan_and_record(
     valid: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[SparsePlan, RoutingRecord]:
-    """The plan and the record of a token choice.
+    """Return the plan and the record of a choice per token.
 
-    logits, probs, load: (B, T, E); without ``load`` it is 0 or 1 as chosen.
-    chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of their outputs.
-    valid: (B, T, k) bool, which of them are chosen at all (None: all).
-    kept: (B, T, k) bool, which lie within the experts' capacity (None: all).
+    logits, probs: (B, T, E).  chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of
+    their outputs.  load: (B, T, E); None: 1 for chosen experts, else 0.  valid: (B, T, k) bool,
+    slots that are chosen at all; None: all.  kept: (B, T, k) bool, slots within capacity; None:
+    all.
     """
     processed = valid
     if valid is None:

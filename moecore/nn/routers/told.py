@@ -1,4 +1,4 @@
-"""The oracle: routes every token by the truth of the data, which only generated data have.
+"""The oracle router: routes each token by the ground truth of generated data.
 
 B images, T tokens per image, E experts.
 """
@@ -16,35 +16,31 @@ from moecore.nn.routers.token_choice import plan_and_record
 
 
 class Told(Router):
-    """Tokens of kind n go to expert (n − 1) / ``together``, in a circle; unknown ones to 0.
+    """Send tokens of kind n to expert ⌊(n − 1) / ``together``⌋ mod E, and unknown ones to expert 0.
 
-    Nothing learns: it is the ceiling of what a router can find (*our own*).
+    Nothing is learned: this is the upper bound of what a router can find (*our own*).
     """
 
     has_expert_rows: ClassVar[bool] = False
 
     kind: Literal["told"] = "told"
-    together: int = Field(1, ge=1, description="Adjacent kinds that share an expert: a family")
+    together: int = Field(
+        1, ge=1, description="number of adjacent kinds that share an expert, a family"
+    )
 
     @property
     def wants(self) -> frozenset[str]:
-        """The truth."""
         return frozenset({"truth"})
 
     def active(self, experts: int) -> float:
-        """Return 1: a token uses one expert."""
         return 1
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ToldRouter":
-        """Return the router over ``experts`` experts."""
         return ToldRouter(experts, self.together)
 
 
 class ToldRouter(nn.Module):
-    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), weight 1.
-
-    Its context must have the truth: models of images without are refused.
-    """
+    """``router(tokens, context)``: tokens (B, T, d) to (SparsePlan, RoutingRecord), weight 1."""
 
     def __init__(self, experts: int, together: int = 1) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The router of SMoE language models (MoGE, §3.2): top-k of the logits, then their softmax.
 
-B sequences, T tokens each, E experts, k chosen per token, d width.
+B sequences, T tokens per sequence, E experts, k chosen per token, width d.
 """
 
 from typing import Literal
@@ -14,10 +14,10 @@ from moecore.nn.routers.token_choice import Renormalise, router_logits
 
 
 class TopKSoftmax(NoisyTopK):
-    """A linear map with bias: the k largest logits choose, their softmax weighs (sum 1).
+    """Choose the k largest logits of a linear map with bias; their softmax weighs (sum 1).
 
-    All else is noisy top-k's. With k = 1 the weight is always 1: only regularizers, not the task,
-    then teach it. No noise is drawn by default.
+    All else is as in noisy_top_k, without noise by default. With k = 1 the weight is always 1, so
+    that only regularizers teach the router, not the task.
     """
 
     kind: Literal["top_k_softmax"] = "top_k_softmax"  # pyrefly: ignore[bad-override]
@@ -32,7 +32,6 @@ class TopKSoftmax(NoisyTopK):
     )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopKSoftmaxRouter":
-        """The router of ``width``-wide tokens; UserError where k or groups do not fit."""
         self.check_experts(width, experts)
         return TopKSoftmaxRouter(self, width, experts)
 
@@ -42,11 +41,12 @@ class TopKSoftmaxRouter(NoisyTopKRouter):
 
     def __init__(self, config: TopKSoftmax, width: int, experts: int) -> None:
         super().__init__(config, width, experts)
-        bound = width**-0.5  # torch's start of a linear map, as in the language models' code
+        bound = (
+            width**-0.5
+        )  # torch's initialisation of a linear map, as in the language models' code
         if config.start == "normal":
             nn.init.uniform_(self.weight, -bound, bound)
         self.bias = nn.Parameter(nn.init.uniform_(torch.empty(experts), -bound, bound))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The logits (B, T, E) of tokens (B, T, d), with a bias."""
         return router_logits(tokens, self.weight, self.bias)

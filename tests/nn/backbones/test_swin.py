@@ -188,7 +188,7 @@ def test_windows_hold_what_may_see_each_other(grid, window, shifted):
     seen = torch.zeros(1, windows.number, windows.length, windows.length)
     if windows.mask is not None:
         seen = seen + windows.mask
-    found = windows.whole(seen.exp())[0] > 0
+    found = windows.expand_attention(seen.exp())[0] > 0
     assert torch.equal(found, reference_mates(grid, window, shifted))
     values = torch.randn(2, tokens, 3, dtype=torch.float64, requires_grad=True)
     assert torch.equal(windows.join(windows.cut(values)), values)

@@ -315,12 +315,12 @@ def test_what_does_not_fit_the_experts_is_refused(key):
 def test_what_cannot_stand_together_is_refused():
     groups = {"number": 2, "kept": 2}
     for kind in ("quantile", "sinkhorn"):
-        with pytest.raises(ValidationError, match=f"found a balance of kind {kind} beside"):
+        with pytest.raises(ValidationError, match=f"found a balance of kind {kind} with"):
             NoisyTopK(balance={"kind": kind}, groups=groups)
     with pytest.raises(UserError, match=r"^router\.balance\.kind: found sinkhorn"):
         NoisyTopK(balance={"kind": "sinkhorn"}).check_causal()
     few = router_of(k=1, balance={"kind": "quantile"})
-    with pytest.raises(UserError, match="^router.balance: a step has 3 tokens"):
+    with pytest.raises(UserError, match="^router.balance: found a step of 3 tokens"):
         few.after_step([few.train()(torch.randn(1, 3, 4))[1]], 0, 0.0)
     all_chosen = router_of(k=4, balance={"kind": "quantile"})
     with pytest.raises(UserError, match="^router.k: found 4, .*; allowed: 1 to 3"):

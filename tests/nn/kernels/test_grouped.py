@@ -237,7 +237,7 @@ def test_groups_by_hand(monkeypatch):
     # Groups of two of eight inputs. Of the first both have rows: they share 2 slots each. The third
     # and fourth have 33 and none: too many for slots that cost nothing. The last have none.
     monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1)
-    monkeypatch.setattr(expert_loop, "GROUP", 16)
+    monkeypatch.setattr(expert_loop, "GROUP_WEIGHTS", 16)
     plan = ExpertGroups(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     assert plan.groups == [
         ExpertGroup(slice(0, 2), slice(0, 3), 2),
@@ -281,7 +281,7 @@ def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
     assert len(tiles.experts) == tile_count(rows, len(sizes), height)
     assert len(tiles.rows) == height * len(tiles.experts)
     assert torch.equal(tiles.rows[tiles.places], torch.arange(rows))
-    assert tiles.there[tiles.places].all() and int(tiles.there.sum()) == rows
+    assert tiles.is_filled[tiles.places].all() and int(tiles.is_filled.sum()) == rows
     assert torch.equal(tiles.experts[tiles.places // height], experts.long())
     values = torch.randn(rows, 3)
     assert torch.equal(tiles.read_rows(tiles.fill_tiles(values)), values)

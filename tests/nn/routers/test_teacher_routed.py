@@ -151,7 +151,7 @@ def test_probs_that_were_rounded_to_0_stay_finite():
 )
 def test_a_teacher_that_has_to_decide_must_be_there_and_fit(inference, training):
     router = TeacherRouted(inference=inference).build(8, 4).train(training)
-    with pytest.raises(UserError, match="the teacher decides, but its routing is not here"):
+    with pytest.raises(UserError, match="the teacher decides, but its routing is missing"):
         router(torch.randn(2, 9, 8))
     with pytest.raises(UserError, match=r"shape \(2, 8, 4\).*student's \(2, 9, 4\)"):
         router(torch.randn(2, 9, 8), RoutingContext(teacher=teacher_of(tokens=8)))

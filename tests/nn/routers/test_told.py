@@ -95,7 +95,7 @@ def test_a_text_is_routed_by_the_kinds_after_its_words():
 
 def test_without_truth_it_is_refused():
     with pytest.raises(
-        UserError, match=r"router.kind: found told.*allowed: data whose card says truth"
+        UserError, match=r"router.kind: found told.*allowed: data whose card has truth"
     ):
         VIT.build(IMAGE.model_copy(update={"truth": 0}), MOE)
     model = LanguageModel(width=8, depth=3, heads=2, span=4)
