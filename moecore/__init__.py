@@ -1,12 +1,12 @@
 """Sparse mixture-of-experts models, their training, and what the papers measure.
 
-The names below are public (docs/api.md); everything else may change. None of them is imported
-before it is used: ``import moecore`` loads no torch.
+The names below are public (docs/api.md); everything else may change. Each is imported at its first
+use, so ``import moecore`` does not load torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
-RENAMED = {"pages": "parts"}  # a public name of the last minor version → its new one
+RENAMED = {"pages": "parts"}  # public name of the last minor version → new name
 
 if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
     from moecore import attacks as attacks

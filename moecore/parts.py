@@ -1,6 +1,6 @@
-"""What your own part is written with: base classes, the types that they handle, pages' columns.
+"""Names for writing your own part: base classes, the types that they use, columns of the page.
 
-A file that imports a name from here depends on the file where that name lives, not on the others.
+A file that imports a name from here depends only on the file that defines the name.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ from moecore.training.upcycling_kinds import Granular as Granular
 if TYPE_CHECKING:
     from moecore.report.column import Column as Column
     from moecore.report.measures.result_display import Shown as Shown
-else:  # what the page of your own measurement is written with: it loads matplotlib
+else:  # for the page of your own measurement; importing them loads matplotlib
     _PAGES = {
         "Column": "moecore.report.column:Column",
         "Shown": "moecore.report.measures.result_display:Shown",

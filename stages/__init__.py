@@ -7,7 +7,7 @@ if __name__ == "stages":
     raise ImportError("stages are modules of moecore: python -m moecore.stages.…")
 
 if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith(f"{__name__}."):
-    # From its first moment on a stage ends with what started it, not only once torch is imported.
+    # As early as possible: importing torch takes seconds, in which the parent may die.
     set_parent_death_signal()
 
 if os.environ.keys() & {"MOECORE_LAUNCH", "MOECORE_RANKS"}:

@@ -1,9 +1,9 @@
 """Stage ``code``: hashes of the source files that decide results.
 
-It always runs, as its sources lie wherever moecore is installed, and writes artifacts/code/, which
-the other stages depend on in the place of the source, so they rerun exactly when a file or a part
-that they use is edited. As the first stage it checks params.yaml, the data and the models too.
-It does nothing where neither what it reads nor what it wrote has changed.
+It always runs, as its sources are wherever moecore is installed. The other stages depend on its
+result artifacts/code/ instead of the source, so they rerun exactly when a file or part that they
+use is edited. As the first stage it also checks params.yaml, the data and the models. It does
+nothing if neither its inputs nor its result have changed.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Set all methods side by side: a page, its numbers as JSON, its curves as CSV, the claims."""
+"""Compare all methods: a page, its numbers as JSON, its curves as CSV, the claims."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,8 +26,8 @@ ARTIFACTS = Path("artifacts")  # the stage `numbers` copies from there to report
 
 class Params(Config):
     run: Selection
-    claims: tuple[Claim, ...] = Field((), description="What the papers say of two methods.")
-    questions: tuple[Question, ...] = Field((), description="Asked of these runs, by no paper.")
+    claims: tuple[Claim, ...] = Field((), description="Claims of papers about two methods.")
+    questions: tuple[Question, ...] = Field((), description="Questions that no paper answers.")
 
 
 def compare() -> None:
@@ -37,14 +37,14 @@ def compare() -> None:
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=list_folder_stages(path.parent))
-    asked = partial_comparison.choose_answerable_comparisons(
+    answerable = partial_comparison.choose_answerable_comparisons(
         [*params.claims, *params.questions], params.run, results
     )
-    evaluated = evaluate_claims(asked, results)
+    evaluated = evaluate_claims(answerable, results)
     compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
     inputs.refuse_all_edits()
     refuse_changed_document(document)
-    with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
+    with ExitStack() as written:  # if the disk is full, the old numbers and page stay
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
         write_json(ARTIFACTS / NUMBERS.name, compared)

@@ -1,6 +1,7 @@
 """Stage ``pretrain``: one method trained from scratch with one seed.
 
-``python -m moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed, it goes on.
+``python -m moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. After a kill it
+resumes.
 """
 
 from pathlib import Path
@@ -28,7 +29,7 @@ class Params(Config):
 
 
 def pretrain(method: str, seed: int) -> None:
-    """Train ``method`` on artifacts/data/pretrain, guided by its teacher where it has one."""
+    """Train ``method`` on artifacts/data/pretrain, guided by its teacher if it has one."""
     params = read_params(Params, method=method)
     settings = params.method.merge_pretrain_settings(params.pretrain)
     names = params.method.expert_names
@@ -43,7 +44,7 @@ def pretrain(method: str, seed: int) -> None:
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
             save_words(folder, data)
-            # A model that routes by its teacher holds it already.
+            # A model that routes by its teacher already contains it.
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:
                 save_guide(folder / GUIDE, learned)

@@ -15,7 +15,7 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
 
 
 def print_attack_audit(lines: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print the audit, an ``AuditLine`` each, as a table on standard error."""
+    """Print the audit's lines (``AuditLine``) as a table on standard error."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,6 +1,6 @@
 """Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none.
 
-``python -m moecore.stages.teacher 0`` writes artifacts/teacher/0/, that of the students of seed 0.
+``python -m moecore.stages.teacher 0`` writes artifacts/teacher/0/, for students with seed 0.
 """
 
 from pathlib import Path
@@ -28,10 +28,10 @@ class Params(Config):
 
 
 def teacher(seed: int) -> None:
-    """Obtain the teacher that ``teacher`` describes; it shares no draws with the students."""
+    """Make the teacher of the section ``teacher``; it shares no random draws with the students."""
     params = read_params(Params)
     settings, target = params.teacher, Path("artifacts/teacher", str(seed))
-    drawn = derived_seed("teacher", seed)
+    teacher_seed = derived_seed("teacher", seed)
     first = Prepared.open("artifacts/data/pretrain")
     trains = settings.training is not None
     with training_run("teacher", params, first, [], None, seed, trains) as training:
@@ -41,13 +41,13 @@ def teacher(seed: int) -> None:
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
         data = settings.open_data(first, training.work)
-        torch.manual_seed(drawn)
+        torch.manual_seed(teacher_seed)
         model = settings.build(ImageSpec.from_card(data.card))
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
             job = build_training_job(model, data, objective, training.runtime.device)
-            training.train(job, settings.training, drawn)
+            training.train(job, settings.training, teacher_seed)
             result = evaluate_trained_model(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)

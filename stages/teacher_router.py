@@ -30,7 +30,7 @@ class Params(Config):
 
 
 def teacher_router(method: str, seed: int) -> None:
-    """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
+    """Fit one router per MoE layer of ``method``, except routers that learn with the method."""
     params = read_params(Params, method=method)
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]

@@ -27,18 +27,15 @@ def transfer(phase: Phase, seed: int) -> None:
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
-        record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (
-            run,
-            work,
-        ),
+        record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (run, work),
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
-        kept = KeptParts(work, run.inputs)
+        parts = KeptParts(work, run.inputs)
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
-        kept.show_progress(bar)
-        result = measure(models, data, params.transfer, kept.part)
+        parts.show_progress(bar)
+        result = measure(models, data, params.transfer, parts.part)
         run.result(result)
         print(result.reading.text, file=sys.stderr)
 

@@ -18,13 +18,13 @@ from functools import cache
 from pathlib import Path
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.stage_fork_server import StageServer, start_stage_server
+from moecore.pipeline.stage_fork_server import StageServerPaths, start_stage_server
 
 CLIENT = Path(__file__).with_name("command_client.py")
 
 
 @cache
-def server() -> StageServer:
+def server() -> StageServerPaths:
     """The server of this test process, started at the first call."""
     with contextlib.chdir(ROOT):  # there Python finds the module
         started = start_stage_server("tests.command_server")

@@ -1,9 +1,8 @@
 """Settings: the base of every configuration object, and families of parts.
 
-A family is a base class and the folder around its file. ``kind: noisy_top_k`` in params.yaml is the
-class NoisyTopK of the file noisy_top_k.py in that folder; ``kind: my_lab.cosine`` is the class
-Cosine of the module my_lab.cosine, of a package that the file lists under ``packages``. A part is
-imported when it is named; nothing else is, by name.
+A family is a base class and its folder. ``kind: noisy_top_k`` in params.yaml names class NoisyTopK
+in that folder's noisy_top_k.py; ``kind: my_lab.cosine`` names class Cosine of module my_lab.cosine,
+whose package the file lists under ``packages``. Only parts that are named are imported.
 """
 
 import importlib
@@ -48,25 +47,31 @@ UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
 class Config(BaseModel):
     """Immutable settings that refuse unknown keys.
 
-    A *part* (router, attack, ...) is a subclass whose ``kind`` literal is its file's stem.
+    A *part* (router, attack, ...) is a subclass whose ``kind`` literal is the stem of its file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield keys below these settings, and what is wrong there: found …; allowed: ….
+        """Yield what does not fit: a key below these settings, and ``found …; allowed: …``.
 
-        ``moecore check`` puts file, line and key in front, and asks settings inside of these by
-        itself.
+        ``moecore check`` prepends file, line and key. It also calls this on nested settings.
+
+        Args:
+            around: What these settings are combined with.
         """
         yield from ()
 
     def remarks(self) -> Misfits:
-        """Yield keys below these settings, and what ``moecore check`` notes there: no mistakes."""
+        """Yield notes of ``moecore check`` that are not errors: a key, and the text."""
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the settings inside of these."""
+        """Return the surroundings of nested settings.
+
+        Args:
+            around: The surroundings of these settings.
+        """
         return around
 
 
@@ -74,20 +79,16 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 
 
 def replace_and_validate(
-    section: str,
-    settings: AnySettings,
-    changes: Mapping[str, Any],
-    family: Any = None,
+    section: str, settings: AnySettings, changes: Mapping[str, Any], family: Any = None
 ) -> AnySettings:
-    """Settings with some other values, checked anew. Raises UserError, naming the key.
+    """Return settings with ``changes``, validated again; UserError names the key.
 
-    family: of the parts that they may become where ``kind`` is among the changes; what the other
-    part does not have is left behind.
+    family: the family of the new part if ``kind`` changes; fields that it lacks are dropped.
     """
     values = settings.model_dump()
     if family is not None and "kind" in changes:
-        there = family.fields_of_kind(str(changes["kind"]))
-        values = {name: value for name, value in values.items() if name in there}
+        fields = family.fields_of_kind(str(changes["kind"]))
+        values = {name: value for name, value in values.items() if name in fields}
     values |= changes
     try:
         if family is not None and "kind" in changes:
@@ -101,9 +102,9 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Settings of which some were changed; UserError at ``key`` where they do not fit each other.
+    """Return changed settings, validated again; UserError at ``key`` if they conflict.
 
-    What a model was built with without this, the file of its settings could not be read again.
+    Otherwise a model could be built whose stored settings cannot be read.
     """
     try:
         return settings.__class__.model_validate(settings.model_dump())
@@ -113,7 +114,7 @@ def validate_again(settings: AnySettings, key: str) -> AnySettings:
 
 
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
-    """A JSON file as settings; raises UserError that names it where it holds none."""
+    """Return the settings in a JSON file; UserError names the file if they are invalid."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
@@ -124,9 +125,9 @@ def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySet
 
 
 class Part(Config):
-    """Settings that a ``kind`` names; in a field of a family's type it says which part it is."""
+    """Settings with a ``kind``, which selects the part in a field of the family's type."""
 
-    family: ClassVar[type["Part"] | None] = None  # of a child of this class it is the child itself
+    family: ClassVar[type["Part"] | None] = None  # a direct subclass is its own family
 
     kind: Any  # a literal: the file's stem, or the dotted name of a module from outside
 
@@ -136,13 +137,13 @@ class Part(Config):
 
     @classmethod
     def class_kind(cls) -> str:
-        """Return the kind that stands for this class; "" where it has none."""
+        """Return the kind of this class; "" without a fixed kind."""
         kind = cls.model_fields[KIND].default
         return kind if isinstance(kind, str) else ""
 
     @classmethod
     def fields_of_kind(cls, kind: str) -> set[str]:
-        """Return the names of the settings of a part of this family; of an unknown kind none."""
+        """Return the names of a part's settings; an empty set for an unknown kind."""
         try:
             return set(find_class(cls, kind).model_fields)
         except (KeyError, ValueError):
@@ -172,10 +173,7 @@ def is_family_base(cls: type) -> bool:
 
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    """Return the class of a family that a kind, or the name of a section, stands for.
-
-    Raises ValueError, a line, where it is no part from outside, and KeyError for another word.
-    """
+    """Return the class of a kind; ValueError for an invalid outside part, KeyError if unknown."""
     if DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
@@ -184,7 +182,7 @@ def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
 
 
 def list_own_names(family: type[Config]) -> list[str]:
-    """Return the names of our parts, by the files in the family's folder."""
+    """Return the names of built-in parts, from the files in the family's folder."""
     stems = sorted(file.stem for file in _folder(family).glob("*.py"))
     return [stem for stem in stems if _own_class(family, stem)]
 
@@ -192,9 +190,9 @@ def list_own_names(family: type[Config]) -> list[str]:
 def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
-    """Return our parts of a family by name, then those of the packages that are allowed.
+    """Return a family's parts by name: built-in parts, then parts of allowed packages.
 
-    imports: also those that were not named yet; ValueError, a line, where one of them has a fault.
+    imports: also import parts that are not loaded yet; ValueError with one line if one is invalid.
     """
     named = {name: find_class(family, name) for name in list_own_names(family)}
     for name in list_allowed_modules(lambda file: bool(_class_lines(file))):
@@ -207,23 +205,23 @@ def part_classes_by_kind(
 
 
 def collect_constants_named(package: str, name: str) -> list[Any]:
-    """Return the constants of this name in the files of one of our packages, then in the modules of
-    those that are allowed. Raises ValueError, a line, where one of the latter has a fault.
-    """
+    """Return the constants ``name`` of ``package``, then of outside modules; else ValueError."""
 
     def defines(file: Path) -> bool:
         return f"\n{name} = " in file.read_text(encoding="utf-8")
 
     files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
-    own = [importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)]
-    others = [import_module_of_package(module) for module in list_allowed_modules(defines)]
-    return [getattr(module, name) for module in (*own, *others)]
+    our_modules = [
+        importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)
+    ]
+    outside_modules = [import_module_of_package(module) for module in list_allowed_modules(defines)]
+    return [getattr(module, name) for module in (*our_modules, *outside_modules)]
 
 
 def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a family's package: its classes by their names.
+    """Return ``__getattr__`` and ``__dir__`` of a family's package, which import on first use.
 
-    base: module and name of the family's base class. Each class is imported at its first use.
+    base: ``module:name`` of the family's base class.
     """
     module, _, base_name = base.partition(":")
     package = module.rpartition(".")[0]
@@ -276,7 +274,7 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
 
 
 def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part:
-    """Return the part that a value describes, validated by its own class, as pydantic's unions."""
+    """Return the part that a value describes, with errors as from a union of pydantic."""
     if isinstance(value, family):
         return value
     if not isinstance(value, dict):
@@ -289,14 +287,14 @@ def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part
         context = {"tag": str(value[KIND]), "kinds": ", ".join(list_own_names(family))}
         text = "found kind: {tag}; allowed: {kinds}, or package.module of a listed package"
         raise PydanticCustomError(UNKNOWN_KIND, text, context) from None
-    if info.mode == "json":  # a list may fill a tuple there, and strictly nothing else changes
+    if info.mode == "json":  # strict, except that a list may fill a tuple
         return _part_validator(part).validate_json(json.dumps(value), strict=True)
     return _part_validator(part).validate_python(value)
 
 
 @cache
 def _part_validator(part: type[Part]) -> SchemaValidator:
-    """Return a validator of one part, which names its kind in the place of an error."""
+    """Return a validator of one part whose errors have the kind in their location."""
     return SchemaValidator(_tagged_union(part))
 
 
@@ -310,12 +308,12 @@ def _folder(family: type[Config]) -> Path:
 
 
 def _class_name(name: str) -> str:
-    """``my_lab.noisy_top_k`` → NoisyTopK."""
+    """Return NoisyTopK for ``my_lab.noisy_top_k``."""
     return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
 
 
 def _class_lines(file: Path) -> list[int]:
-    """Return the lines at which a file defines the class that is called as the file."""
+    """Return the lines at which a file defines the class with the file's name."""
     defining = re.compile(rf"class {_class_name(file.stem)}\b")
     lines = file.read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if defining.match(line)]

@@ -1,4 +1,4 @@
-"""Arrays as short text, for results that are JSON."""
+"""Arrays encoded as short text, for results in JSON."""
 
 import base64
 import zlib
@@ -7,21 +7,21 @@ import numpy as np
 
 
 def encode_arrays(*arrays: np.ndarray) -> str:
-    """Base64 of the zlib-compressed bytes of the arrays, one after another, little endian."""
+    """Return base64 of the arrays' concatenated little-endian bytes, compressed by zlib."""
     data = b"".join(_little_endian_bytes(array) for array in arrays)
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def decode_compressed_text(text: str) -> bytes:
-    """The bytes of ``encode_arrays``."""
+    """Return the bytes that ``encode_arrays`` encoded."""
     return zlib.decompress(base64.b64decode(text))
 
 
 def pack_numbers(values: np.ndarray) -> str:
-    """``mean:largest:…``, one number each (N,): the mean, exact, and the deviations from it.
+    """Return ``mean:largest:…`` of numbers (N,): the exact mean, and encoded deviations.
 
-    The deviations are float16 shares of the largest one, so they keep three digits. Raises
-    ValueError unless there are numbers and all are finite.
+    Deviations are float16 shares of the largest deviation, so they keep three digits. Raises
+    ValueError for an empty array and for values that are not finite.
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
@@ -33,15 +33,12 @@ def pack_numbers(values: np.ndarray) -> str:
 
 
 def encode_exact(values: np.ndarray) -> str:
-    """Return numbers (N,) with all their digits."""
+    """Return numbers (N,) encoded as fp64, without loss."""
     return encode_arrays(np.asarray(values, np.float64))
 
 
 def decode_float_array(text: str) -> np.ndarray:
-    """The numbers (N,) fp64 of ``pack_numbers``; their mean is exact, but for the last digits.
-
-    Or those of ``encode_exact``.
-    """
+    """Return fp64 numbers (N,) of ``pack_numbers``, with the exact mean, or ``encode_exact``."""
     if ":" not in text:
         return np.frombuffer(decode_compressed_text(text), "<f8")
     mean, largest, rest = text.split(":")

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, below their folder, and found where settings name them."""
+"""Files: atomic writes, safe paths, errors that a user can fix, and the location of raw data."""
 
 import errno
 import glob
@@ -16,36 +16,36 @@ from typing import Any, Self
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
-# what disks, rights, and files in the place of folders cause
+# Caused by full disks, missing rights, and files where a folder is expected
 MENDABLE = {
     *NO_ROOM,
     *(errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
-SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
+SEAL = "content_sha256"  # the last key that ``write_sealed`` writes
 
 
 def describe_refusal(*, found: object, allowed: object) -> str:
-    """Return ``found …; allowed: …``, the form of every refusal of a setting."""
+    """Return ``found …; allowed: …``, the form of all refused settings."""
     return f"found {found}; allowed: {allowed}"
 
 
 class UserError(Exception):
-    """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
+    """A problem that the user can fix; its text is the whole message. Stages exit with 1."""
 
     @classmethod
     def at(cls, place: object, *, found: object, allowed: object) -> Self:
-        """Return an error about one place, a key or a file: ``place: found …; allowed: …``."""
+        """Return the error ``place: found …; allowed: …``; the place is a key or a file."""
         return cls(f"{place}: {describe_refusal(found=found, allowed=allowed)}")
 
 
 class UnusableFile(UserError):
-    """A file that the system does not let this process read or write: its path and why."""
+    """A file that the system does not let this process read or write."""
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Write to the yielded temporary path; ``path`` is replaced on success, else left untouched."""
+    """Yield a temporary path to write to; it replaces ``path`` on success only."""
     with _replace_when_done(Path(path)) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -54,7 +54,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Like ``whole_file`` for a folder, which replaces an older one once all in it is written."""
+    """Yield a temporary folder to write to; it replaces the folder ``path`` on success only."""
     with _replace_when_done(Path(path)) as temporary:
         _remove_path(temporary)
         temporary.mkdir()
@@ -70,7 +70,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
             temporary = _temporary_path(path)
             yield temporary
             os.replace(temporary, path)
-    except UnusableFile as error:  # it names the file as it is called at last
+    except UnusableFile as error:  # name the final path instead of the temporary one
         text = str(error).replace(str(temporary or path), str(path))
         raise UnusableFile(text) from error.__cause__
     finally:
@@ -81,9 +81,9 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Raise UnusableFile, in the system's own words, for its errors that a user can mend.
+    """Raise UnusableFile, with the system's message, for file errors that a user can fix.
 
-    path: What the block reads or writes, for errors that name no file.
+    path: the file that the block reads or writes, for errors that name no file.
     """
     try:
         yield
@@ -91,16 +91,16 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         number = file_errno(error)
-        where = _failing_file(error) or path
+        place = _failing_file(error) or path
         if number in NO_ROOM:
-            where = where or Path.cwd()
-        if number not in MENDABLE or where is None:
+            place = place or Path.cwd()
+        if number not in MENDABLE or place is None:
             raise
-        raise UnusableFile(f"{where}: {os.strerror(number).lower()}") from error
+        raise UnusableFile(f"{place}: {os.strerror(number).lower()}") from error
 
 
 def _failing_file(error: Exception) -> str | None:
-    """Return the file of an error, where the error names it; of a copy, the second."""
+    """Return the file that an error names; the destination if a copy failed."""
     if isinstance(error, shutil.Error):
         return error.args[0][0][1]
     if str(error).startswith(LOOP_OF_LINKS):
@@ -109,10 +109,10 @@ def _failing_file(error: Exception) -> str | None:
 
 
 def file_errno(error: BaseException) -> int | None:
-    """Return the number of an error of the system; None of any other error."""
+    """Return the number of a system error; None for any other error."""
     if (number := getattr(error, "errno", None)) is not None:
         return number
-    text = str(error)  # by other libraries, which raise errors of their own
+    text = str(error)  # other libraries wrap system errors in classes without a number
     if match := re.search(r"(?:Errno|os error) (\d+)", text):
         return int(match[1])
     if text.startswith(LOOP_OF_LINKS):
@@ -121,16 +121,16 @@ def file_errno(error: BaseException) -> int | None:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return where ``path`` is written first; remove what this machine's killed processes left.
+    """Return the temporary path for ``path``; remove files that killed processes left.
 
-    ``.NAME.MACHINE.PID.part``: of a process of another machine nobody knows whether it lives.
+    ``.NAME.MACHINE.PID.part``: only processes of this machine can be tested for being alive.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
-    for left in path.parent.glob(f"{glob.escape(begins)}*.part"):
-        pid = left.name.removeprefix(begins).removesuffix(".part")
+    for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
+        pid = leftover.name.removeprefix(begins).removesuffix(".part")
         if pid.isdigit() and not _is_process_alive(int(pid)):
-            _remove_path(left)
+            _remove_path(leftover)
     return path.with_name(f"{begins}{os.getpid()}.part")
 
 
@@ -149,14 +149,14 @@ def _is_process_alive(pid: int) -> bool:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON and a newline, atomically; NaN, not JSON, is refused."""
+    """Write ``value`` as indented JSON, atomically; NaN is refused, as JSON has none."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def atomic_text_file(path: str | Path) -> Iterator[StringIO]:
-    """Yield a text in memory that replaces the file ``path`` at the end, but not on failure."""
-    text = StringIO(newline="")  # line ends stay as they are written
+    """Yield a text in memory that replaces the file ``path`` on success only."""
+    text = StringIO(newline="")  # keeps line ends
     yield text
     write_whole(path, text.getvalue())
 
@@ -170,17 +170,17 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
-    """``write_json`` of an object with a checksum of its content, which ``read_json`` verifies."""
+    """Write JSON with a checksum of its content, which ``read_json`` verifies."""
     write_json(path, sealed_object(value))
 
 
 def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """An object of JSON with a checksum of its content as its last key."""
+    """Return a JSON object with a checksum of its content as its last key."""
     return {**value, SEAL: _content_seal(value)}
 
 
 def verify_and_remove_seal(value: Any) -> bool:
-    """Return whether this is a sealed object with its content unchanged; the key is removed."""
+    """Remove the seal from ``value``; return whether it had one that matches the content."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_seal(value)
 
@@ -191,10 +191,7 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Read JSON, without its checksum; a missing or damaged file is a UserError that names it.
-
-    sealed: of ``write_sealed`` alone; what has no checksum is damaged too.
-    """
+    """Return the JSON of a file, without its seal, which ``sealed`` demands; else UserError."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -205,26 +202,26 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise UserError(f"{path}: cannot be read, {why}; {again}") from None
-    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deeply
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
     if sealed and not has_seal:
-        raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
+        raise UserError(f"{path}: damaged, its checksum ({SEAL}) is missing; {again}")
     if has_seal and not is_intact:
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
 
 
 def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
-    """Hex digest of a file's content; ``algorithm`` is a name of hashlib (sha256, md5)."""
+    """Return the hex digest of a file; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, algorithm).hexdigest()
 
 
 def join_below_root(root: Path, name: str | Path) -> Path:
-    """``root / name``, which lies below ``root`` once all links are followed; it is not opened.
+    """Return ``root / name``, checked to be below ``root`` after following links; not opened.
 
-    A path that begins with ``root`` is taken as it is, a text never. Raises UserError for a name
-    that leads out of ``root``, or that no file can have.
+    A Path that begins with ``root`` is not joined again; a str always is. Raises UserError for a
+    name that leads out of ``root`` or that no file can have.
     """
     if isinstance(name, Path) and name.is_relative_to(root):
         name = str(name.relative_to(root))
@@ -232,44 +229,45 @@ def join_below_root(root: Path, name: str | Path) -> Path:
     try:
         leaves = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
         if not leaves:
-            path.exists()  # the system says which names are too long
-    except (OSError, ValueError, RuntimeError) as error:  # letters that names lack; loops of links
+            path.exists()  # raises for a name that is too long
+    except (OSError, ValueError, RuntimeError) as error:  # forbidden characters; loops of links
         why = (getattr(error, "strerror", "") or str(error)).lower()
-        short = f"{shown[:60]!r}" + "…" * (len(shown) > 60)
+        short = repr(shown[:60])
+        if len(shown) > 60:
+            short += "…"
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
     if leaves:
-        problem = f"found {shown!r}, which leads out of this folder"
-        raise UserError(f"{root}: {problem}; allowed: files below it, and links to such")
+        outside = f"{shown!r}, which leads out of this folder"
+        raise UserError.at(root, found=outside, allowed="files below it, and links to such")
     return path
 
 
 def outermost_dvc_project() -> Path | None:
-    """The outermost DVC project around the stage that runs, or None outside of DVC.
-
-    A study is a DVC project within that of the repository.
-    """
+    """Return the outermost DVC project of the running stage; None outside of one."""
     inner = os.environ.get("DVC_ROOT")
     if not inner:
         return None
-    home = Path(inner).resolve()
+    home = Path(inner).resolve()  # a study is a DVC project inside the repository's
     above = [folder for folder in home.parents if (folder / ".dvc").is_dir()]
     return above[-1] if above else home
 
 
 def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
-    """The folders to look in for raw data, in order.
+    """Return the folders in which raw data may lie, in order of preference.
 
-    A relative one counts from the working folder, then from the repository that DVC runs in.
+    Relative paths count from the working folder, then from the repository that DVC runs in.
     """
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
-    given = [Path(os.path.expanduser(one)) for one in roots]
-    candidates = [place for path in given for place in ((path, home / path) if home else (path,))]
-    return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder
+    expanded = [Path(os.path.expanduser(name)) for name in roots]
+    candidates = [
+        place for path in expanded for place in ((path, home / path) if home else (path,))
+    ]
+    return list(dict.fromkeys(candidates))  # an absolute path occurs twice
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """The first folder that ``root`` means. Raises UserError, which says what it should be."""
+    """Return the first existing candidate for ``root``; else UserError, which names ``what``."""
     folders = candidate_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder
@@ -278,14 +276,17 @@ def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
 
 
 def find_raw_file(name: str) -> Path:
-    """The file that ``name`` means in the places of raw data; as it is where there is none."""
+    """Return the first existing candidate for a raw file, else ``name`` itself."""
     return next((path for path in candidate_folders(name) if path.is_file()), Path(name))
 
 
 def find_teacher_checkpoint(name: str) -> Path:
-    """Return the file of a teacher's weights; raises UserError where there is none."""
+    """Return the file of a teacher's weights; UserError if it does not exist."""
     path = find_raw_file(name)
     if path.suffix != ".safetensors" or not path.is_file():
-        allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
-        raise UserError(f"teacher.checkpoint: found {name!r}; allowed: {allowed}")
+        raise UserError.at(
+            "teacher.checkpoint",
+            found=repr(name),
+            allowed="an existing .safetensors file (pickled checkpoints are not loaded)",
+        )
     return path

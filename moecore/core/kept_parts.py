@@ -1,4 +1,4 @@
-"""Parts of a result that survive a kill, stored as lines of JSON in a file that only grows."""
+"""Parts of a result that survive a kill, appended as lines of JSON to a file."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from moecore.core.files import (
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Add a line to a file; sync: it is on the disk before this returns.
+    """Append a line to a file; sync: it is on the disk before this returns.
 
-    A kill or a full disk may leave half a line at the end. Readers stop before it, and a resumed
-    stage first cuts it off. Raises UserError where the file cannot be written.
+    A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
+    stage removes it first. Raises UserError if the file cannot be written.
     """
     try:
         with explain_file_errors(path), open(path, "ab") as file:
@@ -33,7 +33,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first torn or without a valid seal."""
+    """Yield lines of JSON with their values, up to the first incomplete or invalid line."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)
@@ -45,13 +45,10 @@ def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tup
 
 
 class KeptParts:
-    """Parts by key in ``folder``/kept.jsonl, which is deleted with the folder.
-
-    All parts after the first torn or damaged line are computed again.
-    """
+    """Parts by key in ``folder``/kept.jsonl; those after the first damaged line are recomputed."""
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """inputs: the stage's, compared before a part is stored; None: not compared."""
+        """Read the stored parts; ``inputs`` of the stage are compared before a part is stored."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -64,12 +61,12 @@ class KeptParts:
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
         lines = list(whole_lines(content, verify_and_remove_seal))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
-        whole = b"".join(line for line, _ in lines)
-        if whole != content:
-            write_whole(self.path, whole)
+        intact = b"".join(line for line, _ in lines)
+        if intact != content:
+            write_whole(self.path, intact)
 
     def show_progress(self, bar: Any) -> None:
-        """Update ``bar`` for every part from now on."""
+        """Update ``bar`` after every part from now on."""
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:

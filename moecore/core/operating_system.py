@@ -1,4 +1,4 @@
-"""What not every operating system has, each with a plain way for one that lacks it (macOS)."""
+"""Functions of Linux, each with a fallback for other operating systems."""
 
 import ctypes
 import os
@@ -9,13 +9,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use, or how many there are."""
+    """Return the number of cores that this process may use; else of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def set_parent_death_signal() -> None:
-    """Have this process ended when its parent dies; only Linux can, elsewhere it goes on."""
+    """Have the kernel end this process when its parent dies; does nothing outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

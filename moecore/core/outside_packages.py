@@ -1,4 +1,4 @@
-"""Packages from outside whose modules may be imported by name: those that somebody listed.
+"""Outside packages whose modules may be imported by name: only packages that were listed.
 
 A params.yaml lists them under ``packages``, a caller of ``load_model`` in its argument.
 """
@@ -23,14 +23,11 @@ OUR_PACKAGE = "moecore"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
 
-SOURCE_TREE = "source tree"  # in the place of the version of what is not installed
+SOURCE_TREE = "source tree"  # instead of a version, of a package that is not installed
 
 
 def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
-    """Allow the packages of these names, and no others, from now on.
-
-    folders: of the params.yaml that lists them; there and in their src/ Python looks last.
-    """
+    """Allow only these packages; append ``folders`` of params.yaml and their src/ to sys.path."""
     _ALLOWED.set(tuple(name for name in names if _is_outside_name(name)))
     for folder in folders if allowed_packages() else ():
         for path in (folder.resolve(), folder.resolve() / "src"):
@@ -40,7 +37,7 @@ def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
 
 @contextmanager
 def more_packages(names: Iterable[str]) -> Iterator[None]:
-    """Allow the packages of these names too, within the block; UserError for other names."""
+    """Allow additional packages within the block; UserError for an invalid name."""
     try:
         names = [check_package_name(name) for name in names]
     except ValueError as error:
@@ -53,12 +50,12 @@ def more_packages(names: Iterable[str]) -> Iterator[None]:
 
 
 def allowed_packages() -> tuple[str, ...]:
-    """Return the names of the packages that may be imported from."""
+    """Return the names of the allowed packages."""
     return _ALLOWED.get()
 
 
 def check_package_name(name: str) -> str:
-    """Return a name that may be listed, of a package or none. Raises ValueError for any other."""
+    """Return ``name`` if it may be listed, whether or not it is installed; else ValueError."""
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
     if not _is_outside_name(name):
@@ -68,15 +65,16 @@ def check_package_name(name: str) -> str:
 
 
 def package_folder(name: str) -> Path:
-    """Return the folder of a package, which is not imported. Raises ValueError without one."""
+    """Return the folder of a package, without importing it; ValueError if it is not found."""
     if folder := _find_folder(name):
         return folder
-    allowed = "a package that Python finds, or that lies beside params.yaml or in its src/"
+    allowed = "a package that Python finds, or in the folder of params.yaml or its src/"
     raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
 
 
 def _is_outside_name(name: str) -> bool:
-    """Return whether a package may be called so; what has dots would be imported to be found."""
+    """Return whether an outside package may have this name."""
+    # To find a name with dots, Python would import its parent.
     return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
 
 
@@ -87,7 +85,7 @@ def _find_folder(package: str) -> Path | None:
 
 
 def import_module_of_package(name: str) -> ModuleType:
-    """Return a module of an allowed package. Raises ValueError, a line, where there is none."""
+    """Return a module of an allowed package; ValueError with one line if it cannot be imported."""
     top = name.partition(".")[0]
     if top not in allowed_packages():
         listed = ", ".join((*allowed_packages(), top))
@@ -100,18 +98,19 @@ def import_module_of_package(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} cannot be imported: {last_traceback_line(error)}") from error
     if spec is not None:
-        raise ValueError(f"found {name}, of which {folder} has a file and a folder; allowed: one")
+        both = f"{folder} has a file and a folder of this name"
+        raise ValueError(f"found {name}, but {both}; allowed: one")
     raise ValueError(f"found {name}, but {folder} has no such module")
 
 
 def _has_twin(spec: ModuleSpec) -> bool:
-    """Return whether a file of its name lies beside a module that is a folder; Python skips it."""
+    """Return whether a package has a .py file of the same name, which Python would ignore."""
     folders = spec.submodule_search_locations or ()
     return any(Path(folder).with_suffix(".py").is_file() for folder in folders)
 
 
 def outside_kinds_in_settings(value: Any) -> Iterator[str]:
-    """Yield the kinds of parts from outside that settings name, as JSON has them."""
+    """Yield the kinds of outside parts in settings that were read from JSON."""
     if isinstance(value, dict):
         kind = value.get("kind")
         if isinstance(kind, str) and DOTTED_NAME.fullmatch(kind):
@@ -122,7 +121,7 @@ def outside_kinds_in_settings(value: Any) -> Iterator[str]:
 
 
 def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
-    """Return the dotted names of modules of the allowed packages, by what their files hold."""
+    """Return the dotted names of modules of allowed packages whose file satisfies ``holds``."""
     folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
     return [
         ".".join((top, *file.relative_to(folder).with_suffix("").parts))
@@ -133,33 +132,31 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
 
 
 def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the last line of a traceback, with the file and line of the code that raised it: the
-    last in the user's ``folder``, or of an allowed package, where there is one.
-    """
-    said = " ".join(traceback.format_exception_only(error)[-1].split())
+    """Return a traceback's last line and place, preferably in ``folder`` or an allowed package."""
+    message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
-        return f"{said} ({error.filename}:{error.lineno})"
+        return f"{message} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
-    theirs = [
+    outside_frames = [
         frame
         for frame in frames
         if frame.filename.startswith(folders) or _lies_in(frame.filename, folder)
     ]
-    others = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    place = (theirs or others)[-1]
-    return f"{said} ({place.filename}:{place.lineno})"
+    source_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    place = (outside_frames or source_frames)[-1]
+    return f"{message} ({place.filename}:{place.lineno})"
 
 
 def _lies_in(file: str, folder: Path | None) -> bool:
-    """Return whether a file of a traceback lies in a folder, but not in packages there."""
+    """Return whether a file of a traceback lies in a folder, outside its site-packages."""
     if folder is None or file.startswith("<") or "site-packages" in file:
         return False
     return Path(file).resolve().is_relative_to(folder.resolve())
 
 
 def package_versions(outside: Iterable[str]) -> dict[str, str]:
-    """Return the versions of moecore, torch and packages from outside, by name."""
+    """Return name → version of moecore, torch and the outside packages."""
     versions = {name: _distribution_version(name) for name in ("moecore", "torch")}
     for name in outside:
         distributions = packages_distributions().get(name, [name])

@@ -1,4 +1,4 @@
-"""Results as JSON has them, texts as spreadsheets take them."""
+"""Conversion of results to JSON and of texts to cells of spreadsheets."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 
 def to_jsonable(value: Any) -> Any:
-    """JSON's types: settings, arrays, tensors and paths made plain; not-finite numbers are null."""
+    """Return settings, arrays, tensors and paths as types of JSON; non-finite numbers are null."""
     if isinstance(value, BaseModel):
         return to_jsonable(value.model_dump(mode="json"))
     if hasattr(value, "_asdict"):
@@ -28,10 +28,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def spreadsheet_cell(value: Any) -> Any:
-    """Return a cell for CSV: an apostrophe before a text that a spreadsheet would run as a formula.
-
-    Numbers, negative ones too, stay numbers.
-    """
+    """Return a cell for CSV; a text that would run as a formula gets a leading apostrophe."""
     if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
         return value
     is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf", value, re.IGNORECASE)

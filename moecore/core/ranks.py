@@ -1,15 +1,11 @@
-"""The processes that share one training: how many there are, which this is, and their sums.
+"""The processes (ranks) that share one training, and collectives over them.
 
-A launcher (torchrun, srun, ``python -m moecore.run.local_ranks``) sets RANK, WORLD_SIZE and where
-they meet; without them there is one process and nothing here does anything. Every rank sees the
-same random numbers, those of the whole batch, and takes its own rows: so the number of ranks
-changes a training by rounding alone.
+A launcher (torchrun, srun, ``python -m moecore.run.local_ranks``) sets RANK, WORLD_SIZE and the
+meeting point; without it there is one process and every function here is trivial. All ranks draw
+the random numbers of the whole batch and take their rows, so the number of ranks changes a training
+only by rounding.
 
-A thread of each rank counts the collectives that its rank has begun. Where that number stands still
-for a minute, it asks all ranks for theirs, and says who is waited for: who has begun fewer, or does
-not answer.
-
-B images of the whole batch, b = B / ranks of one rank.
+Shapes: B images of the whole batch, b = B / ranks images of one rank.
 """
 
 import hashlib
@@ -30,38 +26,35 @@ from torch.autograd import Function
 from moecore.core.files import UserError
 from moecore.core.torch_internals import clone_store, count_begun_collectives
 
-PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
-FAILURE_PATIENCE = timedelta(seconds=10)  # in which ranks that fail alike, unmet, have failed
-MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, in place of a port
+PATIENCE = timedelta(hours=6)  # the other ranks wait while the first evaluates the model
+FAILURE_PATIENCE = timedelta(seconds=10)  # until all ranks with the same error have failed
+MEETING = "MOECORE_MEETING"  # a file where ranks of one machine meet, instead of a port
 
-INTERVAL = 5.0  # seconds between two looks of the watch
-QUESTION_AFTER = 40.0  # seconds without a new collective, until the others are asked
-ANSWERS_AFTER = 60.0  # seconds, until their answers are read: they had time for several looks
+INTERVAL = 5.0  # seconds between two checks of the watch
+QUESTION_AFTER = 40.0  # seconds without a new collective, until the other ranks are asked
+ANSWERS_AFTER = 60.0  # seconds, until answers are read: time for several checks
 
 
 class Ranks(NamedTuple):
-    """This process among all that train together."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def first(self) -> bool:
-        """Return whether this is the one that writes files."""
+        """Return whether this is the first rank, which writes the files."""
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return its places in a batch, (b,) int64; None for all.
-
-        Raises UserError where the ranks would not have as many each.
-        """
+        """Return this rank's indices (b,) int64 into a batch, None if alone; else UserError."""
         if self.size == 1:
             return None
         if batch % self.size:
-            allowed = f"a multiple of {self.size}, so that all ranks have as many images"
+            allowed = f"a multiple of {self.size}, so that all ranks have equally many images"
             raise UserError(f"batch is {batch}, and {self.size} ranks share it; allowed: {allowed}")
-        own = batch // self.size
-        return torch.arange(self.rank * own, (self.rank + 1) * own)
+        share = batch // self.size
+        return torch.arange(self.rank * share, (self.rank + 1) * share)
 
 
 def is_launched() -> bool:
@@ -75,23 +68,19 @@ def has_process_group() -> bool:
 
 
 def current_ranks() -> Ranks:
-    """This process; the only one where nothing was joined."""
+    """Return this process's rank; ``Ranks()`` without a process group."""
     if not has_process_group():
         return Ranks()
     return Ranks(distributed.get_rank(), distributed.get_world_size())
 
 
 def join_ranks() -> None:
-    """Meet the other ranks, as the launcher's environment says; nothing without one.
-
-    On one machine they meet in a file, or, under torchrun, at its address; gloo and NCCL are bound
-    to the loopback where all ranks are on it.
-    """
+    """Join the process group of the launcher's environment; does nothing without a launcher."""
     if not is_launched() or has_process_group():
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:  # all ranks on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "gloo"
@@ -113,47 +102,47 @@ def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
         problem = f"RANK and WORLD_SIZE say that this is one of {size} ranks, but {lacking}"
         ways = "`python -m moecore.run.local_ranks`, torchrun, or a launcher (docs/cluster.md)"
         raise UserError(f"ranks: {problem}; start them by {ways}")
-    where = f"file://{meeting}" if meeting else "env://"
-    said = meeting or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    with announced_meeting(rank, size, said):
-        return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
+    url = f"file://{meeting}" if meeting else "env://"
+    place = meeting or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    with announced_meeting(rank, size, place):
+        return next(distributed.rendezvous(url, rank, size, timeout=patience))[0]
 
 
 class _MeetingPlace:
-    """Where the ranks met, and count what happened."""
+    """The store where the ranks met, with shared counters, and the watch of this rank."""
 
     store: distributed.Store | None = None
     watch: "RankWatch | None" = None
 
 
 def print_failure_once(text: str) -> None:
-    """Print ``text`` to stderr, on the first of the ranks that fail; the others wait until it has.
+    """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it.
 
-    Ranks that fail before they met meet for this. Where that is not possible in ten seconds, each
-    says it: twice is better than not at all.
+    Ranks that fail before they met meet for this. If they cannot in ten seconds, each prints.
     """
     try:
-        here = _MeetingPlace.store or _find_store(
+        store = _MeetingPlace.store or _find_store(
             int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), FAILURE_PATIENCE
         )
-        first = here.add("failed", 1) == 1
-    except (RuntimeError, UserError):  # the others are not there, or no longer, or nowhere
-        here, first = None, True
+        first = store.add("failed", 1) == 1
+    except (RuntimeError, UserError):  # the other ranks cannot be reached
+        store, first = None, True
     if first:
         print(text, file=sys.stderr, flush=True)
-    if here is None:
+    if store is None:
         return
-    with suppress(RuntimeError):  # the others may end in between: all is said
+    with suppress(RuntimeError):  # other ranks may end meanwhile; the text is printed
         if first:
-            here.add("said", 1)
+            store.add("said", 1)
         else:
-            _wait_for_count(here, "said", 1)
-        if _MeetingPlace.store is None and os.environ["RANK"] == "0":  # where the others ask
-            _wait_for_count(here, "failed", int(os.environ["WORLD_SIZE"]))
+            _wait_for_count(store, "said", 1)
+        # Rank 0 hosts the store that the other ranks read.
+        if _MeetingPlace.store is None and os.environ["RANK"] == "0":
+            _wait_for_count(store, "failed", int(os.environ["WORLD_SIZE"]))
 
 
 def check_equal_across_ranks(what: str, text: str) -> None:
-    """Raise UserError, on every rank, where ``text`` is not the same on all of them."""
+    """Raise UserError on every rank unless ``text`` is equal on all ranks."""
     if not has_process_group():
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -166,21 +155,21 @@ def check_equal_across_ranks(what: str, text: str) -> None:
 
 
 def _wait_for_all_ranks() -> None:
-    """Until every rank is here: one that ends earlier would break off another's last sum."""
+    """Wait for all ranks: a rank that ends early would abort another rank's last sum."""
     if _MeetingPlace.store is not None:
         _MeetingPlace.store.add("know", 1)
         _wait_for_count(_MeetingPlace.store, "know", current_ranks().size)
 
 
 def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
-    """Until ``number`` were counted, ten seconds at most."""
+    """Wait until the counter ``what`` reaches ``number``, ten seconds at most."""
     until = time.monotonic() + FAILURE_PATIENCE.total_seconds()
     while store.add(what, 0) < number and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def leave_ranks() -> None:
-    """End the process group, where there is one."""
+    """End the watch and the process group, if they exist."""
     if _MeetingPlace.watch is not None:
         _MeetingPlace.watch.stop()
         _MeetingPlace.watch = None
@@ -189,7 +178,7 @@ def leave_ranks() -> None:
 
 
 def exit_other_ranks() -> None:
-    """End every rank but the first: what follows is done once. Nothing without ranks."""
+    """Leave the group, and end every process except the first rank's."""
     if not current_ranks().first:
         leave_ranks()
         sys.exit(0)
@@ -197,10 +186,10 @@ def exit_other_ranks() -> None:
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of ``values`` over ranks, with gradient: some losses are not linear in them.
+    """Return the sum of ``values`` over ranks, with gradient, for losses that are not linear.
 
-    Every rank then holds the same loss, and its gradient arrives times the number of ranks, which
-    the mean of all gradients takes out again.
+    Every rank then has the same loss. Gradients are multiplied by the number of ranks, which the
+    mean over all ranks' gradients cancels.
     """
     return _AllReduce.apply(values) if has_process_group() else values
 
@@ -208,8 +197,8 @@ def total_over_ranks(values: Tensor) -> Tensor:
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Return the mean of ``values`` over all ranks, a scalar with gradient.
 
-    Ranks may have unequally many values, as they have words of captions: a mean of their means
-    would then depend on the number of ranks.
+    Ranks may have different numbers of values (words of captions); a mean of their means would
+    then depend on the number of ranks.
     """
     if not has_process_group():
         return values.mean()
@@ -219,26 +208,26 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def holds_on_all_ranks(holds: Tensor) -> bool:
-    """Return whether a condition, a bool on the device, holds on every rank."""
+    """Return whether ``holds``, a bool on the device, is true on every rank."""
     if has_process_group():
         holds = holds.int()
         distributed.all_reduce(holds, distributed.ReduceOp.MIN)
     return bool(holds)
 
 
-def all_gather_rows(own: Tensor) -> Tensor:
-    """Return the rows (B, …) of the whole batch from (b, …) of this rank; without gradient."""
+def all_gather_rows(rows: Tensor) -> Tensor:
+    """Return the rows (B, …) of all ranks, given this rank's rows (b, …); without gradient."""
     if not has_process_group():
-        return own
-    parts = [own.new_empty(own.shape) for _ in range(current_ranks().size)]
-    distributed.all_gather(parts, own.contiguous())
+        return rows
+    parts = [rows.new_empty(rows.shape) for _ in range(current_ranks().size)]
+    distributed.all_gather(parts, rows.contiguous())
     return torch.cat(parts)
 
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """The sum of what each rank found of its ``local_shard`` of the parameter ``of``.
+    """Return the sum over ranks of ``part``, computed from each rank's shard of parameter ``of``.
 
-    Its gradient is that of this rank's part, which no other rank has: it is not averaged.
+    The gradient flows to this rank's part only; no other rank has the shard, so it is not averaged.
     """
     mesh = getattr(of, "device_mesh", None)
     if mesh is None:
@@ -249,7 +238,7 @@ def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
 
 
 def broadcast_text(text: str) -> str:
-    """The first rank's text, on all of them."""
+    """Return the first rank's text on all ranks."""
     if not has_process_group():
         return text
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -262,7 +251,7 @@ def broadcast_text(text: str) -> str:
 
 
 class _AllReduce(Function):
-    """The sum over ranks; its gradient is summed over ranks too."""
+    """Sum over ranks; the gradient is summed over ranks, too."""
 
     @staticmethod
     def forward(values: Tensor) -> Tensor:
@@ -272,7 +261,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -280,10 +269,10 @@ class _AllReduce(Function):
 
 
 @contextmanager
-def announced_meeting(rank: int, size: int, where: str) -> Iterator[None]:
-    """Print where this rank waits, if what is in the block, a search for the others, takes long."""
-    said = f"rank {rank} of {size}: has waited {ANSWERS_AFTER:.0f} s for the others at {where}"
-    timer = Timer(ANSWERS_AFTER, lambda: print(said, file=sys.stderr, flush=True))
+def announced_meeting(rank: int, size: int, place: str) -> Iterator[None]:
+    """Print where this rank waits if the block, which searches for the other ranks, takes long."""
+    message = f"rank {rank} of {size}: has waited {ANSWERS_AFTER:.0f} s for the others at {place}"
+    timer = Timer(ANSWERS_AFTER, lambda: print(message, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
@@ -293,7 +282,11 @@ def announced_meeting(rank: int, size: int, where: str) -> Iterator[None]:
 
 
 class RankWatch(Thread):
-    """The thread of one rank, which ends with ``stop`` or with its process."""
+    """A thread that counts its rank's collectives, and reports ranks for which others wait.
+
+    If the count does not change for a minute, it asks all ranks for theirs. A rank that has begun
+    fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
+    """
 
     def __init__(
         self,
@@ -302,7 +295,7 @@ class RankWatch(Thread):
         size: int,
         count: Callable[[], int] = count_begun_collectives,
     ) -> None:
-        """``store``: where the ranks meet; the thread has a connection of its own."""
+        """Take ``store``, where the ranks meet; the thread opens a separate connection to it."""
         super().__init__(name="rank watch", daemon=True)
         self.store = clone_store(store)
         self.rank = rank
@@ -312,8 +305,8 @@ class RankWatch(Thread):
         self.ended = Event()
 
     def run(self) -> None:
-        """Answer every question; ask one where this rank has waited, and print what it learns."""
-        with suppress(RuntimeError):  # the store or the group has ended, and so does the training
+        """Answer every question; ask one after a long wait, and print which ranks are late."""
+        with suppress(RuntimeError):  # the store or the group has ended, with the training
             begun, since, question = self.count(), time.monotonic(), None
             is_said = False
             while not self.ended.wait(INTERVAL):
@@ -337,7 +330,7 @@ class RankWatch(Thread):
         self.join(INTERVAL)
 
     def _print_late_ranks(self, begun: int, question: int) -> None:
-        """Print who is waited for; of the ranks that wait, the first does it."""
+        """Print the late ranks; only the first waiting rank prints."""
         late = {}
         for rank in range(self.size):
             key = f"watch/{question}/{rank}"
@@ -351,5 +344,6 @@ class RankWatch(Thread):
         if late and waiting[:1] == [self.rank]:
             named = " and for ".join(late.values())
             mend = "where it hangs, end the run: it resumes from its checkpoint"
-            said = f"rank {self.rank} of {self.size}: has waited {ANSWERS_AFTER:.0f} s for {named}"
-            print(f"{said}; {mend}", file=sys.stderr, flush=True)
+            waited = f"has waited {ANSWERS_AFTER:.0f} s for {named}"
+            message = f"rank {self.rank} of {self.size}: {waited}; {mend}"
+            print(message, file=sys.stderr, flush=True)

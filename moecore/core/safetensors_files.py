@@ -1,4 +1,4 @@
-"""Named tensors in a safetensors file, written whole or not at all, with a checksum."""
+"""Named tensors in a safetensors file, written atomically, with a checksum."""
 
 import hashlib
 import json
@@ -12,26 +12,23 @@ from torch import Tensor
 
 from moecore.core.files import MENDABLE, UserError, file_errno, whole_file
 
-CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
-WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
-MAX_HEADER = 2**22  # bytes of names and metadata: of 40,000 tensors; our largest have 11,000 bytes
+CONTENT = "sha256"  # metadata key in older files: checksum of the tensors alone
+WHOLE = "sha256_of_all"  # metadata key: checksum of the tensors and all other metadata
+MAX_HEADER = 2**22  # bytes of names and metadata, for 40,000 tensors; our largest: 11,000 bytes
 
 
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors (copied to CPU) atomically, with a checksum of their content.
-
-    Raises UserError where they cannot be written, such as on a full disk.
-    """
-    ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    """Write the tensors (copied to CPU) atomically, with a checksum; UserError on failure."""
+    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
-    about[WHOLE] = tensors_checksum(ready, about)
+    about[WHOLE] = tensors_checksum(contiguous, about)
     with whole_file(path) as temporary:
         try:
             temporary.touch()
-            mode = temporary.stat().st_mode  # as the umask says; safetensors' own file is 0600
-            save_file(ready, temporary, metadata=about)
+            mode = temporary.stat().st_mode  # from the umask; safetensors writes with mode 0600
+            save_file(contiguous, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
             if file_errno(error) in MENDABLE:
@@ -41,11 +38,7 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, on CPU, and the metadata.
-
-    Raises UserError where the file is missing or damaged: a bit that differs is seen where
-    ``write_tensors`` wrote the file.
-    """
+    """Return the tensors, on CPU, and the metadata; UserError if the file is missing or damaged."""
     try:
         check_header_size(path)
         with safe_open(path, framework="pt") as file:
@@ -55,10 +48,10 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(
             f"{path}: no readable weights ({error}); delete it and run its stage again"
         ) from error
-    whole, before = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
-    differs = before is not None and tensors_checksum(tensors) != before
-    if whole is not None:
-        differs = tensors_checksum(tensors, metadata) != whole
+    checksum, tensors_only = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
+    differs = tensors_only is not None and tensors_checksum(tensors) != tensors_only
+    if checksum is not None:
+        differs = tensors_checksum(tensors, metadata) != checksum
     if differs:
         raise UserError(
             f"{path}: damaged, its content is not what was written; delete it and run its stage "
@@ -68,10 +61,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_header_size(path: str | Path) -> None:
-    """Raise SafetensorError where a file's header is larger than that of any model.
-
-    A million names take 800 MB and 40 s to read.
-    """
+    """Raise SafetensorError for a header larger than any model's."""
+    # A million names take 800 MB and 40 s to read.
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if size > MAX_HEADER:
@@ -81,7 +72,7 @@ def check_header_size(path: str | Path) -> None:
 def tensors_checksum(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """The sha256 of names, kinds, shapes, bytes and ``metadata``; contiguous tensors on the CPU."""
+    """Return the sha256 of contiguous CPU tensors (name, dtype, shape, bytes) and ``metadata``."""
     digest = hashlib.sha256()
     if metadata is not None:
         digest.update(json.dumps(sorted(metadata.items())).encode())

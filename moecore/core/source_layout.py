@@ -1,4 +1,4 @@
-"""Where the source files lie."""
+"""Locations of source files, and of files in a project."""
 
 import hashlib
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from moecore.core.files import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("moecore", "moecore/stages")  # the second is a link where stages/ lies apart
-STAGE_MODULES = "moecore.stages."  # before the name of a stage
+SOURCES = ("moecore", "moecore/stages")  # in a clone, the second is a link to stages/
+STAGE_MODULES = "moecore.stages."  # prefix of a stage's module
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
 PAPERS = ROOT / "moecore/report/papers"  # links to pipelines/<paper>/paper.yaml
-RUNS = ".runs"  # of a project: folders in which the questions of pipelines/ are run
-PROJECT_ANSWERS = ".moecore.json"  # of a project: with what `moecore new` began it
-CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes
+RUNS = ".runs"  # in a project: folders in which the questions of pipelines/ run
+PROJECT_ANSWERS = ".moecore.json"  # in a project: the answers with which `moecore new` began it
+CODE = Path("artifacts/code")  # hashes of source files, written by the stage `code`
 FAMILIES = (  # folders of parts
     "nn/routers",
     "nn/experts",
@@ -27,27 +27,27 @@ FAMILIES = (  # folders of parts
 
 
 def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
-    """Return a project's files of this name: its own, those of a large study's kinds of stages."""
+    """Return a project's existing files ``name``, also in ``steps/`` of a large study."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]
 
 
 def project_of(folder: Path) -> Path:
-    """Return the project that runs a question in ``folder``; the folder itself where none does."""
-    here = folder.resolve()
-    return here.parents[1] if here.parent.name == RUNS else here
+    """Return the project of a run folder; any other folder is returned itself."""
+    resolved = folder.resolve()
+    return resolved.parents[1] if resolved.parent.name == RUNS else resolved
 
 
 def question_folders(folder: Path) -> tuple[Path, ...]:
-    """Return the folder of the question that runs in ``folder``, if any: its packages lie there."""
-    here = folder.resolve()
-    if here.parent.name != RUNS:
+    """Return the folder of a run folder's question, which may hold packages; () for others."""
+    resolved = folder.resolve()
+    if resolved.parent.name != RUNS:
         return ()
-    return (here.parents[1] / "pipelines" / here.name.partition(".")[0],)
+    return (resolved.parents[1] / "pipelines" / resolved.name.partition(".")[0],)
 
 
 def package_source_hash(root: Path = ROOT) -> str:
-    """Return a hash of the package's files below ``root``: there this process imports from."""
+    """Return a hash of moecore's Python files below ``root``."""
     digest = hashlib.sha256()
     files = {file for name in SOURCES for file in (root / name).rglob("*.py")}
     for file in sorted(files):
@@ -56,9 +56,7 @@ def package_source_hash(root: Path = ROOT) -> str:
 
 
 def refuse_other_checkout(folder: Path = Path()) -> None:
-    """Raise UserError where ``folder`` is a checkout of moecore, or runs a question of one, whose
-    code is not the code that this process runs.
-    """
+    """Raise UserError if ``folder`` belongs to a checkout of moecore with other code than ours."""
     checkout = project_of(folder)
     if not (checkout / "moecore/core/source_layout.py").is_file() or checkout.samefile(ROOT):
         return

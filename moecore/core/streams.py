@@ -1,9 +1,9 @@
-"""Random streams: which draws belong to whom, in one place.
+"""Random streams: the seed and purpose of every draw, in one place.
 
 A student's training draws from (seed, epoch) for the order of its images and from (seed, step,
-purpose) for all else; ``seed`` is that of its run, which sets its first weights too. Whoever else
-draws – its teacher, the teacher's routers, a measurement – draws from ``derived_seed(WHO, seed)``
-in place of the seed, and so shares no stream with the student of the same number, nor with another.
+purpose) for everything else; ``seed``, the run's seed, also sets the initial weights. The teacher,
+its routers and the measurements use ``derived_seed(WHO, seed)`` instead of ``seed``, so they share
+no stream with the student or with each other.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ FEW_SHOT = 3
 PERMUTED = 4  # the places of a null control's labels
 
 Who = Literal[
-    "teacher",  # its first weights, order, views and noise
-    "upcycling",  # which hidden units of experts are drawn anew, and their weights
-    "teacher_router",  # the first weights and the batches of the teacher's routers
-    "measured_views",  # of routing and explorer
-    "measured_tokens",  # of lipschitz: where Lemma 1 is looked at
-    "attacked_images",  # which test images robustness and transfer attack
-    "mixed_regions",  # the random control of volumes that keep one tissue
+    "teacher",  # its initial weights, order, views and noise
+    "upcycling",  # which hidden units of experts are drawn again, and their weights
+    "teacher_router",  # the initial weights and the batches of the teacher's routers
+    "measured_views",  # views in routing and explorer
+    "measured_tokens",  # tokens at which lipschitz evaluates Lemma 1
+    "attacked_images",  # test images that robustness and transfer attack
+    "mixed_regions",  # the random control of volumes with one tissue
 ]
 
 
-def generator_for(*words: int) -> Generator:
-    """A CPU generator for whole numbers (seed, step, purpose); different words are independent."""
-    # SeedSequence takes (1, 5) and (1, 5, 0) for the same
-    return Generator().manual_seed(_hash_words(*words))
+def generator_for(*numbers: int) -> Generator:
+    """Return a CPU generator for integers (seed, step, purpose), independent of all others."""
+    # Not numpy's SeedSequence, for which (1, 5) and (1, 5, 0) are the same
+    return Generator().manual_seed(_hash_words(*numbers))
 
 
 class BatchDraws(NamedTuple):
-    """Random numbers of the images of a batch, or of some of them.
+    """Random numbers for the images of a batch, or for the images at ``rows``.
 
-    All numbers of the whole batch are drawn, whichever are wanted: an image's do not depend on how
-    many processes share the batch. generator: on the CPU. whole: images of the batch. rows: places
-    in it (B,) int64, ascending or not; None for all.
+    The numbers of the whole batch are always drawn, so an image's numbers do not depend on how many
+    processes share the batch. generator: on the CPU. whole: images of the batch. rows: indices into
+    it, (B,) int64, in any order; None for all.
     """
 
     generator: Generator
@@ -54,65 +54,70 @@ class BatchDraws(NamedTuple):
 
     @classmethod
     def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":
-        """``source`` itself, or the draws of a whole batch of so many images."""
+        """Return ``source`` if it is a BatchDraws, else draws for a batch of ``images``."""
         return source if isinstance(source, BatchDraws) else cls(source, images)
 
     @property
     def images(self) -> int:
-        """Images that are drawn for."""
+        """Return the number of images at ``rows``."""
         return self.whole if self.rows is None else len(self.rows)
 
     def select_rows(self, values: Tensor) -> Tensor:
-        """The rows of values (whole, …) of the whole batch."""
+        """Return the values (B, …) at ``rows``, given the values (whole, …) of the batch."""
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(B, *shape), uniform in [0, 1)."""
+        """Return (B, *shape) uniform numbers in [0, 1)."""
         size = (self.whole, *shape)
         return self.select_rows(torch.rand(size, generator=self.generator, dtype=dtype))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """(B, *shape) int64 from ``low`` to ``high`` − 1."""
+        """Return (B, *shape) int64 from ``low`` to ``high`` − 1."""
         size = (self.whole, *shape)
         return self.select_rows(torch.randint(low, high, size, generator=self.generator))
 
 
 class RowsOfBatch:
-    """Which rows of the whole batch this rank's tokens are, while a step is computed.
+    """This rank's rows of the whole batch, while a step is computed.
 
-    A step has ``views`` views of each image, all first views before all second ones, so a rank's
-    part of a batch of two views is not one piece of it.
+    A step has ``views`` views of each image, all first views before all second views, so a rank's
+    part of a batch with two views is not contiguous.
     """
 
     views = 1
 
     @classmethod
-    def of(cls, whole: Tensor) -> Tensor:
-        """This rank's part (views · b, …) of the whole batch (views · B, …)."""
-        here = current_ranks()
-        if here.size == 1:
-            return whole
-        parted = whole.unflatten(0, (cls.views, here.size, -1))
-        return parted[:, here.rank].flatten(0, 1)
+    def of(cls, batch: Tensor) -> Tensor:
+        """Return this rank's part (views · b, …) of ``batch`` (views · B, …)."""
+        ranks = current_ranks()
+        if ranks.size == 1:
+            return batch
+        parted = batch.unflatten(0, (cls.views, ranks.size, -1))
+        return parted[:, ranks.rank].flatten(0, 1)
 
 
 def normal_like(values: Tensor) -> Tensor:
-    """This rank's part of the whole batch's normal draws for ``values`` (views · b, …)."""
+    """Return this rank's part of the batch's normal draws, for ``values`` (views · b, …)."""
     return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
 
 
 def uniform_like(values: Tensor) -> Tensor:
-    """Uniform draws in [0, 1) for ``values`` (views · b, …), drawn as ``normal_like`` does."""
+    """Return uniform draws in [0, 1) for ``values`` (views · b, …), like ``normal_like``."""
     return RowsOfBatch.of(torch.rand_like(_whole_batch_like(values)))
 
 
+<<<<<<< HEAD
 def draw_bernoulli_mask(values: Tensor, probability: float) -> Tensor:
     """Return 0 or 1 for ``values`` (views · b, …), drawn as in ``normal_like``."""
+=======
+def bernoulli_like(values: Tensor, probability: float) -> Tensor:
+    """Return draws of 0 or 1 for ``values`` (views · b, …), like ``normal_like``."""
+>>>>>>> p_study
     return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))
 
 
 def _whole_batch_like(values: Tensor) -> Tensor:
-    """Something of the whole batch's shape, whose memory is never touched."""
+    """Return a tensor of the whole batch's shape, whose memory is not read."""
     size = current_ranks().size
     if size == 1:
         return values
@@ -120,10 +125,10 @@ def _whole_batch_like(values: Tensor) -> Tensor:
 
 
 def derived_seed(who: Who, seed: int) -> int:
-    """The seed, from 0 to 2⁶³ − 1, that ``who`` draws from in the run of ``seed``."""
-    return _hash_words(who, seed) >> 1  # torch and numpy both take it
+    """Return the seed, from 0 to 2⁶³ − 1, of ``who`` in the run of ``seed``."""
+    return _hash_words(who, seed) >> 1  # valid for torch and numpy
 
 
-def _hash_words(*words: int | str) -> int:
-    digest = hashlib.sha256(",".join(map(str, words)).encode()).digest()
+def _hash_words(*values: int | str) -> int:
+    digest = hashlib.sha256(",".join(map(str, values)).encode()).digest()
     return int.from_bytes(digest[:8], "big")

@@ -1,7 +1,7 @@
 """What a part is combined with in a params.yaml, so that it can refuse before anything runs.
 
-``moecore check`` asks every settings object for its ``misfits``: of the file alone, again when the
-data are known, and again with the sizes of the model that was built without memory.
+``moecore check`` calls ``misfits`` of every settings object: for the file alone, again when the
+data are known, and again with the sizes of the model, which is built without memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ class Surroundings(NamedTuple):
     """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
 
     # of a method, or of its text tower
-    router: Any = None  # the nearest Router around or beside the part
+    router: Any = None  # the nearest Router that contains the part, or of the same method
     experts: Any = None  # Experts
-    losses: Sequence[Any] = ()  # Regularizers, with those that the method adds
+    losses: Sequence[Any] = ()  # Regularizers, including those that the method adds
     provided: frozenset[str] = frozenset()  # what regularizers may need
-    images: Mapping[str, int] = {}  # phase → images of a step, each view for itself
+    images: Mapping[str, int] = {}  # phase → images per step, each view counted
     # of a model of that method
-    layers: int | None = None  # with experts
-    tokens: int | None = None  # of a step, in the layer that has the fewest
+    layers: int | None = None  # number of layers with experts
+    tokens: int | None = None  # per step, in the layer with the fewest
     special: bool | None = None  # whether there are class tokens
     truth: bool | None = None  # whether the kind of each token is known
     # of the data that the settings work on
@@ -46,7 +46,7 @@ class Surroundings(NamedTuple):
 
     @property
     def has_truth(self) -> bool:
-        """Return whether the data say the kind of each token."""
+        """Return whether the data have the kind of each token."""
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
@@ -65,7 +65,7 @@ def changed_settings(
 
 
 def format_changed_settings(value: Any) -> str:
-    """Return in words how settings differ from their defaults."""
+    """Return a text of how settings differ from their defaults."""
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
     return str(value)

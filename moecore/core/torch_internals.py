@@ -1,4 +1,4 @@
-"""torch's names that are not public, with the public way that would take their place."""
+"""Private names of torch, with the public alternative if there is one."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over l
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fail later, on the device, where ``condition`` is false: ``assert`` makes the host wait."""
+    """Fail later, on the device, if ``condition`` is false; ``assert`` would make the host wait."""
     torch._assert_async(condition, message)
 
 
 def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
-    """Multiply ``grad`` in place by GELU's slope at ``inner``; autograd takes two buffers more."""
+    """Multiply ``grad`` in place by GELU's slope at ``inner``; autograd needs two more buffers."""
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
 
 
 def grouped_mm_operator() -> Any:
-    """Return the operator of ``grouped_mm``, of which FLOP counters count nothing themselves."""
+    """Return the operator of ``grouped_mm``, which FLOP counters do not count by default."""
     return torch.ops.aten._grouped_mm
 
 
@@ -29,16 +29,14 @@ def metadata_assertion_operator() -> Any:
 
 
 def is_in_backward_pass() -> bool:
-    """Return whether autograd calls this from a backward pass, as it does to compute checkpointed
-    layers again; a compiled graph never does.
-    """
+    """Return whether a backward pass recomputes this; in a compiled graph always False."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def count_begun_collectives() -> int:
     """Return how many collectives this process has begun, in all its groups of ranks.
 
-    Those of a backend of several kinds of devices count for each.
+    A backend for several kinds of devices is counted once per kind.
     """
     groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
@@ -51,21 +49,21 @@ def clone_store(store: Any) -> Any:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Return what names a tensor's storage; ``data_ptr`` is 0 of all that have no values."""
+    """Return an identifier of a tensor's storage; ``data_ptr`` is 0 on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 def compile_error_class() -> type[Exception]:
-    """Return the error of ``torch.compile``, without a public name; importing it takes seconds."""
+    """Return the error class of ``torch.compile``; importing it takes seconds."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def allow_recompilations(number: int) -> None:
-    """Let one function be compiled so often in this process, 8 times at least.
+    """Let one function be compiled ``number`` times in this process, at least 8.
 
-    Public from torch 2.13 on, as ``torch.compile(recompile_limit=…)``.
+    Public since torch 2.13, as ``torch.compile(recompile_limit=…)``.
     """
     from torch._dynamo import config
 

@@ -1,4 +1,4 @@
-"""The command ``moecore``: thin functions over what does the work, imported when called."""
+"""The command ``moecore``: thin functions that import the code they call."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ RoundNumber = Annotated[
 HERE = Path()
 PARAMS_FILE = Path("params.yaml")
 TraceFolder = Annotated[Path, typer.Argument(help="the trace's folder")]
-Items = Annotated[int | None, typer.Option(min=1, help="so many at most, evenly spread")]
+Items = Annotated[int | None, typer.Option(min=1, help="at most this many, evenly spread")]
 ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
 SCHEMA_FILE = Path("params.schema.json")
 QUICK = "quick"
@@ -47,7 +47,7 @@ PASS_ON_ARGUMENTS = {
 
 
 class _Group(TyperGroup):
-    """Prints what the user can mend as one clear message and exits with 1."""
+    """A group that prints a UserError as one message and exits with 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,7 +64,7 @@ class _Group(TyperGroup):
 
 
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
-    """Validate the whole of params.yaml; every problem with file, line, column and key."""
+    """Validate all of params.yaml; print every problem with file, line, column and key."""
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
     from moecore.study.check import check_and_describe_study
 
@@ -73,7 +73,7 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
 
 
 def plan_command() -> None:
-    """Say which stages would run, why, and how long they took the last time."""
+    """Print which stages would run, why, and how long they took the last time."""
     from moecore.pipeline.plan import print_plan
 
     say_changed_raw_data(PARAMS_FILE)
@@ -84,10 +84,10 @@ def pilot_command(
     study: Annotated[str, typer.Argument(help="a params.yaml, its folder, or a question")] = ".",
     seeds: Annotated[int, typer.Option(min=2, help="trainings of each method")] = 3,
 ) -> None:
-    """Say whether a setting is worth a study, before what it compares is trained.
+    """Print whether a setting is worth a study, before its methods are trained.
 
-    Scores are of validation images, and the processor works on one thread. Exits with 1 where it
-    is not worth one.
+    Scores are of validation images; training uses one CPU thread. Exits with 1 if the setting is
+    not worth a study.
     """
     from moecore.pipeline.pilot import pilot_verdicts, print_pilot, run_pilot
 
@@ -98,9 +98,9 @@ def pilot_command(
         from moecore.pipeline.study_runs import write_run
         from moecore.study.questions import find_question
 
-        one = find_question(HERE, study).round(None)
-        write_run(one)
-        path = one.folder / PARAMS_FILE
+        question_round = find_question(HERE, study).round(None)
+        write_run(question_round)
+        path = question_round.folder / PARAMS_FILE
     result = run_pilot(path, seeds)
     verdicts = pilot_verdicts(result)
     print_pilot(result, verdicts)
@@ -108,7 +108,7 @@ def pilot_command(
 
 
 def quick_command(jobs: JobCount = None) -> None:
-    """A first look in about a minute: how much of what routing is worth does V-MoE find?"""
+    """Run a first study in about a minute: how much of the value of routing does V-MoE find?"""
     from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
     from moecore.report.tables.terminal_summary import main as print_terminal_summary
     from moecore.study.questions import QuestionFile, list_question_names
@@ -136,7 +136,7 @@ def new_command(
         bool, typer.Option("--overlay", help="params.yaml is written from what differs from ours")
     ] = False,
 ) -> None:
-    """Begin a project of one's own: settings, stages, a router of its own with a test, `make`."""
+    """Begin a project: settings, stages, an example router with a test, a Makefile."""
     from moecore.pipeline.project_files import begin_project
 
     place = folder or Path(name)
@@ -145,9 +145,9 @@ def new_command(
 
 
 def upgrade_command(
-    yes: Annotated[bool, typer.Option("--yes", help="write it; left out: only say it")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="write it; left out: only print it")] = False,
 ) -> None:
-    """Bring a project to the installed version: the diff, and which stages run again and why."""
+    """Upgrade a project to the installed version: show the diff, and which stages run again."""
     from moecore.pipeline.project import hold_project, read_answers
     from moecore.pipeline.project_files import upgrade_project
 
@@ -159,7 +159,7 @@ def upgrade_command(
 def ui_command(
     port: Annotated[int, typer.Option(min=1, max=65535, help="on 127.0.0.1")] = 5000,
 ) -> None:
-    """Serve MLflow's pages, importing what is on disk all the while."""
+    """Serve MLflow's pages, and import new results from disk continuously."""
     from moecore.tracking.ui import serve_ui
 
     raise typer.Exit(serve_ui(port))
@@ -173,7 +173,7 @@ def sync_command() -> None:
 
 
 def predict_command(context: typer.Context) -> None:
-    """Predict what pictures or volumes show, with a trained model; `--help` says how."""
+    """Predict what pictures or volumes show, with a trained model; see `--help`."""
     command = [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args]
     os.execv(sys.executable, command)
 
@@ -194,7 +194,7 @@ def export_command(
 
 
 def schema_command() -> None:
-    """Write params.schema.json, from which editors complete and document every key."""
+    """Write params.schema.json, with which editors complete and document every key."""
     from moecore.core.outside_packages import allow_packages
     from moecore.study.check import params_schema
     from moecore.study.document import load_yaml_document
@@ -210,7 +210,7 @@ def schema_command() -> None:
 
 
 def claims_write() -> None:
-    """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
+    """Write docs/claims.md: the papers' tables and figures next to the studies' results."""
     from moecore.report.claims.pages import CLAIMS_PAGE, write_claims_page
     from moecore.study.questions import list_question_names
 
@@ -222,22 +222,26 @@ def claims_write() -> None:
 
 
 def claims_check() -> None:
-    """Compute intervals again from the items that results keep; say when each was asked."""
+    """Compute intervals again from stored items; print when each claim was asked."""
     from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
     from moecore.report.claims.records import date_questions, has_whole_history, verify_kept_items
     from moecore.study.questions import load_questions
 
-    rounds = [one for question in load_questions(HERE) for one in question.rounds]
-    for one in rounds:
-        if number := verify_kept_items(one.results):
-            typer.echo(f"{one.name}: {number} intervals follow from the items that it keeps")
+    rounds = [
+        question_round for question in load_questions(HERE) for question_round in question.rounds
+    ]
+    for question_round in rounds:
+        if number := verify_kept_items(question_round.results):
+            checked = f"{number} intervals follow from the stored items"
+            typer.echo(f"{question_round.name}: {checked}")
     is_whole = has_whole_history(HERE)
-    for one in rounds if is_whole else ():
-        dated = date_questions(one)
+    for question_round in rounds if is_whole else ():
+        dated = date_questions(question_round)
         for question in dated:
-            typer.echo(f"{one.name}: {question.line}")
+            typer.echo(f"{question_round.name}: {question.line}")
         if late := "; ".join(question.line for question in dated if question.is_refused):
-            raise UserError(f"{one.name}: asked in no commit before that of the answer: {late}")
+            problem = "asked in no commit before the commit of its answer"
+            raise UserError(f"{question_round.name}: {problem}: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
     if CLAIMS_PAGE.is_file() and CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page():
@@ -245,26 +249,28 @@ def claims_check() -> None:
 
 
 def claims_plan() -> None:
-    """Say what would decide each open claim and question: seeds, items, minutes, or a run."""
+    """Print what would decide each open claim and question: seeds, items, minutes, or a run."""
     from moecore.report.claims.answers import describe_open_answers, evaluate_results
     from moecore.study.questions import load_questions
 
-    rounds = [one for question in load_questions(HERE) for one in question.rounds]
+    rounds = [
+        question_round for question in load_questions(HERE) for question_round in question.rounds
+    ]
     studies, answers = evaluate_results(rounds)
     for line in describe_open_answers(answers, studies):
         typer.echo(line)
 
 
 def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
-    """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
+    """Run all stages that are not up to date, several at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project import hold_project
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
     from moecore.study.check import check_study
     from moecore.study.document import load_yaml_document
 
-    load_yaml_document(PARAMS_FILE)  # nothing is written where there is no project
-    with hold_project():  # who is refused has written nothing
+    load_yaml_document(PARAMS_FILE)  # fails before anything is written, outside a project
+    with hold_project():  # before -S is written
         if sets:
             from moecore.study.params_file import write_assignments
 
@@ -277,10 +283,10 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
 
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
-    """Write the folder in which a question runs, below .runs/; says what changes.
+    """Write the folder in which a question runs, below .runs/, and print what changes.
 
-    Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in moecore's
-    clone its dvc.yaml, from the table of stages.
+    Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in a clone of
+    moecore its dvc.yaml, from the table of stages.
     """
     from moecore.pipeline.study_runs import write_project, write_run
     from moecore.study.questions import find_question
@@ -289,9 +295,9 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
         for line in write_project():
             typer.echo(f".: {line}")
         return
-    one = find_question(HERE, name).round(number)
-    for line in write_run(one) or ["nothing changes"]:
-        typer.echo(f"{one.folder}: {line}")
+    question_round = find_question(HERE, name).round(number)
+    for line in write_run(question_round) or ["nothing changes"]:
+        typer.echo(f"{question_round.folder}: {line}")
 
 
 def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
@@ -306,18 +312,19 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
     number: RoundNumber = 1,
 ) -> None:
-    """Write a question's folder with presets, of its first round; without names: list them."""
+    """Write the folder of a question's first round with presets; without names: list them."""
     from moecore.pipeline.study_runs import write_run
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     if not names:
-        typer.echo("\n".join(question.presets) or "it has no presets")
+        typer.echo("\n".join(question.presets) or "no presets")
         return
-    one = question.round(number)
-    for line in write_run(one, names) or ["nothing changes"]:
+    question_round = question.round(number)
+    for line in write_run(question_round, names) or ["nothing changes"]:
         typer.echo(line)
-    typer.echo(f"{one.folder}: written; to run it: cd {one.folder} && moecore run")
+    folder = question_round.folder
+    typer.echo(f"{folder}: written; to run it: cd {folder} && moecore run")
 
 
 def study_run(
@@ -326,25 +333,23 @@ def study_run(
     jobs: JobCount = None,
     sets: SetValues = None,
 ) -> None:
-    """Write the folder in which a question runs, run all of it that is not up to date, and keep
-    its results.
-    """
+    """Write the folder of a question, run its stages that are not up to date, keep its results."""
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
-    one = question.round(number)
+    question_round = question.round(number)
     if len(question.rounds) > 1:
-        of = f"round {one.number} of {len(question.rounds)}"
+        of = f"round {question_round.number} of {len(question.rounds)}"
         typer.echo(f"{question.name}: {of}; another one: --round NUMBER")
-    for line in write_run(one):
-        typer.echo(f"{one.folder}: {line}")
-    with chdir(one.folder):
+    for line in write_run(question_round):
+        typer.echo(f"{question_round.folder}: {line}")
+    with chdir(question_round.folder):
         run_command(jobs, sets)
-    if reason := why_results_stay(one):
-        typer.echo(f"{one.results}: left as it is: {reason}")
+    if reason := why_results_stay(question_round):
+        typer.echo(f"{question_round.results}: left as it is: {reason}")
     else:
-        typer.echo(f"{keep_results(one)}: written")
+        typer.echo(f"{keep_results(question_round)}: written")
 
 
 def study_keep(
@@ -359,15 +364,17 @@ def study_keep(
 
 def study_check(
     names: Annotated[list[str] | None, typer.Argument(help=QUESTION)] = None,
-    every: Annotated[bool, typer.Option("--all", help="all questions of pipelines/")] = False,
+    check_all: Annotated[bool, typer.Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
     from moecore.pipeline.study_runs import check_question
     from moecore.study.questions import find_question, load_questions
 
-    if not (names or every):
+    if not (names or check_all):
         raise UserError("found no question; allowed: names of questions, or --all")
-    questions = load_questions(HERE) if every else [find_question(HERE, one) for one in names or ()]
+    questions = (
+        load_questions(HERE) if check_all else [find_question(HERE, name) for name in names or ()]
+    )
     problems = []
     for question in questions:
         for line in check_question(question, problems):
@@ -385,7 +392,7 @@ def study_index() -> None:
 
 
 def say_changed_raw_data(params: Path) -> None:
-    """Print which raw data changed since they were prepared."""
+    """Print raw data that changed since they were prepared."""
     from moecore.pipeline.plan import describe_changed_raw_data
 
     for line in describe_changed_raw_data(params):
@@ -400,7 +407,7 @@ def lens_record(
     data: Annotated[Path | None, typer.Option(help="prepared folder, of a model's folder")] = None,
     items: Items = None,
 ) -> None:
-    """Write what a model's routers do with texts or images as a trace: docs/tutorials/lens.md."""
+    """Write a trace of a model's routing of texts or images: docs/tutorials/lens.md."""
     from moecore.lens.recording import record_python_file, record_trained_model
 
     if (data is None) == model.is_dir():
@@ -421,7 +428,7 @@ def lens_read(
         Path | None, typer.Option(help="a trace of the same items, to compare with")
     ] = None,
 ) -> None:
-    """Print what the routing of a trace is like, and write a page of it, the explorer beside it."""
+    """Print a summary of a trace's routing, and write a page and an explorer of it."""
     from moecore.lens.page import write_lens_page
 
     write_lens_page(trace, page, items, against)

@@ -1,23 +1,22 @@
 """The folder artifacts/code/: hashes of source files and of settings, which stages depend on.
 
-One file for every script, measurement, method and section of params.yaml::
+There is one file per script, measurement, method and section of params.yaml::
 
-    stages/pretrain.json        what importing moecore/stages/pretrain.py reaches
-    measure/invariance.json     the same of that measurement's file, and the parts its section names
-                                (measure/my_lab.brightness.json of one from outside)
-    methods/vmoe.json           the parts of methods.vmoe and of model: what such a model is made of
-    sections/teacher.json       the parts that a section names; data has one file for each entry
+    stages/pretrain.json        the files that moecore/stages/pretrain.py imports
+    measure/invariance.json     the same for a measurement, and the parts in its section
+                                (measure/my_lab.brightness.json for an outside measurement)
+    methods/vmoe.json           the parts of methods.vmoe and of model
+    sections/teacher.json       the parts that a section names; data has one file per entry
     settings/data.pretrain.json the values of a key that stages name under ``params``
 
-The settings have hashes because DVC's run cache leaves every setting called ``size`` or ``nfiles``
-out of its key, at any depth (``exclude`` in the module dvc.stage.cache): after an edit of only
-``data.pretrain.size`` it would bring back the data of the size before.
+Settings are hashed because DVC's run cache leaves every setting called ``size`` or ``nfiles`` out
+of its key, at any depth (``exclude`` in the module dvc.stage.cache): after an edit of only
+``data.pretrain.size`` it would restore the data of the previous size.
 
-Which source files decide a result is found by reading imports, never by running them. DVC does not
-follow imports, so the stage ``code`` hashes the files that a script's imports reach, and those of
-the parts that params.yaml names by ``kind``. Imports are followed in moecore and in the packages
-that may be imported from by name. Python is hashed by its syntax tree: comments and formatting
-rerun nothing; the rest by bytes.
+DVC does not follow imports, so the stage ``code`` hashes the files that a script's imports reach,
+and the files of the parts that params.yaml names by ``kind``. Imports are read, never run, in
+moecore and in allowed packages. Python is hashed by its syntax tree, so comments and formatting
+rerun nothing; other files by their bytes.
 """
 
 import ast
@@ -53,9 +52,9 @@ from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
 CODE_STATE = Path(".state/code.sha256")
-COMPARE = "compare"  # the one script whose result is what the room `report` makes
+COMPARE = "compare"  # the only script whose result is made by the room `report`
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
-DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
+DECIDING = (  # rooms whose code decides a result; an edit of other rooms reruns nothing
     "core",
     "statistics",
     "tasks",
@@ -66,10 +65,10 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "measure",
     "brain",
 )
-OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
-PASSED_THROUGH = ("run", "parts.py")  # decide none either, but what they import does
-PUBLIC_MODULES = ("moecore", "moecore/parts")  # pass on names, which live elsewhere
-FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
+OUTSIDE = "outside"  # instead of a room: packages that params.yaml lists
+PASSED_THROUGH = ("run", "parts.py")  # decide no result, but their imports do
+PUBLIC_MODULES = ("moecore", "moecore/parts")  # pass on names of other modules
+FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
     "model": "backbones",
@@ -78,10 +77,7 @@ FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a
 
 
 def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """Name below artifacts/code/ → path of a source file → sha256, of all that a stage can need.
-
-    Raises UserError where a file is no Python, or run.methods names what is not under methods.
-    """
+    """Return file below artifacts/code/ → source file → sha256; UserError for invalid Python."""
     allow_packages(document.packages, document.folders)
     return {
         name: hash_files(files, root, shown=name == f"stages/{COMPARE}.json")
@@ -90,7 +86,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
-    """Write the whole folder, in the place of what was there."""
+    """Write artifacts/code/, replacing the previous folder."""
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
     with whole_folder(folder) as temporary:
@@ -111,11 +107,10 @@ def code_inputs(document: Document) -> str:
 
 
 def is_code_written(inputs: str, document: Document) -> bool:
-    """Return whether artifacts/code is what the stage ``code`` last wrote, from the same inputs.
+    """Return whether artifacts/code is unchanged since the stage ``code`` wrote it from ``inputs``.
 
-    Then nothing has to be checked or hashed. To import torch and to parse all source takes longer
-    than the rest of ``dvc repro`` with nothing to do. Raw data, which the check also reads, no
-    longer matter where all data are prepared.
+    Importing torch and parsing all source would take longer than the rest of an idle ``dvc repro``.
+    Raw data, which the check also reads, do not matter once all data are prepared.
     """
     cards = [
         Path("artifacts/data", phase, "card.json") for phase in document.data.get("data") or ()
@@ -125,10 +120,7 @@ def is_code_written(inputs: str, document: Document) -> bool:
 
 
 def remember_code(inputs: str) -> None:
-    """Store what ``is_code_written`` compares.
-
-    inputs: as they were before the check, so that an edit during the check is noticed.
-    """
+    """Store what ``is_code_written`` compares; inputs: from before the check, to notice edits."""
     write_whole(CODE_STATE, _code_state(inputs))
 
 
@@ -149,7 +141,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def hash_settings(document: Document) -> dict[str, str]:
-    """Return key → sha256 of its values, for every key that a stage can name under ``params``."""
+    """Return key → sha256 of its values, for every key that stages name under ``params``."""
     run = document.data.get("run") or {}
     items = {
         "key": document.data.get("data"),
@@ -161,13 +153,13 @@ def hash_settings(document: Document) -> dict[str, str]:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         for value in items[names[0]] or () if names else ("",):
             key = template.format(**dict.fromkeys(names, value))
-            with suppress(UserError):  # which stages the file is of is not known here
+            with suppress(UserError):  # the file may lack keys of stages that it does not have
                 hashes[key] = _hash_values(document.get(key.split(".")))
     return hashes
 
 
 def _hash_values(value: Any) -> str:
-    """Return a hash that is equal for equal values: 1 and 1.0 are."""
+    """Return a hash of a value; 1 and 1.0 have the same."""
     text = json.dumps(_with_whole_numbers(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -215,27 +207,24 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 
 
 def _report_files(root: Path) -> list[Path]:
-    """The files that say what the page shows: they are found by their folder, not imported."""
+    """Return the files that decide what the page shows; it finds them by folder, not by import."""
     folders = ("report/measures", "report/pictures", "measure")
-    own = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
-    others = list_allowed_modules(_shows_results)
+    files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
+    modules = list_allowed_modules(_shows_results)
     return [
-        *(file.relative_to(root) for file in sorted(own)),
-        *(file for name in others for file in outside_module_files(name, root)),
+        *(file.relative_to(root) for file in sorted(files)),
+        *(file for name in modules for file in outside_module_files(name, root)),
     ]
 
 
 def _shows_results(file: Path) -> bool:
-    """Return whether the page may show what a module from outside declares."""
+    """Return whether an outside module declares something that the page shows."""
     text = file.read_text(encoding="utf-8")
     return "(Measurement):" in text or "\nSHOWN = " in text
 
 
 def _task_files(data: Any, root: Path) -> set[Path]:
-    """The tasks that the data may have: its sources import them. Every script may use them.
-
-    Of sources from outside all that they import, as nothing says which of it is a task.
-    """
+    """Return the tasks' files that sources import; for outside sources all imported files."""
     files = part_files(data, root, "data")
     return {
         file for file in files if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
@@ -245,12 +234,11 @@ def _task_files(data: Any, root: Path) -> set[Path]:
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
-    """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
+    """Return ``path`` and the files of ``rooms`` that importing it reaches, below ``root``.
 
-    Files of ``PASSED_THROUGH`` are left out, those of ``rooms`` that they import are not.
-    Of a family only its base class is reached: which part it is stands in params.yaml. ``__init__``
-    files that hold nothing but a docstring are left out. Files that lie beside a module without
-    being Python (an atlas, a template) belong to it.
+    Files of ``PASSED_THROUGH`` are followed but left out, as are ``__init__`` files with only a
+    docstring. Of a family only the base class is reached: params.yaml names the part. Other files
+    in a module's folder (an atlas, a template) belong to the module.
     """
     reached: set[Path] = set()
     waiting = [Path(path)]
@@ -270,10 +258,10 @@ def import_closure(
 
 
 def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
-    """The files of every part that ``section`` names (mappings with ``kind: x``), with closures.
+    """Return the files of every part that ``section`` names (``kind: x``), with their imports.
 
-    under: the key at which ``section`` sits; it decides where two families have a part of that
-    name. A ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
+    under: the key of ``section``, which decides if two families have a part of that name. A
+    ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     """
     if isinstance(section, dict):
         files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
@@ -286,17 +274,14 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
 
 
 def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
-    """Return the file of a module of a package that may be imported from; none of another name."""
+    """Return the file of a module of an allowed package, in a list; else []."""
     allowed = name.partition(".")[0] in allowed_packages()
     file = _module_file(name.replace(".", "/"), root) if allowed else None
     return [file] if file else []
 
 
 def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256 of each file, sorted by path; shown: with the words of metrics.
-
-    Raises UserError for a file that is gone, or is no Python though it is named so.
-    """
+    """Return path → sha256, sorted; shown: with metrics' words; UserError for invalid Python."""
     return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
 
 
@@ -308,15 +293,15 @@ def _sha256(file: Path, root: Path, shown: bool) -> str:
 
 
 def _room(file: Path) -> str:
-    top, *others = file.parts
+    top, *folders = file.parts
     if top != OUR_PACKAGE:
         return OUTSIDE
-    return others[0]
+    return folders[0]
 
 
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
-    """Return a package's files that are no Python, also in subfolders that hold no module."""
+    """Return a package's files that are not Python, also in subfolders without modules."""
     data_files: set[Path] = set()
     home = locate_source(folder, root)
     for path in home.iterdir():
@@ -340,53 +325,55 @@ def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
     if "." in kind:
         return outside_module_files(kind, root)
     files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
-    there = [file for file in files if (root / file).is_file()]
-    named = [file for file in there if file.parent.name == FAMILY_AT_KEY.get(under, under)]
-    return named or there
+    existing = [file for file in files if (root / file).is_file()]
+    in_family = [file for file in existing if file.parent.name == FAMILY_AT_KEY.get(under, under)]
+    return in_family or existing
 
 
 @cache
 def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files of ours, and of ``packages``, that one file imports."""
+    """Return the files of moecore and of ``packages`` that one file imports."""
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}
     for module, name in _read_source(file, root).imports:
-        for package, one in _homes(module, name, root):
+        for package, member in _homes(module, name, root):
             if package.split("/")[0] in (OUR_PACKAGE, *packages):
-                files |= dict.fromkeys(_module_files(package, one, root))
+                files |= dict.fromkeys(_module_files(package, member, root))
     return tuple(files)
 
 
 def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
-    """Return (package, name) of an import; where it lives, of what a public module passes on."""
+    """Return (package, name) of an import; for a public module, where the name is defined."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package, name = f"{package}/{name}", ""
     if package not in PUBLIC_MODULES:
         return [(package, name)]
     file = _module_file(package, root)
     imports = _read_source(file, root).imports if file else ()
-    return [one for one in imports if name and one[1] == name] or imports
+    return [pair for pair in imports if name and pair[1] == name] or imports
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
-    """The files of ``package``, of those above it, and of ``package/name`` where it is a module.
+    """Yield the files of ``package``, its parents, and ``package/name`` if that is a module.
 
-    Of a family, which offers its parts by the names of their classes, the files of all parts.
+    For a family, which offers its parts by class name, the files of all parts.
     """
-    words = [*package.split("/"), name] if name else package.split("/")
-    if "/".join(words[1:]) in FAMILIES:
-        yield from sorted(Path(*words, part.name) for part in (root / Path(*words)).glob("*.py"))
-    for count in range(1, len(words) + 1):
-        if file := _module_file("/".join(words[:count]), root):
+    segments = [*package.split("/"), name] if name else package.split("/")
+    if "/".join(segments[1:]) in FAMILIES:
+        yield from sorted(
+            Path(*segments, part.name) for part in (root / Path(*segments)).glob("*.py")
+        )
+    for count in range(1, len(segments) + 1):
+        if file := _module_file("/".join(segments[:count]), root):
             yield file
 
 
 class _Source(NamedTuple):
-    imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
+    imports: tuple[tuple[str, str], ...]  # path of a module, imported name or ""
     syntax: str  # hash of the syntax tree
     has_code: bool  # more than docstrings
-    has_metrics: bool  # whose words are shown
+    has_metrics: bool  # whose words the page shows
 
 
 @cache
@@ -396,7 +383,7 @@ def _read_source(file: Path, root: Path) -> _Source:
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
-    """Return what is needed of a file; its tree itself would slow the garbage collector."""
+    """Return facts about a source file; caching its tree would slow the garbage collector."""
     tree = parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports = tuple(_list_imports(tree, file))
@@ -404,14 +391,14 @@ def _analyse_source(text: str, file: Path) -> _Source:
 
 
 def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
-    """Everything that is imported, as (path of the module, name taken from it or nothing)."""
+    """Yield all imports as (path of the module, imported name or "")."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imports = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = file.parent.parts[: len(file.parent.parts) - node.level + 1]
-            words = [*(above if node.level else ()), *([node.module] if node.module else [])]
-            imports = [(".".join(words), alias.name) for alias in node.names]
+            segments = [*(above if node.level else ()), *([node.module] if node.module else [])]
+            imports = [(".".join(segments), alias.name) for alias in node.names]
         else:
             continue
         for module, name in imports:
@@ -420,10 +407,7 @@ def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
-    """The file of a module, or None for what is no module, or a package without code.
-
-    Of a file and a package of one name Python imports the package.
-    """
+    """Return the file of a module or package with code, else None; a package wins, as in Python."""
     module, package = Path(f"{name}.py"), Path(name, "__init__.py")
     if not locate_source(package, root).is_file():
         return module if locate_source(module, root).is_file() else None

@@ -1,10 +1,8 @@
 """The dvc.yaml of the main run and of questions, from the table of stages in moecore/study.
 
-The folder in which a question runs is a DVC project of its own, so the root's DVC does not read it,
-and it does not read the others. All share the root's cache.
-
-After every stage DVC reads and writes the whole dvc.lock beside its dvc.yaml. So a large study has
-a dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
+The folder in which a question runs is a separate DVC project with the root's cache, so DVC reads
+one project at a time. After every stage DVC rewrites the whole dvc.lock next to the dvc.yaml, so a
+large study has one dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
 """
 
 import json
@@ -38,7 +36,7 @@ RUN_CONFIG = """\
     check_update = false
     autostage = false
 """
-WITHOUT_GIT = "    no_scm = true\n"  # a line of the section [core], which is the last
+WITHOUT_GIT = "    no_scm = true\n"  # for the section [core], which is last
 LARGE_STUDY = 500  # stages
 WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -46,10 +44,7 @@ WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 def study_dvc_yaml_texts(
     stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
 ) -> dict[str, str]:
-    """Return path → text of a study's dvc.yaml, or of several where it has many stages.
-
-    run: the section of its params.yaml. head: the comment with which they begin.
-    """
+    """Return path → text of a study's dvc.yaml, several if it has many stages; run: section."""
     if count_stages(stages, run) <= LARGE_STUDY:
         return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
@@ -64,13 +59,13 @@ def study_dvc_yaml_texts(
 
 
 def main_dvc_yaml_text() -> str:
-    """Return the text of the dvc.yaml of the main run: the usual stages, a blank line between."""
+    """Return the text of the main run's dvc.yaml: the usual stages, separated by blank lines."""
     text = _dump_yaml({"stages": stage_definitions()})
     return MAIN_HEAD + re.sub(r"(?m)^(  \w+:)$", r"\n\1", text).replace("\n\n", "\n", 1)
 
 
 def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
-    """Return how many stages DVC makes of these, with the lists of ``run``."""
+    """Return the number of stages after DVC expands each matrix with the lists of ``run``."""
     total = 0
     for stage in stages.values():
         lists = [
@@ -81,7 +76,7 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
 
 
 def list_our_stages(folder: Path) -> list[str]:
-    """Return the stages of the dvc.yaml files of a project that this version defines."""
+    """Return the stages in a project's dvc.yaml files that this version defines."""
     names: list[str] = []
     for file in list_project_dvc_files(folder):
         data = load_yaml_document(file).data
@@ -90,10 +85,7 @@ def list_our_stages(folder: Path) -> list[str]:
 
 
 def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the entries in dvc.yaml of a study's stages; names: None for the usual ones.
-
-    Raises UserError for a stage that does not exist.
-    """
+    """Return stages' entries in dvc.yaml, by default of the usual stages; UserError if unknown."""
     names = [stage.name for stage in ROWS if stage.usual] if names is None else names
     if unknown := [name for name in names if name not in STAGES]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(STAGES)}")
@@ -107,16 +99,16 @@ def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def dvc_entry(stage: Stage) -> dict[str, Any]:
-    """Return the entry of a stage in dvc.yaml, with all that it may depend on."""
+    """Return the entry of a stage in dvc.yaml, with all possible dependencies."""
     item = [f"{{{name}}}" for name in stage.item]
-    words = [f"python -m {STAGE_MODULES}{stage.module}", stage.words or " ".join(item)]
+    command = [f"python -m {STAGE_MODULES}{stage.module}", stage.words or " ".join(item)]
     settings = [f"code/settings/{key}.json" for key in stage.reads]
     deps = [*(f"code/{hash_file(path)}" for path in stage.hashes), *stage.after, *settings]
     outs = [f"measured/{stage.item_path}.json", f"history/{stage.item_path}"]
     if stage.folder or stage.each in ("seed", "model"):
         outs.insert(0, stage.item_path)
     entry = {
-        "cmd": " ".join(words).strip(),
+        "cmd": " ".join(command).strip(),
         "deps": [f"artifacts/{path}" for path in deps],
         "params": list(stage.reads),
         "outs": [f"artifacts/{path}" for path in outs],
@@ -133,14 +125,14 @@ def dvc_entry(stage: Stage) -> dict[str, Any]:
 
 
 def _fill(value: str | list[str], names: Mapping[str, str]) -> str | list[str]:
-    """Return texts in which DVC's names stand in the place of ours: ${item.seed} for {seed}."""
+    """Replace our names in texts by DVC's names: ${item.seed} for {seed}."""
     if isinstance(value, list):
         return [text.format(**names) for text in value]
     return value.format(**names)
 
 
 def _without_unwritten(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """``deps`` without artifacts that no stage writes, such as the teacher where there is none."""
+    """Return ``deps`` without artifacts that no stage writes, such as a missing teacher."""
     written = {_artifact_folder(path) for stage in stages for path in _out_paths(stage)}
     written.add(str(CODE))
     folders = {path: _artifact_folder(path) for path in deps}
@@ -156,17 +148,17 @@ def _artifact_folder(path: str) -> str:
 
 
 def _out_paths(stage: Mapping[str, Any]) -> list[str]:
-    """Return the paths of outs, also where one has options: ``{path: {cache: false}}``."""
+    """Return the paths of outs, which may have options: ``{path: {cache: false}}``."""
     outs = stage.get("do", stage)["outs"]
     return [out if isinstance(out, str) else next(iter(out)) for out in outs]
 
 
 def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
-    """Return a mapping as YAML; only what holds mappings or lists has lines of its own."""
+    """Return a mapping as YAML; only values that contain mappings or lists take several lines."""
     text = ""
     for key, inner in value.items():
         values = inner.values() if isinstance(inner, Mapping) else ()
-        if any(isinstance(one, Mapping | list) for one in values):
+        if any(isinstance(item, Mapping | list) for item in values):
             text += f"{indent}{key}:\n{_dump_yaml(inner, f'{indent}  ')}"
         else:
             shown = inner if isinstance(inner, str) else _flow_style(inner)
@@ -179,7 +171,7 @@ def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
 
 def _flow_style(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_flow_style(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_flow_style(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_flow_style, value))}]"
     return value if isinstance(value, str) and "$" not in value else json.dumps(value)

@@ -1,9 +1,9 @@
 """``dvc repro`` with several stages at a time.
 
 Small models leave cores idle: two processes of one thread each train them faster than one process
-of two threads. With GPUs every job has one of its own, or one per rank. Each job is a ``dvc repro
---single-item`` of a few stages that follow each other, so cache, lock file and run cache are DVC's
-own; stages still share nothing but files.
+of two threads. With GPUs every job has one GPU, or one per rank. Each job is a ``dvc repro
+--single-item`` of a few stages in sequence, so DVC manages cache, lock file and run cache as usual;
+stages share only files.
 """
 
 import os
@@ -18,56 +18,45 @@ from threading import Event
 
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
-from moecore.pipeline.plan import (
-    plan_stages,
-    query_pipeline_status,
-    stages_changed_by_code,
-)
+from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
-from moecore.run.launch import (
-    RANKS,
-    is_launching,
-    launch_fields,
-    requested_gpus,
-    requested_ranks,
-)
+from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
-# DVC's words where two processes meet at a path
+# DVC's messages if two processes use the same path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 TRIES = 5
-TIMED = "measure@cost"  # measures time, so nothing else runs at the same time
+TIMED = "measure@cost"  # measures time, so nothing else may run at the same time
 OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
 
-DvcJob = tuple[str, ...]  # stages that one process runs one after the other
+DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy
+THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
 
 
 def next_job_stages(
-    above: Mapping[str, Collection[str]], done: Collection[str], taken: Collection[str]
+    above: Mapping[str, Collection[str]], done: Collection[str], begun: Collection[str]
 ) -> DvcJob | None:
-    """Return the stages that a free process should run now, or None where it has to wait.
+    """Return the stages that a free process should run now, or None if it has to wait.
 
-    above: the direct ancestors of every stage, each after its ancestors; taken: stages that run,
-    or were run. A job is a stage whose ancestors are done, and those of the same method and seed
-    that need nothing but it and what is done: its trainings, or its measurements. Trainings come
-    first, as they take longest, so that the measurements fill the processes evenly at the end.
-    Stages that want the machine for themselves come when nothing else runs, as one job.
+    above: stage → its direct ancestors, in topological order. begun: stages that run or have run.
+    A job is a stage whose ancestors are done, and stages of the same method and seed that depend
+    only on the job and on finished stages. Trainings come first, as they take longest; the
+    measurements then fill the processes evenly. Exclusive stages run as one job when nothing runs.
     """
-    ready = [stage for stage in above if stage not in taken and set(above[stage]) <= set(done)]
-    shared = [stage for stage in ready if not _is_exclusive(stage, above)]
+    runnable = [stage for stage in above if stage not in begun and set(above[stage]) <= set(done)]
+    shared = [stage for stage in runnable if not _is_exclusive(stage, above)]
     if not shared:
-        return tuple(ready) if ready and set(taken) == set(done) else None
+        return tuple(runnable) if runnable and set(begun) == set(done) else None
     first = [stage for stage in shared if _row(stage).early]
     if first:
         return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
     chosen = shared[:1]
     work = _model_work(chosen[0])
     for stage in above if work else ():
-        is_new = stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}
+        is_new = stage not in (*chosen, *begun) and set(above[stage]) <= {*done, *chosen}
         if is_new and _model_work(stage) == work and not _is_exclusive(stage, above):
             chosen.append(stage)
     return tuple(chosen)
@@ -82,22 +71,22 @@ def _row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage wants the machine for itself; of several teachers none does."""
+    """Return whether a stage needs the whole machine; one of several teachers does not."""
     if _row(stage).alone and _row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _row(stage).alone or stage.split("-")[0] == TIMED
 
 
 def _stage_seed(stage: str) -> str:
-    """The last word of a stage's item: ``0`` of ``teacher@0`` and ``teacher_router@tgr-0``."""
+    """Return the seed of a stage: ``0`` for ``teacher@0`` and ``teacher_router@tgr-0``."""
     return stage.partition("@")[2].split("-")[-1]
 
 
 def _model_work(stage: str) -> tuple[str, str, str] | None:
-    """Method, seed and phase that a stage is about; None for one of no single method and seed.
+    """Return method, seed and phase of a stage; None without a single method and seed.
 
-    ``pretrain@vmoe-0`` trains, its phase is ""; ``routing@pretrain-vmoe-0``
-    and ``measure@cost-finetune-vmoe-0`` look at what was trained.
+    The phase of a training (``pretrain@vmoe-0``) is "". Measurements have the model's phase:
+    ``routing@pretrain-vmoe-0``, ``measure@cost-finetune-vmoe-0``.
     """
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
     if not (method and seed.isdigit()) or "method" not in _row(stage).item:
@@ -106,10 +95,10 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
 
 
 def query_pending_stage_graph() -> dict[str, set[str]]:
-    """Return the stages that have to run, each after its ancestors, and those right above it."""
+    """Return stage → direct ancestors, in topological order, of the stages that have to run."""
     pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
-    if stages == [CODE_STAGE]:  # it always would; no stage's code was edited
+    if stages == [CODE_STAGE]:  # always pending; no stage's code was edited
         return {}
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
@@ -118,7 +107,7 @@ def query_pending_stage_graph() -> dict[str, set[str]]:
 
 
 def dvc_target(stage: str) -> str:
-    """Return how DVC calls a stage: with its file, where that is not ./dvc.yaml."""
+    """Return DVC's name of a stage: with its file, unless that is ./dvc.yaml."""
     file = Path("steps", _stage_kind(stage), "dvc.yaml")
     return f"{file}:{stage}" if file.is_file() else stage
 
@@ -126,10 +115,10 @@ def dvc_target(stage: str) -> str:
 def run_job_stages(
     job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
 ) -> int:
-    """Return DVC's exit code for the stages of a job; its output is passed on line by line.
+    """Run the stages of a job and print DVC's output by line; return its exit code.
 
-    Where DVC stops only because another process is at the same path, the rest is tried again.
-    ending: set before all that was ``started`` is ended; what starts after it is ended at once.
+    If DVC stops because another process uses the same path, the job is tried again. ending: set
+    before all ``started`` processes are ended; a process that starts later is ended immediately.
     """
     for _ in range(TRIES):
         process = subprocess.Popen(
@@ -155,12 +144,9 @@ def run_job_stages(
 def run_stages(
     above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
 ) -> list[str]:
-    """Run all stages in the ``environments``, ``jobs`` at a time.
-
-    Returns those that were not finished: nothing new starts after a failure.
-    """
+    """Run all stages, ``jobs`` at a time, until a failure; return unfinished stages."""
     done: set[str] = set()
-    taken: set[str] = set()
+    begun: set[str] = set()
     free = list(environments)
     running: dict[Future, tuple[DvcJob, list[Mapping[str, str]]]] = {}
     started: list[subprocess.Popen] = []
@@ -172,18 +158,22 @@ def run_stages(
                 while (
                     len(running) < jobs
                     and not failed
-                    and (job := next_job_stages(above, done, taken))
+                    and (job := next_job_stages(above, done, begun))
                 ):
                     places = choose_places(job, free)
                     if places is None:
                         break
-                    taken |= set(job)
+                    begun |= set(job)
                     for place in places:
                         free.remove(place)
-                    given = merge_environments(places)
+                    environment = merge_environments(places)
                     if _is_exclusive(job[0], above):
-                        given = {key: given[key] for key in given if key not in THREAD_VARIABLES}
-                    running[pool.submit(run_job_stages, job, given, started, ending)] = (
+                        environment = {
+                            key: environment[key]
+                            for key in environment
+                            if key not in THREAD_VARIABLES
+                        }
+                    running[pool.submit(run_job_stages, job, environment, started, ending)] = (
                         job,
                         places,
                     )
@@ -203,10 +193,7 @@ def run_stages(
 
 
 def run_pipeline(jobs: int | None = None) -> None:
-    """Run the stages that have to; jobs: how many at a time, None for as many as is usual here.
-
-    Raises UserError where some are not done; what stopped them is printed before.
-    """
+    """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     stages = query_pending_stage_graph()
     if not stages:
@@ -221,9 +208,10 @@ def run_pipeline(jobs: int | None = None) -> None:
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
-    """Return the environments of ``jobs`` processes: a GPU each, and more where a stage has ranks;
-    or else a share of the cores, unless MOECORE_THREADS says how many; nothing where a launcher
-    gives them. Raises UserError where a stage has more ranks than there are GPUs.
+    """Return the environments of ``jobs`` processes: one GPU each, or a share of the cores.
+
+    There are at least as many as a stage has ranks on GPUs. MOECORE_THREADS overrides the number of
+    threads; a launcher assigns devices itself. Raises UserError for more ranks than GPUs.
     """
     ranks = max(requested_ranks(stage) for stage in STAGES.values())
     gpus = [] if "gpus" in launch_fields() else list_gpus()
@@ -242,18 +230,18 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
 def choose_places(
     stages: Sequence[str], free: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]] | None:
-    """Return the ``free`` places that a job takes, one or one per GPU; None where too few."""
+    """Return the ``free`` places that a job takes, one or one per GPU; None if too few."""
     if not free:
         return None
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
     if not by_gpu:
         return [free[-1]]
-    wanted = max(1, *(requested_gpus(_row(stage)) for stage in stages))
-    return list(by_gpu.values())[:wanted] if len(by_gpu) >= wanted else None
+    count = max(1, *(requested_gpus(_row(stage)) for stage in stages))
+    return list(by_gpu.values())[:count] if len(by_gpu) >= count else None
 
 
 def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The environment of a job that has all of these places."""
+    """Return the environment of a job with all these places."""
     environment = dict(places[0])
     if VISIBLE_GPUS in environment:
         environment[VISIBLE_GPUS] = ",".join(place[VISIBLE_GPUS] for place in places)
@@ -261,21 +249,18 @@ def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def list_gpus() -> list[str]:
-    """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the usable GPUs of this machine, as in CUDA_VISIBLE_DEVICES."""
     import torch
 
     count = torch.cuda.device_count()
-    given = os.environ.get(VISIBLE_GPUS)
-    if given is None:
+    visible = os.environ.get(VISIBLE_GPUS)
+    if visible is None:
         return [str(card) for card in range(count)]
-    return [card.strip() for card in given.split(",")][:count]
+    return [card.strip() for card in visible.split(",")][:count]
 
 
 def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the environments with a server of stages, where they may be forked.
-
-    Where not, ``python`` is the one that runs this process, first in the PATH.
-    """
+    """Return environments with a server of stages, or with our ``python`` first in PATH."""
     import torch
 
     if SOCKET in os.environ:
@@ -290,7 +275,7 @@ def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]
 
 
 def default_jobs() -> int:
-    """Return how many jobs run at a time: one per GPU; without one, one per core, at most 4."""
+    """Return how many jobs run at a time: one per GPU; without GPUs one per core, at most 4."""
     import torch
 
     return torch.cuda.device_count() or min(4, available_cores())

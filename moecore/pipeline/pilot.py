@@ -1,8 +1,8 @@
-"""A pilot: whether a setting is worth a study, from four trainings a seed.
+"""A pilot: four trainings per seed that show whether a setting is worth a study.
 
-The dense method; the oracle `told`; the oracle with a learned router; and the same begun as the
-oracle: with its first weights and a linear router fitted to its choices, which then learns. Scores
-are of validation images. E experts, d width, n tokens.
+They are the dense method; the oracle `told`; the oracle with a learned router; and the last again,
+started from the oracle's initial weights and a linear router fitted to the oracle's choices. Scores
+are of validation images. Shapes: E experts, d width, n tokens.
 """
 
 import math
@@ -30,11 +30,7 @@ from moecore.nn.routers.told import Told, ToldRouter
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
 from moecore.study.check import check_study
-from moecore.study.data_rules import (
-    PREPARED_DATA,
-    chdir_to_stages,
-    read_matching_data_card,
-)
+from moecore.study.data_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings, format_error_line
 from moecore.tasks.base import Score, Task
@@ -46,14 +42,14 @@ from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import Runtime, tune_runtime
 from moecore.training.settings import Training
 
-LEAST_ROOM = 10.0  # points, or percent of dense's score, between dense and the oracle
-MOST_SECONDS = 60.0  # of a training, on one thread
-FITTED_TOKENS = 2**15  # to which a router is fitted, of one pass over the training images at most
-RIDGE = 1e-4  # weight of the squares of a fitted router, so that separable kinds have an optimum
+MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
+MAX_SECONDS = 60.0  # per training, on one thread
+FITTED_TOKENS = 2**15  # to which a router is fitted, from at most one pass over the images
+RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
 
 
 class PilotParams(Config):
-    """What a pilot reads of params.yaml."""
+    """The keys of params.yaml that a pilot reads."""
 
     source: Annotated[Source, ParamsKeyTemplate("data.pretrain")]
     model: Backbone
@@ -62,7 +58,7 @@ class PilotParams(Config):
 
 
 class PilotRow(NamedTuple):
-    """One method: of each seed the validation score, and the processor's seconds."""
+    """One method: validation score and CPU seconds per seed."""
 
     name: str
     scores: list[float]
@@ -70,32 +66,32 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    """What the trainings came to."""
+    """The results of all trainings."""
 
     score: Score
     dense: PilotRow
     told: PilotRow
     learned: PilotRow
     begun: PilotRow  # as told
-    fitted: float  # share of training tokens that its routers send as told at first
+    fitted: float  # share of training tokens that its fitted routers send as told
 
     @property
     def rows(self) -> tuple[PilotRow, ...]:
-        """The four methods."""
+        """Return the rows of the four methods."""
         return self.dense, self.told, self.learned, self.begun
 
     @property
     def unit(self) -> str:
-        """Return what differences are in: points of a share, else percent of dense's score."""
+        """Return the unit of differences: points of a share, else percent of dense's score."""
         return "points" if self.score.form == "share" else "% of dense"
 
     @property
     def scale(self) -> float:
-        """Return how many such units a difference of 1 is."""
+        """Return how many ``unit`` a difference of 1 is."""
         return 100 / (1 if self.score.form == "share" else abs(fmean(self.dense.scores)))
 
     def told_ahead_of(self, other: PilotRow) -> float:
-        """Return by how many units the oracle's mean is better than another method's."""
+        """Return by how many ``unit`` the oracle's mean is better than another method's."""
         ahead = self.scale * (fmean(self.told.scores) - fmean(other.scores))
         return ahead if self.score.better == "higher" else -ahead
 
@@ -108,10 +104,10 @@ class PilotCondition(NamedTuple):
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
-    """Train the four methods of the params.yaml at ``path`` with so many seeds, on one CPU thread.
+    """Train the four methods of a params.yaml with ``seeds`` seeds, on one thread.
 
-    Nothing is written beside it. Raises UserError where the file is not in order, or has no dense
-    method or none that is told.
+    Nothing is written to its folder. Raises UserError for an invalid file, and if it has no dense
+    method or no oracle.
     """
     check_study(path, also=unfit_metric_problems)
     document = load_yaml_document(path)
@@ -125,14 +121,14 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
 
 
 def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, Method]:
-    """Return the file's first dense method, its first that is told, and that with a learned router:
-    the file's first noisy top-k, or a plain one of k 1; the last one twice.
+    """Return the first dense method, the first oracle, and the oracle with a learned router, twice.
 
-    No loss on routing is taken over: no method that the study compares is trained. Raises UserError
-    where there is no dense method or none that is told.
+    The learned router is the file's first noisy top-k, or a plain one with k = 1. Routing losses
+    are dropped, so that no method of the study is trained. Raises UserError if the file has no
+    dense method or no oracle.
     """
     dense = [name for name, method in params.methods.items() if method.router is None]
-    told = [name for name, one in params.methods.items() if isinstance(one.router, Told)]
+    told = [name for name, method in params.methods.items() if isinstance(method.router, Told)]
     if not dense or not told:
         allowed = "one without router and experts, and one with router: {kind: told}"
         text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
@@ -151,10 +147,7 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, M
 
 
 def open_without_test(source: Source, scratch: Path) -> Prepared:
-    """Return the data of ``source``, prepared in ``scratch`` where the project has not done so.
-
-    The test split is emptied: nothing here can look at it.
-    """
+    """Return the data of ``source``, prepared in ``scratch`` if necessary, with no test images."""
     folder = PREPARED_DATA.absolute() / "pretrain"
     if read_matching_data_card(folder / "card.json", source) is None:
         folder = scratch
@@ -176,12 +169,12 @@ def _train_all(
     shares = []
     for seed in range(seeds):
         jobs = [
-            build_pretraining(method, params.model, own, data, guide, seed, "cpu").job
-            for method, own in zip(methods.values(), settings, strict=True)
+            build_pretraining(method, params.model, training, data, guide, seed, "cpu").job
+            for method, training in zip(methods.values(), settings, strict=True)
         ]
         shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))
-        for row, job, own in zip(rows, jobs, settings, strict=True):
-            score, seconds = _train_once(job, own, seed, runtime, f"{row.name} {seed}")
+        for row, job, training in zip(rows, jobs, settings, strict=True):
+            score, seconds = _train_once(job, training, seed, runtime, f"{row.name} {seed}")
             row.scores.append(score)
             row.seconds.append(seconds)
     return PilotResult(pilot_score_for_task(data.task), *rows, fitted=fmean(shares))
@@ -190,10 +183,10 @@ def _train_all(
 def fit_learner_to_oracle(
     learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
 ) -> float:
-    """Give ``learner.model`` the oracle's weights, and routers fitted to what the oracle chooses.
+    """Give ``learner.model`` the oracle's weights, and routers fitted to the oracle's choices.
 
-    Both models are untrained, so the two trainings differ in their routers alone. Returns the share
-    of the tokens fitted to that these routers send as the oracle does, mean over layers.
+    Both models are untrained, so the two trainings differ only in their routers. Returns the share
+    of the fitted tokens that these routers send as the oracle does, mean over layers.
     """
     learner.model.load_state_dict(oracle.model.state_dict(), strict=False)
     shares = []
@@ -210,12 +203,12 @@ def fit_learner_to_oracle(
 def _oracle_choices(
     oracle: TrainingJob, settings: Training, seed: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what each router of the oracle reads of training images (n, d), and chooses (n,)."""
+    """Return each oracle router's tokens of training images (n, d) and its choices (n,)."""
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def keep(name: str, router: nn.Module, given: tuple, made: tuple) -> None:
-        chosen = made[1].chosen.int().argmax(dim=-1)
-        pairs.setdefault(name, []).append((given[0].flatten(0, 1), chosen.flatten()))
+    def keep(name: str, router: nn.Module, inputs: tuple, outputs: tuple) -> None:
+        chosen = outputs[1].chosen.int().argmax(dim=-1)
+        pairs.setdefault(name, []).append((inputs[0].flatten(0, 1), chosen.flatten()))
 
     hooks = [
         module.register_forward_hook(partial(keep, name))
@@ -224,13 +217,18 @@ def _oracle_choices(
     ]
     for step in range(oracle.updates(settings)):
         forward_and_embed_labels(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
-        if all(sum(len(chosen) for _, chosen in own) >= FITTED_TOKENS for own in pairs.values()):
+        if all(
+            sum(len(chosen) for _, chosen in batches) >= FITTED_TOKENS for batches in pairs.values()
+        ):
             break
     for hook in hooks:
         hook.remove()
     return {
-        name: (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own]))
-        for name, own in pairs.items()
+        name: (
+            torch.cat([tokens for tokens, _ in batches]),
+            torch.cat([chosen for _, chosen in batches]),
+        )
+        for name, batches in pairs.items()
     }
 
 
@@ -252,7 +250,7 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
 def _train_once(
     job: TrainingJob, settings: Training, seed: int, runtime: Runtime, title: str
 ) -> tuple[float, float]:
-    """Return the validation score at the end, and the seconds that the processor worked."""
+    """Return the final validation score, and the CPU seconds."""
     name = f"validation_{job.task.history_name}"
     score, begun = math.nan, time.process_time()
     with report_progress(title, total_steps(job, settings)) as bar:
@@ -263,33 +261,33 @@ def _train_once(
 
 
 def pilot_score_for_task(task: Task) -> Score:
-    """Return how a pilot's scores are called: the task's, but perplexity of a text."""
+    """Return the score of a task; perplexity for text."""
     return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
 
 
 def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
-    """Return whether routing is worth enough, a learned router leaves some of it, and it is fast.
+    """Return three conditions: enough gain by routing, room above a learned router, and speed.
 
-    Differences are in points of a share, and of other scores in percent of dense's mean. The
-    scatter is one method's standard deviation over seeds, from the variances of all four.
+    Differences are in ``PilotResult.unit``. The scatter is a method's standard deviation over
+    seeds, pooled from the variances of all four.
     """
     told, unit = result.told.name, result.unit
     scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))
     room, gap = result.told_ahead_of(result.dense), result.told_ahead_of(result.learned)
     slowest = max(max(row.seconds) for row in result.rows)
     lines = (
-        f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {LEAST_ROOM:g}",
+        f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {MIN_GAIN:g}",
         f"{told} is {gap:.2f} {unit} better than a learned router; needed: more than "
         f"{scatter:.2f}, the scatter of seeds",
-        f"the longest training took {slowest:.0f} s of one thread; allowed: {MOST_SECONDS:g}",
+        f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}",
     )
-    holds = (room >= LEAST_ROOM, gap > scatter, slowest <= MOST_SECONDS)
+    holds = (room >= MIN_GAIN, gap > scatter, slowest <= MAX_SECONDS)
     first, second, third = map(PilotCondition, holds, lines)
     return first, second, third
 
 
 def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None:
-    """Print the scores of every seed, how the router that began as told fares, and the verdicts."""
+    """Print the scores of every seed, the result of the fitted router, and the verdicts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -304,11 +302,13 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     told, ahead = result.told.name, result.told_ahead_of(result.begun)
-    lines = [f"{'yes' if one.holds else 'no':<3} {one.line}" for one in verdicts]
+    lines = [f"{'yes' if verdict.holds else 'no':<3} {verdict.line}" for verdict in verdicts]
     lines.append(
         f"A router that begins with {result.fitted:.1%} of tokens as {told} ends {abs(ahead):.2f} "
         f"{result.unit} {'below' if ahead > 0 else 'above'} it."
     )
-    lines.append("Worth a study." if all(one.holds for one in verdicts) else "Not worth a study.")
+    lines.append(
+        "Worth a study." if all(verdict.holds for verdict in verdicts) else "Not worth a study."
+    )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """What ``dvc repro`` would run, why, and how long it took the last time.
 
-Also raw data that changed since they were prepared, which DVC does not see.
+Also raw data that changed since they were prepared, which DVC does not notice.
 """
 
 import os
@@ -20,17 +20,14 @@ from moecore.run.progress import format_duration
 from moecore.study.document import load_yaml_document
 from moecore.study.stages import CODE_STAGE
 
-ALWAYS = "always changed"  # DVC's words for it in a study
-SHOWN = 2  # reasons, and stages above, that are named
-HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
+ALWAYS = "always changed"  # DVC's status of such a stage
+SHOWN = 2  # reasons, and stages above, that are printed
+HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
 RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
-    """A stage that would run.
-
-    seconds: the last time, or the mean of its siblings, or None where none has ever run.
-    """
+    """A stage that would run; seconds: last run, else mean of siblings, else None."""
 
     stage: str
     reasons: tuple[str, ...]
@@ -38,20 +35,14 @@ class PlannedStage(NamedTuple):
 
 
 class DvcStatus(NamedTuple):
-    """DVC's answer about a pipeline.
-
-    status: of every stage that changed, as ``dvc status --json`` gives it; edges: (before, after).
-    """
+    """DVC's status of every changed stage, as ``dvc status --json``; edges: (before, after)."""
 
     status: Mapping[str, list]
     edges: list[tuple[str, str]]
 
 
 def query_pipeline_status() -> DvcStatus:
-    """Ask DVC which stages of the working directory's project changed, and how they hang together.
-
-    Raises UserError where DVC fails: with its own words, but for a damaged dvc.lock.
-    """
+    """Return DVC's status of the project here; UserError, also for a damaged dvc.lock."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
@@ -73,18 +64,18 @@ def plan_stages(
     seconds: Mapping[str, float],
     by_code: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[PlannedStage]:
-    """Return the stages that would run, in a possible order: those that changed, and all after.
+    """Return the stages that would run, in a possible order: changed stages and their descendants.
 
-    seconds: of past runs by stage. by_code: stages that other hashes of code will mark as changed,
-    with the reasons; where it is given, nothing else runs because of the stage ``code``.
-    What DVC's run cache restores instead of running cannot be known beforehand.
+    seconds: stage → seconds of past runs. by_code: stage → reasons, of stages whose code changed;
+    if it is given, the stage ``code`` causes no other runs. What DVC's run cache restores is not
+    known beforehand.
     """
     reasons: dict[str, tuple[str, ...]] = {}
     for stage, entries in pipeline.status.items():
-        if words := tuple(dict.fromkeys(_describe_changes(entries))):
-            reasons[_stage_name(stage)] = words
-    for stage, words in (by_code or {}).items():
-        reasons[stage] = (*reasons.get(stage, ()), *words)
+        if texts := tuple(dict.fromkeys(_describe_changes(entries))):
+            reasons[_stage_name(stage)] = texts
+    for stage, texts in (by_code or {}).items():
+        reasons[stage] = (*reasons.get(stage, ()), *texts)
     planned = []
     for stage in sort_stages(reasons, pipeline.edges):
         above = [before for before, after in pipeline.edges if after == stage if before in reasons]
@@ -101,10 +92,10 @@ def plan_stages(
 def stages_changed_by_code(
     pipeline: DvcStatus, root: Path = ROOT
 ) -> dict[str, tuple[str, ...]] | None:
-    """Return the stages whose code was edited, with the source files; None where that is not known.
+    """Return stage → edited source files; None if that is not known. root: of the code.
 
-    DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
-    and compared with what it wrote the last time. root: of the code.
+    DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage, and
+    compared with the stage's last result.
     """
     entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
@@ -126,7 +117,7 @@ def stages_changed_by_code(
 
 
 def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
-    """The files of hashes that will change, with the source files that differ."""
+    """Return hash file → source files that differ, for the hash files that will change."""
     edits = {}
     for name, hashes in hash_code_files(load_yaml_document(str(params)), root).items():
         file = CODE / name
@@ -142,15 +133,12 @@ def _is_within(path: Path, file: Path) -> bool:
 
 
 def _stage_name(addressing: str) -> str:
-    """A stage without the path of its dvc.yaml."""
+    """Return the name of a stage without the path of its dvc.yaml."""
     return addressing.split(":")[-1]
 
 
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
-    """DVC's entries in words.
-
-    As ``{"changed deps": {"params.yaml": {"epochs": "modified"}}}`` or ``"always changed"``.
-    """
+    """Yield entries as text, such as ``{'changed deps': {'params.yaml': {'k': 'modified'}}}``."""
     for entry in entries:
         for what, changes in (entry if isinstance(entry, dict) else {str(entry): None}).items():
             if not changes:
@@ -163,15 +151,15 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
 
 
 def sort_stages(stages: Collection[str], edges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return these stages and those of the edges, each after those that it depends on."""
+    """Return all stages, including the stages of edges, in topological order."""
     sorter = TopologicalSorter(dict.fromkeys(stages, ()))
     for before, after in edges:
         sorter.add(after, before)
     sorter.prepare()
     order: list[str] = []
-    while ready := sorted(sorter.get_ready()):
-        order += ready
-        sorter.done(*ready)
+    while batch := sorted(sorter.get_ready()):
+        order += batch
+        sorter.done(*batch)
     return order
 
 
@@ -182,7 +170,7 @@ def _estimate_seconds(stage: str, seconds: Mapping[str, float]) -> float | None:
 
 
 def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
-    """Return seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
+    """Return DVC stage → seconds of its finished run."""
     seconds = {}
     for file in sorted(folder.rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
@@ -192,7 +180,7 @@ def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
 
 
 def _dvc_stage(header: Mapping[str, Any]) -> str:
-    """The DVC stage of a run, by the header of its history."""
+    """Return the DVC stage of a run from the header of its history."""
     if header["dvc_stage"]:
         return _stage_name(header["dvc_stage"])
     item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
@@ -219,7 +207,7 @@ def print_plan() -> None:
 
 
 def describe_changed_raw_data(params: Path) -> Iterator[str]:
-    """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
+    """Yield a line per folder of raw data that changed since `prepare` read it."""
     sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
         for name in sections if isinstance(sections, dict) else ():

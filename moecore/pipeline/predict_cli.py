@@ -1,11 +1,12 @@
 """Predict what the files of a folder show, with a trained model.
 
-FOLDER holds pictures of any size and mode, or volumes (BIDS, or .nii.gz files), in subfolders too.
-Beside the table a page shows each with its answer and its experts. Two towers compare pictures with
-the lines of --texts. A language model continues --prompt.
+FOLDER holds pictures of any size and mode, or volumes (BIDS, or .nii.gz files), also in subfolders.
+In addition to a table, a page shows each file with its answer and its experts. A model with a text
+tower compares pictures with the lines of --texts. A language model continues --prompt.
 
-Probabilities are calibrated where `calibrate` has run. Exit: 0 all files have a prediction; 3 some
-have none, their lines say why; 1 nothing is written. Of ages, read MODEL_CARD.md first.
+Probabilities are calibrated if `calibrate` has run. Exit codes: 0 all files have a prediction; 3
+some have none, and their lines say why; 1 nothing is written. Before you predict ages, read
+MODEL_CARD.md.
 """
 
 import sys
@@ -50,19 +51,19 @@ def predict_files(
         sampling = Sampling(words, temperature, top_p, seed)
         continue_and_print(path, prompt, out or Path("continued.html"), sampling)
     elif folder is not None:
-        given = PredictionRequest(
+        request = PredictionRequest(
             path, folder, out or Path("predictions.csv"), calibrator, batch, texts
         )
-        sys.exit(3 if predict_folder(given) else 0)
+        sys.exit(3 if predict_folder(request) else 0)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)  # one line
     app = Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=__doc__)(predict_files)
     try:
         with explain_file_errors():
-            app(words, prog_name="moecore predict")
+            app(arguments, prog_name="moecore predict")
     except UserError as error:
         sys.exit(str(error))
 

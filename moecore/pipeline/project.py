@@ -1,7 +1,7 @@
-"""A project's folder: with what ``moecore new`` began it, and who runs its stages.
+"""A project's folder: the answers of ``moecore new``, and the lock of the driver of its stages.
 
-One driver runs the stages of a project at a time. Its DVC processes are started through this module
-and end when it does.
+One driver at a time runs the stages of a project. Its DVC processes start through this module and
+end with it.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from moecore.run.resume import hold_lock
 from moecore.run.stage_entry import end_with_parent
 
 LOCK = Path(".state/driver.lock")  # held by the process that runs the stages
-HOLDER = "driver.json"  # beside it: which process that is, since when
+HOLDER = "driver.json"  # in the same folder: the process, and its start
 
 
 class ProjectAnswers(Config):
-    """A project's beginning, and the files that ``moecore upgrade`` writes again."""
+    """How a project was begun, and the files that ``moecore upgrade`` writes again."""
 
     moecore: str  # the version that wrote them
     name: str
@@ -36,14 +36,14 @@ class ProjectAnswers(Config):
 
 
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
-    """Write what a later ``moecore upgrade`` has to know of these files."""
+    """Write the answers and the hashes of these files for a later ``moecore upgrade``."""
     files = {path: hash_text(text) for path, text in texts.items()}
     answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
     write_json(folder / PROJECT_ANSWERS, answers.model_dump())
 
 
 def read_answers(folder: Path) -> ProjectAnswers:
-    """Return a project's answers. Raises UserError where there are none, or of a newer version."""
+    """Return a project's answers; UserError if they are missing or of a newer version."""
     path = folder / PROJECT_ANSWERS
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
@@ -61,13 +61,13 @@ def read_answers(folder: Path) -> ProjectAnswers:
 
 
 def refuse_newer_project(folder: Path = Path()) -> None:
-    """Raise UserError where ``folder`` is a project of a newer version than this."""
+    """Raise UserError if ``folder`` is a project of a newer version than this."""
     if (folder / PROJECT_ANSWERS).is_file():
         read_answers(folder)
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return major, minor and patch, to be compared."""
+    """Return major, minor and patch."""
     return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
@@ -78,11 +78,8 @@ def version_range(text: str) -> str:
 
 
 def moecore_requirement() -> str:
-    """Return how a project requires the installed moecore: by the wheel, folder or commit that pip
-    installed it from, and by its version where that was an index.
-
-    By its name alone pip would install whatever package an index has under it.
-    """
+    """Return a project's requirement: where pip installed moecore from, else its version."""
+    # By name alone, pip would install any package that an index has under it.
     recorded = distribution("moecore").read_text("direct_url.json")  # PEP 610
     if recorded is None:
         return f"moecore{version_range(version('moecore'))}"
@@ -104,10 +101,7 @@ def hash_text(text: str) -> str:
 
 @contextmanager
 def hold_project(path: Path = LOCK) -> Iterator[None]:
-    """Hold the project while its stages are run.
-
-    Raises UserError that says who does, since when, and what to do.
-    """
+    """Hold the project's lock while its stages run; UserError names the process that holds it."""
     holder = path.with_name(HOLDER)
     with hold_lock(path, lambda: f"{path.parent}: {describe_driver(holder)}"):
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
@@ -115,7 +109,7 @@ def hold_project(path: Path = LOCK) -> Iterator[None]:
 
 
 def describe_driver(holder: Path) -> str:
-    """Return who runs the stages, and what to do."""
+    """Return a text: which process runs the stages, and what to do."""
     mend = "wait for it, or end it and start again"
     try:
         driver = json.loads(holder.read_text(encoding="utf-8"))
@@ -125,9 +119,9 @@ def describe_driver(holder: Path) -> str:
         return f"another process is running the stages of this folder; {mend}"
 
 
-def dvc_command(*words: str) -> list[str]:
-    """Return the command line of a DVC process that ends with the one that starts it."""
-    return [sys.executable, "-m", "moecore.pipeline.project", *words]
+def dvc_command(*arguments: str) -> list[str]:
+    """Return the command line of a DVC process that ends with its parent."""
+    return [sys.executable, "-m", "moecore.pipeline.project", *arguments]
 
 
 if __name__ == "__main__":

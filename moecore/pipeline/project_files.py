@@ -1,8 +1,7 @@
-"""The files of a project of one's own, as ``moecore new`` and ``moecore upgrade`` write them.
+"""The files of a user's project, as ``moecore new`` and ``moecore upgrade`` write them.
 
-They come from project_template/, in whose names ``dot_`` stands for a dot and ``my_study`` for the
-project, from the params.yaml and questions of this version and from the table of stages. An upgrade
-shows the diff first.
+They come from project_template/, where ``dot_`` in a name means a dot and ``my_study`` the project,
+from the params.yaml and questions of this version, and from the table of stages.
 """
 
 import difflib
@@ -33,7 +32,7 @@ REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
 QUICK_QUESTION = "ours/quick"
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
-EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # the user's from the first day on
+EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # written once, then the user's
 DVC_CONFIG = ".dvc/config"
 QUICK_LOOK = "moecore_quick"
 BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
@@ -42,10 +41,10 @@ INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
 def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
-    """Write a new project into ``folder``, which does not exist or is empty.
+    """Write a new project into ``folder``, which must be missing or empty.
 
     is_overlay: its params.yaml is written from an overlay.yaml. Raises UserError, and leaves
-    nothing, where the name, the study or the folder is not in order.
+    nothing, for an invalid name, study or folder.
     """
     refuse_study_name(name)
     if importlib.util.find_spec(name):
@@ -77,7 +76,7 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
 
 
 def write_quick_look(place: Path) -> Path:
-    """Write the study ``quick`` into a folder of its own below ``place``; returns the folder."""
+    """Write the study ``quick`` into a new folder below ``place``; return the folder."""
     folder = place / QUICK_LOOK
     template = template_texts(QUICK_LOOK, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
@@ -88,10 +87,7 @@ def write_quick_look(place: Path) -> Path:
 
 
 def find_shipped_question(name: str) -> QuestionFile:
-    """Return a question of this version, also by its name without the folder.
-
-    Raises UserError where there is none.
-    """
+    """Return a question of this version, also by its name without folder; else UserError."""
     try:
         return find_question(SHIPPED, name)
     except UserError as error:
@@ -99,33 +95,30 @@ def find_shipped_question(name: str) -> QuestionFile:
 
 
 def compose_shipped_question(name: str) -> Composed:
-    """Return the first round of a question of this version, or what a study of 0.2 became."""
+    """Return the first round of a question of this version, or the round of an old study."""
     old = find_old_study(SHIPPED, name)
     return (old or find_shipped_question(name).round(1)).compose()
 
 
 def shipped_params_text(study: str) -> str:
-    """Return the params.yaml of a question of ours, or the main one, for a project to edit."""
+    """Return the params.yaml of a question of this version, or the main one, for a project."""
     if study == MAIN_STUDY:
         return params_file.rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
     return params_file.project_params_text(compose_shipped_question(study))
 
 
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
-    """Return path → text of the files that are as moecore writes them, also after an upgrade.
+    """Return path → text of the files that an upgrade writes again.
 
-    folder: the project, of which its overlay is read where it has one, and whose stages stay, as
-    its params.yaml has settings of these.
+    folder: the project. Its overlay.yaml, if any, is read; its stages stay, as its params.yaml has
+    their settings.
     """
     texts = template_texts(name, is_of_user=False)
     return texts | _dvc_texts(folder, study, dvc.list_our_stages(folder))
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
-    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay.
-
-    stages: their names; none for those of the study.
-    """
+    """Return path → text of dvc.yaml for ``stages``, and of params.yaml with an overlay."""
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
@@ -145,7 +138,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
-    """Return path → text of the files of the template that are, or are not, the user's to edit."""
+    """Return path → text of the template's files that the user edits, or of the other files."""
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
@@ -159,10 +152,10 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
 
 
 def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
-    """Return a params.yaml, or an overlay, that lists the project's package; where it says which
-    methods there are, and vmoe is one, also ``cosine``: vmoe with the project's router.
+    """Return a params.yaml, or an overlay, with the project's package in ``packages``.
 
-    study: what the whole params.yaml says.
+    If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
+    values of the complete params.yaml.
     """
     text = re.sub("^run:", f"packages: [{name}]  # in src/\n\nrun:", text, flags=re.M)
     sections = parse_yaml_document(text).data
@@ -174,12 +167,12 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     cosine = params_file.dump_inline_yaml(
         {"cosine": vmoe | {"router": router, "regularizers": [importance]}}
     )
-    text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # those of run
+    text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
 def _begin_repository(part: Path, folder: Path) -> None:
-    """Begin a git repository, unless ``folder`` lies in one; DVC is told where there is no git."""
+    """Begin a git repository, unless ``folder`` is in one; without git, configure DVC for that."""
     above = folder.resolve().parents
     if any((parent / ".git").exists() for parent in above):
         return
@@ -191,19 +184,16 @@ def _begin_repository(part: Path, folder: Path) -> None:
 
 
 class UpgradeChanges(NamedTuple):
-    """What an upgrade writes, and what it would write had the user not edited it.
-
-    Both: path → text, or None for a file that is no more.
-    """
+    """Files that an upgrade writes, or leaves as edited: path → new text, None if removed."""
 
     written: dict[str, str | None]
     edited: dict[str, str | None]
 
 
 def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
-    """Print how the project here changes and what runs again; write it where that is wanted."""
+    """Print how the project here changes and what runs again; write it if ``is_written``."""
     renamed = _renamed_texts(answers)
-    with _files_as(renamed):  # an overlay has to be in order to be read
+    with _files_as(renamed):  # an overlay must be valid to be read
         texts = upgradable_project_texts(HERE, answers.name, answers.study)
         ours = _changed_texts(answers, texts)
     changes = renamed | _required_moecore() | ours.written
@@ -224,7 +214,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
 
 
 def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
-    """The files of settings with the names of keys that are new since the project's version."""
+    """Return path → text of settings files whose keys were renamed since the project's version."""
     since = project.version_numbers(answers.moecore)
     steps = [
         step for step in params_file.RENAMED_KEYS if project.version_numbers(step.version) > since
@@ -241,7 +231,7 @@ def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
 
 
 def _required_moecore() -> dict[str, str | None]:
-    """pyproject.toml with the installed moecore, where it names one."""
+    """Return pyproject.toml with the installed moecore as requirement, if that changes it."""
     path = Path("pyproject.toml")
     if not path.is_file():
         return {}
@@ -252,7 +242,7 @@ def _required_moecore() -> dict[str, str | None]:
 
 
 def _changed_texts(answers: project.ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
-    """The files of the template that differ from what the project's version wrote."""
+    """Return the template's files that differ from the project's, edited or not."""
     upgrade = UpgradeChanges({}, {})
     for path in {**answers.files, **texts}:
         text = texts.get(path)
@@ -261,7 +251,8 @@ def _changed_texts(answers: project.ProjectAnswers, texts: Mapping[str, str]) ->
         if text == before:
             continue
         written = answers.files.get(path)
-        if _is_from_overlay(path) or written == (before and project.hash_text(before)):
+        current = None if before is None else project.hash_text(before)
+        if _is_from_overlay(path) or written == current:
             upgrade.written[path] = text
         elif text is None or project.hash_text(text) != written:
             upgrade.edited[path] = text
@@ -269,13 +260,13 @@ def _changed_texts(answers: project.ProjectAnswers, texts: Mapping[str, str]) ->
 
 
 def _is_from_overlay(path: str) -> bool:
-    """Return whether ``moecore study write`` writes this file here, whatever was in it."""
+    """Return whether ``moecore study write`` overwrites this file here."""
     return Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
 
 
 @contextmanager
 def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
-    """Have these texts in the files while the block runs, then what was there before."""
+    """Replace the files' texts while the block runs, and restore them afterwards."""
     files = {path: Path(path) for path in texts}
     before = {
         path: file.read_text(encoding="utf-8") if file.is_file() else None

@@ -1,7 +1,7 @@
 """The command ``python`` that DVC finds while a server of stages runs (see stage_fork_server.py).
 
-``python -IS stage_client.py PYTHON WORD…``: a stage is asked of the server, all else is run
-by PYTHON. Imports nothing but what starts in 20 ms.
+``python -IS stage_client.py PYTHON WORD…``: the server runs a stage, PYTHON everything else. It
+imports only modules that load in 20 ms.
 """
 
 import ctypes
@@ -15,15 +15,17 @@ SOCKET = "MOECORE_SERVER"  # the environment variable that names the server's so
 PR_SET_PDEATHSIG = 1
 
 
-def run_on_server(python: str, words: list[str]) -> int:
-    """The exit code of the stage; a signal's number is negative, as the shell has it 128 + n."""
-    is_stage = len(words) > 1 and words[0] == "-m" and words[1].startswith("moecore.stages.")
+def run_on_server(python: str, arguments: list[str]) -> int:
+    """Run a stage on the server; return its exit code, 128 + n for signal n, as a shell does."""
+    is_stage = (
+        len(arguments) > 1 and arguments[0] == "-m" and arguments[1].startswith("moecore.stages.")
+    )
     if SOCKET not in os.environ or not is_stage:
-        os.execv(python, [python, *words])
+        os.execv(python, [python, *arguments])
     # If DVC is killed this process is too, and then the server ends the stage.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    request = json.dumps([os.getcwd(), words[1:], dict(os.environ)])
+    request = json.dumps([os.getcwd(), arguments[1:], dict(os.environ)])
     answers: list[str] = []  # the stage's process id, and at its end its exit code
     try:
         with socket.socket(socket.AF_UNIX) as line:
@@ -32,10 +34,11 @@ def run_on_server(python: str, words: list[str]) -> int:
             line.sendall(f"{request}\n".encode())
             answers = line.makefile().readlines()
     except OSError:
-        pass  # as without an answer
+        pass  # reported below
     if len(answers) < 2:
         print(
-            f"{' '.join(words[1:])}: the server of stages has ended; start again", file=sys.stderr
+            f"{' '.join(arguments[1:])}: the server of stages has ended; start again",
+            file=sys.stderr,
         )
         return 1
     code = int(answers[1])

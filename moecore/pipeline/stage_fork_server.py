@@ -1,8 +1,8 @@
 """Stages as forked processes: ``python -m moecore.stages.x`` without its 3 s of imports.
 
-A server imports all stages once and forks a process for each one that is started. DVC starts them
-through the command ``python`` of ``Server.commands``, first in its PATH; such a process prints,
-exits and is killed as any other. Linux only, and not next to a GPU: CUDA does not survive a fork.
+A server imports all stages once and forks a process per started stage. DVC starts stages through
+the command ``python`` in ``StageServerPaths.commands``, first in its PATH; such a process prints,
+exits and is killed like any other. Linux only, and without a GPU: CUDA does not survive a fork.
 """
 
 import atexit
@@ -38,8 +38,8 @@ CLIENT = Path(__file__).with_name("stage_client.py")
 Stages = Mapping[str, Callable[..., None]]
 
 
-class StageServer(NamedTuple):
-    """The socket of a server, and a folder with the command ``python`` that asks it."""
+class StageServerPaths(NamedTuple):
+    """The socket of a server, and a folder with the command ``python`` that connects to it."""
 
     socket: Path
     commands: Path
@@ -50,23 +50,14 @@ class StageServer(NamedTuple):
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
-def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServer:
-    """Start a server that ends with this process, and wait until it listens.
-
-    Its imports take minutes on a cold or shared disk, so there is no time limit.
-
-    Args:
-        module: The module that serves.
-
-    Raises:
-        UserError: The server ended before it listened.
-    """
+def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServerPaths:
+    """Start a server that ends with this process; UserError if it ends before it listens."""
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
-    server = StageServer(folder / "socket", folder / "bin")
+    server = StageServerPaths(folder / "socket", folder / "bin")
     server.commands.mkdir()
     command = server.commands / "python"
-    words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
-    command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+    client = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
+    command.write_text(f'#!/bin/sh\nexec {client} "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
@@ -75,29 +66,29 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServ
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
-    while not server.socket.exists():
+    while not server.socket.exists():  # no time limit: imports take minutes on a cold disk
         if (code := process.poll()) is not None:
             end = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            where = f"`{sys.executable} -m {module}`"
+            shown = f"`{sys.executable} -m {module}`"
             mend = "its error is printed above; mend that and start again"
             raise UserError(
-                f"server of stages: {where} ended with {end} before it listened; {mend}"
+                f"server of stages: {shown} ended with {end} before it listened; {mend}"
             )
         time.sleep(0.02)
     return server
 
 
 def serve_stages(path: str, stages: Stages) -> None:
-    """Listen at ``path`` for ever.
+    """Serve stages at the socket ``path`` without end.
 
     A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
-    descriptors of stdout and stderr. Answered are the process id, and the exit code at the end.
+    descriptors of stdout and stderr. The answers are the process id, and later the exit code.
     """
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of _answer
     with socket.socket(socket.AF_UNIX) as listening:
-        # Named only when it listens: who finds the socket may connect.
+        # Renamed only when it listens, so a client that finds the socket can connect.
         listening.bind(f"{path}.new")
         listening.listen(16)
         os.rename(f"{path}.new", path)
@@ -110,17 +101,17 @@ def serve_stages(path: str, stages: Stages) -> None:
 
 
 def _serve_request(line: socket.socket, stages: Stages) -> None:
-    """Fork the stage; end it where the client is gone."""
+    """Fork the stage; end it if the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
     request = line.makefile().readline()
     if not request.endswith("\n"):  # killed before it had asked
         os._exit(0)
-    folder, words, environment = json.loads(request)
+    folder, arguments, environment = json.loads(request)
     pid = os.fork()
     if not pid:
         line.close()
-        _run_forked(stages, folder, words, environment, descriptors)
+        _run_forked(stages, folder, arguments, environment, descriptors)
     with suppress(ConnectionError):  # where the client is gone by now, ``select`` says so
         line.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
@@ -136,11 +127,11 @@ def _serve_request(line: socket.socket, stages: Stages) -> None:
 def _run_forked(
     stages: Stages,
     folder: str,
-    words: list[str],
+    arguments: list[str],
     environment: Mapping[str, str],
     descriptors: list[int],
 ) -> None:
-    """The process of a stage, from its first line to its exit code."""
+    """Run a stage in this forked process, then exit with its code."""
     os.dup2(descriptors[0], 1)
     os.dup2(descriptors[1], 2)
     os.chdir(folder)
@@ -149,7 +140,7 @@ def _run_forked(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threads = int(environment.get("OMP_NUM_THREADS") or available_cores())
     torch.set_num_threads(threads)
-    name, *rest = words
+    name, *rest = arguments
     sys.argv = [name, *rest]
     code: Any = 0
     with threadpool_limits(threads, user_api="blas"):
@@ -157,7 +148,7 @@ def _run_forked(
             run_stage(stages[name.removeprefix(STAGE_MODULES)], rest)
         except SystemExit as end:
             code = end.code
-            if isinstance(code, str):  # as Python has it: a message, and failure
+            if isinstance(code, str):  # as in Python: a message, and exit code 1
                 print(code, file=sys.stderr)
                 code = 1
         except BaseException:

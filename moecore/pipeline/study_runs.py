@@ -1,8 +1,8 @@
 """The questions of pipelines/: their check, their folders below .runs/, and their results.
 
-A run folder is a DVC project of its own, with the project's cache, and ignored by the project's
-git. DVC refuses files that git ignores, so it is a git repository, too: its last commit is what was
-written, and ``dvc params diff`` says how its params.yaml differs from that.
+A run folder is a separate DVC project with the project's cache, ignored by the project's git. DVC
+refuses files that git ignores, so it is a git repository, too: its last commit is what was written,
+and ``dvc params diff`` shows how its params.yaml differs from that.
 """
 
 import keyword
@@ -43,7 +43,7 @@ ASKED_FILE = "asked.json"  # of a run folder: the commit that asked, when the fo
 IGNORED = "artifacts/\nreports/\n.state/\ndvc_plots/\n.dvc/tmp/\n"
 COMMITTED = ("params.yaml", "dvc.yaml", "steps", ".dvc/config")
 NEW_QUESTION = """\
-# All that is not said here is as in the world, where `world:` names one, else as in params.yaml.
+# Everything else is as in the world that `world:` names, or as in params.yaml.
 question: what is asked, in one line?
 answer: ""
 seeds: 0-2
@@ -54,17 +54,17 @@ stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
 """
 
 
-def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
-    """Write the folder in which a round runs; return a line for every value that changes in it.
+def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
+    """Write the run folder of a round; return a line for every value that changes in it.
 
-    Raises UserError, and writes nothing, where the question or a preset is not in order, or a
-    process runs stages there.
+    Raises UserError, and writes nothing, for an invalid question or preset, and while a process
+    runs stages there.
     """
-    root, folder = one.question.root, one.folder
-    composed = one.compose(presets)
+    root, folder = question_round.question.root, question_round.folder
+    composed = question_round.compose(presets)
     up = Path("../..")
     origin = ParamsOrigin(
-        str(PIPELINES / f"{one.question.name}.yaml"),
+        str(PIPELINES / f"{question_round.question.name}.yaml"),
         "params.yaml",
         str(up / "params.schema.json"),
         root / PIPELINES,
@@ -80,17 +80,14 @@ def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
         else:
             write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
         if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
-            files = [path.relative_to(root) for path in one.question.asking_files]
-            asked = {"commit": committed_at(root, *files), "file": files[0].as_posix()}
-            write_json(folder / ASKED_FILE, asked)
+            files = [path.relative_to(root) for path in question_round.question.asking_files]
+            record = {"commit": committed_at(root, *files), "file": files[0].as_posix()}
+            write_json(folder / ASKED_FILE, record)
     return ["written"] if is_new else changes
 
 
 def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of a project that has an overlay.yaml; return what changes.
-
-    In moecore's own clone: its dvc.yaml, from the table of stages.
-    """
+    """Write params.yaml and dvc.yaml of an overlay, in a clone dvc.yaml; return what changes."""
     if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
         write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
@@ -101,7 +98,7 @@ def write_project(folder: Path = HERE) -> list[str]:
 
 
 def project_texts_from_overlay(folder: Path) -> dict[str, str]:
-    """Return path → text of what ``write_project`` writes."""
+    """Return path → text of the files that ``write_project`` writes."""
     composed = compose_project(folder)
     texts = dvc.study_dvc_yaml_texts(
         dvc.stage_definitions(composed.stages), composed.document.data["run"]
@@ -110,7 +107,7 @@ def project_texts_from_overlay(folder: Path) -> dict[str, str]:
 
 
 def compose_project(folder: Path) -> layers.Composed:
-    """Return the params.yaml of a project whose overlay.yaml lies over that of this version."""
+    """Return the params.yaml of a project: its overlay.yaml over this version's params.yaml."""
     base = layers.load_root_layer(SHIPPED)
     return layers.compose_layers([base, layers.load_overlay_layer(folder, base)], SHIPPED)
 
@@ -120,7 +117,7 @@ def _overlay_origin(folder: Path) -> ParamsOrigin:
 
 
 def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
-    """Write dvc.yaml, or several where there are many stages, and remove those of before."""
+    """Write dvc.yaml, or several for many stages, and remove previous ones."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
     texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
@@ -130,13 +127,13 @@ def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
         write_whole(folder / name, text)
 
 
-def why_results_stay(one: Round) -> str:
-    """Return why the numbers in a round's folder are not its results; "" where they are."""
-    folder = one.folder
+def why_results_stay(question_round: Round) -> str:
+    """Return why the numbers in a round's folder are not its results; "" if they are."""
+    folder = question_round.folder
     if not (folder / NUMBERS).is_file():
-        return f"{folder / NUMBERS} does not exist; run `{one.command}`"
+        return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
     now = load_yaml_document(folder / "params.yaml").data
-    if changes := list(list_changes(one.compose().document.data, now)):
+    if changes := list(list_changes(question_round.compose().document.data, now)):
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return f"this run has other settings, {changes[0]}{more}"
     ran = read_dvc_locks(folder)
@@ -144,28 +141,30 @@ def why_results_stay(one: Round) -> str:
     hashes = {file["path"]: file.get("md5") for file in files}
     for path in (Path("params.yaml"), NUMBERS, ITEMS):
         if hashes.get(str(path)) != file_checksum(folder / path, "md5"):
-            return f"{path} is not what the stages compare and numbers saw; run `{one.command}`"
+            reason = f"{path} is not what the stages compare and numbers saw"
+            return f"{reason}; run `{question_round.command}`"
     return ""
 
 
-def keep_results(one: Round) -> Path:
-    """Copy a round's numbers, with the commit that asked, and their items to pipelines/results/.
-
-    Raises UserError where they are not those of the whole round.
-    """
-    if reason := why_results_stay(one):
-        raise UserError(f"{one.results}: left as it is: {reason}")
-    numbers = read_json(one.folder / NUMBERS)
-    write_json(one.results, {ASKED: read_json(one.folder / ASKED_FILE)} | numbers)
+def keep_results(question_round: Round) -> Path:
+    """Copy a complete round's numbers, commit and items to pipelines/results/, else UserError."""
+    if reason := why_results_stay(question_round):
+        raise UserError(f"{question_round.results}: left as it is: {reason}")
+    numbers = read_json(question_round.folder / NUMBERS)
+    write_json(
+        question_round.results, {ASKED: read_json(question_round.folder / ASKED_FILE)} | numbers
+    )
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
-        with whole_file(one.results.with_suffix(ITEMS.suffix)) as temporary:
-            shutil.copyfile(one.folder / ITEMS, temporary)
-    return one.results
+        with whole_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
+            shutil.copyfile(question_round.folder / ITEMS, temporary)
+    return question_round.results
 
 
 def begin_question(name: str, root: Path = HERE) -> Path:
-    """Begin the question ``name``; return its file. Raises UserError for a name that is taken, or
-    where it cannot be composed over the params.yaml here, and leaves no file then.
+    """Write a new question and return its file.
+
+    Raises UserError, and leaves no file, for a used name, and if the question cannot be composed
+    over the params.yaml here.
     """
     refuse_study_name(name)
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
@@ -185,33 +184,33 @@ def begin_question(name: str, root: Path = HERE) -> Path:
 
 
 def refuse_study_name(name: str) -> None:
-    """Raise UserError where a question or a project cannot have this name."""
+    """Raise UserError if a question or a project cannot have this name."""
     if not STUDY_NAME.fullmatch(name) or keyword.iskeyword(name):
         allowed = "small letters, digits and _, beginning with a letter"
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
 
 
 def _commit_written(folder: Path) -> None:
-    """Commit what was written in a run folder, which is made a git repository of its own."""
+    """Commit the written files in a run folder, which becomes a git repository."""
     if not (folder / ".git").is_dir():
         run_git(folder, "init", "--quiet", "--template=")
         write_whole(folder / ".git/info/exclude", IGNORED)
     names = [name for name in COMMITTED if (folder / name).exists()]
     run_git(folder, "add", "--all", "--", *names)
     author = ("-c", "user.name=moecore", "-c", "user.email=moecore@localhost")
-    words = ("commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", "written by moecore")
-    run_git(folder, *author, *words)
+    commit = ("commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", "written by moecore")
+    run_git(folder, *author, *commit)
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
-    """Yield a line for each round of a question, and one for its presets; fill ``problems``.
+    """Yield a line per round of a question, and one for its presets; append to ``problems``.
 
-    Of a round everything is tried that ``moecore check`` tries, and a small step of the methods
-    that it does not run, too; of presets, which may lie over each other, whether they can be read.
+    A round gets all checks of ``moecore check``, and a small step of methods that it does not run.
+    Presets, which may be combined, are only read.
     """
-    for one in question.rounds:
+    for question_round in question.rounds:
         try:
-            yield f"{one.name}: {_check_round(one)}"
+            yield f"{question_round.name}: {_check_round(question_round)}"
         except UserError as error:
             problems.append(str(error))
     for name in question.presets:
@@ -223,21 +222,20 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
         yield f"{question.name}: {len(question.presets)} presets"
 
 
-def _check_round(one: Round) -> str:
-    """Return whether a round is in order; raises UserError where it is not.
-
-    Paths of data count from a folder as deep as that in which it runs.
-    """
-    document, _, stages = one.compose()
-    home = one.folder if one.folder.is_dir() else one.question.path.parent
+def _check_round(question_round: Round) -> str:
+    """Return a text that a round is valid, and whether its data are here; else UserError."""
+    document, _, stages = question_round.compose()
+    home = question_round.folder
+    if not home.is_dir():
+        home = question_round.question.path.parent  # equally deep, so data paths are the same
     try:
         study = check_study_document(document, stages, home, unfit_metric_problems).study
         data = ""
     except MissingData:
         study = read_study(document)
         data = ", but its data are not here"
-    others = tuple(name for name in study.methods if name not in study.run.methods)
-    untried = study.model_copy(update={"run": study.run.model_copy(update={"methods": others})})
+    unrun = tuple(name for name in study.methods if name not in study.run.methods)
+    untried = study.model_copy(update={"run": study.run.model_copy(update={"methods": unrun})})
     if faults := format_misfits(document, trial_step_misfits(untried)):
         raise UserError("\n".join(faults))
     return f"in order{data}"

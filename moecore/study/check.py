@@ -1,10 +1,9 @@
-"""Everything that can be known before anything runs: the file, its data, its models.
+"""Check a study before anything runs: the file, its data and its models.
 
-``check_study`` does all. ``read_study_and_problems`` is about the file alone; every problem has its
-file, line, column and key. Settings say themselves what does not fit them (``Config.misfits``);
-rules (``*_misfits``, in the modules ``*_rules``) say what does not fit between two sections, and
-yield keys and texts. ``run``, ``claims`` and ``questions`` are compared with the sections that they
-name on the raw data, also where a section is refused.
+``check_study`` checks everything, ``read_study_and_problems`` the file alone. Settings check
+themselves (``Config.misfits``); rules (``*_misfits``, in the modules ``*_rules``) compare sections.
+Both yield keys and texts, which get file, line and column here. ``run``, ``claims`` and
+``questions`` are compared with the plain data of the file, so also if a section is invalid.
 """
 
 import math
@@ -28,12 +27,7 @@ from moecore.study.document import (
     spell_keys,
 )
 from moecore.study.layers import list_folder_stages
-from moecore.study.part_rules import (
-    first_by_place,
-    list_remarks,
-    part_misfits,
-    walk_settings,
-)
+from moecore.study.part_rules import first_by_place, list_remarks, part_misfits, walk_settings
 from moecore.study.settings import describe_field, format_error_line
 from moecore.study.stages import MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
@@ -46,23 +40,23 @@ from moecore.study.study import (
     study_model,
 )
 
-# What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
+# A rule of a higher room, about a study, its stages and data: yields keys, and what is wrong.
 ExtraCheck = Callable[[Study, Sequence[str], Mapping[str, Card]], Iterable[tuple[tuple, str]]]
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
-LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
+MAX_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 class MissingData(UserError):
-    """Nothing is wrong but that data are not on this machine, or cannot be read."""
+    """The only problem is that data are not on this machine, or cannot be read."""
 
 
 class CheckedStudy(NamedTuple):
-    """A params.yaml that is in order."""
+    """A valid params.yaml."""
 
     study: Study
-    notes: tuple[str, ...]  # a line for each data set, and what is better known beforehand
-    untried: tuple[str, ...]  # a line for each part from outside that could not be tried in small
+    notes: tuple[str, ...]  # a line per data set, and remarks that are not errors
+    untried: tuple[str, ...]  # a line per outside part that could not be tried on small data
 
 
 def check_study(
@@ -70,8 +64,8 @@ def check_study(
 ) -> CheckedStudy:
     """Validate the file, open its data sources (headers and counts) and build its models.
 
-    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
-    line per problem: those of the file in its order, then those of data and models.
+    home: the folder in which its stages run; by default the file's folder. Raises UserError with
+    one line per problem: first of the file, in its order, then of data and models.
     """
     folder = Path(path).parent
     document, stages = load_yaml_document(path), list_folder_stages(folder)
@@ -81,7 +75,7 @@ def check_study(
 def check_study_document(
     document: Document, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Validate a whole params.yaml for these stages, which run in ``home``, as ``check_study``."""
+    """Validate a params.yaml for these stages, which run in ``home``, like ``check_study``."""
     study, problems = read_study_and_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
@@ -91,21 +85,21 @@ def check_study_document(
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
         previews = data_rules.load_previews(study)
     missing = format_misfits(document, data_rules.data_problems(previews, document.data))
-    others = [
+    misfits = [
         *data_rules.misfits_with_pretrain_images(study, previews),
         *part_misfits(study, previews),
     ]
-    others = [one for one in others if format_error_line(document, *one) not in problems]
-    if not problems:  # of a file with mistakes, models would be wrong for the same reasons
-        others += model_rules.model_misfits(study, previews)
-        others += model_rules.paper_model_misfits(study)
-        others += model_rules.reduction_misfits(study, previews)
-        if not others:
-            others += trial_rules.outside_part_misfits(study, previews, untried)
-            others += trial_rules.trial_step_misfits(study, [keys for keys, _ in others])
-        if also is not None and not others:  # it reads what all these rules have held good
-            others += also(study, stages, previews)
-    lines = [*problems, *missing, *format_misfits(document, others)]
+    misfits = [misfit for misfit in misfits if format_error_line(document, *misfit) not in problems]
+    if not problems:  # else models would be wrong for the same reasons
+        misfits += model_rules.model_misfits(study, previews)
+        misfits += model_rules.paper_model_misfits(study)
+        misfits += model_rules.reduction_misfits(study, previews)
+        if not misfits:
+            misfits += trial_rules.outside_part_misfits(study, previews, untried)
+            misfits += trial_rules.trial_step_misfits(study, [keys for keys, _ in misfits])
+        if also is not None and not misfits:  # it assumes that all rules above hold
+            misfits += also(study, stages, previews)
+    lines = [*problems, *missing, *format_misfits(document, misfits)]
     if missing and len(lines) == len(missing):
         raise MissingData(cap_line_count([*lines, f"{document.path}: all else is in order"]))
     if lines:
@@ -114,8 +108,8 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(data_rules.data_source_key_path(phase))
         notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
-    known = (section_rules.unused_teacher_note, section_rules.gradientless_router_note)
-    notes += [note for tell in known if (note := tell(study))]
+    note_rules = (section_rules.unused_teacher_note, section_rules.gradientless_router_note)
+    notes += [note for tell in note_rules if (note := tell(study))]
     notes += [f"{spell_keys(keys)}: {text}" for keys, text in list_remarks(study)]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
@@ -135,7 +129,7 @@ def check_and_describe_study(
 
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
-    """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
+    """Validate a params.yaml for these stages; UserError with one line per problem."""
     study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
         raise UserError(cap_line_count(problems))
@@ -145,10 +139,7 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
 def read_study_and_problems(
     document: Document, stages: Sequence[str]
 ) -> tuple[Study | None, list[str]]:
-    """Return the study, None where its sections cannot be read, and a line for each problem.
-
-    The lines are in the order of the file.
-    """
+    """Return the study (None if it cannot be read), and a line per problem in the file's order."""
     study, problems = None, []
     try:
         study = read_study(document)
@@ -160,8 +151,8 @@ def read_study_and_problems(
         problems += format_misfits(document, _missing_out_of_fold(study, stages))
     problems += format_misfits(document, cross_misfits(document.data, study))
     endless = format_misfits(document, _numbers_out_of_range(document.data))
-    known = {_position(line) for line in endless}
-    problems = endless + [line for line in problems if _position(line) not in known]
+    places = {_position(line) for line in endless}
+    problems = endless + [line for line in problems if _position(line) not in places]
     return study, sorted(dict.fromkeys(problems), key=_position)
 
 
@@ -171,15 +162,15 @@ def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> 
 
 
 def params_schema() -> dict[str, Any]:
-    """Return the JSON schema of a params.yaml, for editors, with the parts of allowed packages."""
-    every = part_classes_by_kind(Measurement, imports=True)
-    outside = {name: part for name, part in every.items() if DOTTED_NAME.fullmatch(name)}
+    """Return the JSON schema of params.yaml, for editors, with the parts of allowed packages."""
+    classes = part_classes_by_kind(Measurement, imports=True)
+    outside = {name: part for name, part in classes.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft} | study_model(outside).model_json_schema()
 
 
 def cross_misfits(data: Any, study: Study | None) -> Misfits:
-    """Yield what in two sections does not fit together, and what parts say of others."""
+    """Yield misfits between two sections, and between parts and what surrounds them."""
     yield from selection_misfits(data)
     if study is not None:
         of_sections, of_parts = section_rules.section_misfits(study), part_misfits(study, {})
@@ -188,23 +179,23 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
 
 
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
-    """Sections that a stage reads and the file has not, and sections that no stage reads."""
+    """Yield missing sections that a stage reads, and sections that no stage reads."""
     run = data["run"] if isinstance(data.get("run"), dict) else {}
     readers = stage_by_section(stages, run)
     for key, stage in readers.items():
         if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
             continue
         if key in ("run", "data") and key not in data:
-            continue  # the model itself says so
+            continue  # pydantic reports it
         lack = "found null" if key in data else f"missing; the stage {stage} reads it"
         yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
-    # Measurements may be switched off and keep their section
+    # A measurement that is switched off may keep its section
     welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
     for key in data:
         if key in Study.model_fields and key not in welcome:
             yield (key,), f"found a section that no stage reads; allowed: {', '.join(readers)}"
-    # dvc.yaml's matrix of measurements is read from the file, where defaults do not count
+    # DVC reads the matrix of measurements from the file, so defaults do not apply
     for key in ("measurements", "thorough") if MEASURE in stages else ():
         if key not in run:
             text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
@@ -219,7 +210,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
 
 
 def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
-    """Yield a calibrator fitted to out-of-fold predictions that no stage makes."""
+    """Yield a calibrator that is fitted to out-of-fold predictions which no stage makes."""
     split = study.calibrate.calibrator.split if study.calibrate is not None else ""
     if split != "out_of_fold":
         return
@@ -234,22 +225,22 @@ def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
 
 
 def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
-    """Numbers that are infinite, no number, or beyond MOST: no setting may be one."""
+    """Yield numbers that are not finite, or larger than MAX_NUMBERS."""
     if isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _numbers_out_of_range(one, (*keys, key))
+        for key, inner in value.items():
+            yield from _numbers_out_of_range(inner, (*keys, key))
     elif isinstance(value, float) and not math.isfinite(value):
         yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
-    elif type(value) in LARGEST_NUMBERS and abs(value) > LARGEST_NUMBERS[type(value)]:
-        # An integer may be beyond every float
+    elif type(value) in MAX_NUMBERS and abs(value) > MAX_NUMBERS[type(value)]:
+        # An integer may be too large for a float
         shown = f"{value:.3g}" if abs(value) < 10**308 else "a number beyond 1e+308"
-        yield keys, f"found {shown}; allowed: numbers up to {LARGEST_NUMBERS[type(value)]:.0e}"
+        yield keys, f"found {shown}; allowed: numbers up to {MAX_NUMBERS[type(value)]:.0e}"
 
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
-    """Parts whose ``kind`` does not stand in the file: hashes of code go by what is written."""
+    """Yield parts whose ``kind`` is missing in the file, from which code hashes are made."""
     for keys, settings, _ in walk_settings((), study, Surroundings()):
         written = data
         for key in keys if isinstance(settings, Part) else ():
@@ -267,35 +258,35 @@ def _position(problem: str) -> tuple[str, int, int]:
 
 
 def selection_misfits(data: Any) -> Misfits:
-    """Yield what ``run`` and ``claims`` name and the file has not."""
-    whole = _as_mapping(data)
-    run = _as_mapping(whole.get("run"))
-    methods = list(_as_mapping(whole.get("methods")))
-    for key, known in (("methods", methods), ("measurements", MEASURED_SECTIONS)):
-        allowed = ", ".join(map(str, known)) or f"nothing, {key} is empty"
+    """Yield names in ``run``, ``claims`` and ``questions`` that the file does not define."""
+    sections = _as_mapping(data)
+    run = _as_mapping(sections.get("run"))
+    methods = list(_as_mapping(sections.get("methods")))
+    for key, names in (("methods", methods), ("measurements", MEASURED_SECTIONS)):
+        allowed = ", ".join(map(str, names)) or f"nothing, {key} is empty"
         for index, name in enumerate(_as_list(run.get(key))):
             if key == "measurements" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
-                for text in _outside_measurement_problems(whole, name):
+                for text in _outside_measurement_problems(sections, name):
                     yield ("run", key, index), text
-            elif isinstance(name, str) and name not in known:
-                text = f"found {name!r}{did_you_mean(name, known)}; allowed: {allowed}"
+            elif isinstance(name, str) and name not in names:
+                text = f"found {name!r}{did_you_mean(name, names)}; allowed: {allowed}"
                 yield ("run", key, index), text
     yield from _repeated_entries(run)
-    yield from _claims(whole, run)
-    yield from _repeated_claims(whole)
+    yield from _claims(sections, run)
+    yield from _repeated_claims(sections)
     for name in methods:
         if not PLAIN_NAME.fullmatch(name):
             allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
             yield ("methods", name), f"found the name {name!r}; allowed: {allowed}"
-    yield from _phases(whole, run)
+    yield from _phases(sections, run)
 
 
-def _outside_measurement_problems(whole: dict, name: str) -> Iterator[str]:
+def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
     """Yield why a measurement from outside cannot be run."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
-    elif module not in _as_mapping(whole.get(package)):
+    elif module not in _as_mapping(sections.get(package)):
         yield f"{name} has no settings; write {package}: {{{module}: {{}}}} (all as by default)"
     else:
         try:
@@ -315,53 +306,58 @@ def _repeated_entries(run: dict) -> Misfits:
             before.add(repr(value))
 
 
-def _claims(whole: dict, run: dict) -> Misfits:
-    # What run leaves out of these, such claims wait for.
-    methods = list(_as_mapping(whole.get("methods")))
-    phases = [phase for phase in PHASES if phase in whole]
+def _claims(sections: dict, run: dict) -> Misfits:
+    # Claims may name methods and phases that ``run`` leaves out.
+    methods = list(_as_mapping(sections.get("methods")))
+    phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
-    asked = [
-        (section, index, _as_mapping(one))
+    comparisons = [
+        (section, index, _as_mapping(comparison))
         for section in ("claims", "questions")
-        for index, one in enumerate(_as_list(whole.get(section)))
+        for index, comparison in enumerate(_as_list(sections.get(section)))
     ]
-    for section, index, one in asked:
+    for section, index, comparison in comparisons:
         for key, allowed in known_by_key.items():
-            value = one.get(key)
+            value = comparison.get(key)
             if isinstance(value, str) and value not in allowed:
-                known = ", ".join(map(str, allowed))
-                text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {known}"
+                listed = ", ".join(map(str, allowed))
+                text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {listed}"
                 yield (section, index, key), text
-        same = one.get("method") is not None and one.get("method") == one.get("against")
-        if same and not one.get("against_metric"):
-            others = ", ".join(map(str, _as_list(run.get("methods"))))
-            allowed = f"another of {others}, or the same with against_metric"
-            text = f"found {one['against']!r}, the method itself; allowed: {allowed}"
+        same = comparison.get("method") is not None and comparison.get("method") == comparison.get(
+            "against"
+        )
+        if same and not comparison.get("against_metric"):
+            run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
+            allowed = f"another of {run_methods}, or the same with against_metric"
+            text = f"found {comparison['against']!r}, the method itself; allowed: {allowed}"
             yield (section, index, "against"), text
 
 
-def _repeated_claims(whole: dict) -> Misfits:
-    """Claims of one paper about the same two numbers, also where the two are turned round."""
+def _repeated_claims(sections: dict) -> Misfits:
+    """Yield claims of one paper about the same two numbers, in either order."""
     first: dict[str, int] = {}
-    for index, one in enumerate(map(_as_mapping, _as_list(whole.get("claims")))):
-        metric, phase = one.get("metric"), one.get("phase", "pretrain")
-        ours = [metric, one.get("method")]
-        theirs = [one.get("against_metric") or metric, one.get("against")]
-        fact = repr((one.get("paper"), phase, sorted([ours, theirs], key=repr)))
+    for index, claim in enumerate(map(_as_mapping, _as_list(sections.get("claims")))):
+        metric, phase = claim.get("metric"), claim.get("phase", "pretrain")
+        ours = [metric, claim.get("method")]
+        theirs = [claim.get("against_metric") or metric, claim.get("against")]
+        fact = repr((claim.get("paper"), phase, sorted([ours, theirs], key=repr)))
         if (same := first.setdefault(fact, index)) != index:
             text = f"found the two numbers of claims[{same}]; allowed: each fact once"
             yield ("claims", index, "metric"), text
 
 
-def _phases(whole: dict, run: dict) -> Misfits:
-    """``run.phases`` against the sections that such a phase needs."""
-    if run.get("methods") == [] and "pretrain" in whole:
+def _phases(sections: dict, run: dict) -> Misfits:
+    """Yield phases of ``run.phases`` without the sections that they need."""
+    if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     for index, phase in enumerate(_as_list(run.get("phases"))):
         if phase not in PHASES:
             continue
-        there = {phase: phase in whole, f"data.{phase}": phase in _as_mapping(whole.get("data"))}
-        lacking = [name for name in sorted(there) if not there[name]]
+        needed = {
+            phase: phase in sections,
+            f"data.{phase}": phase in _as_mapping(sections.get("data")),
+        }
+        lacking = [name for name in sorted(needed) if not needed[name]]
         if lacking:
             text = (
                 f"found {phase} without {' and '.join(lacking)}; allowed: with these, or no phase"

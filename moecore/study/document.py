@@ -1,7 +1,7 @@
-"""YAML by the rules of YAML 1.2, as DVC reads it, with the place of every key.
+"""YAML 1.2, as DVC reads it, with the place of every key.
 
-``1e-4`` is a number, ``no``, ``on`` and ``yes`` are text, ``010`` is 10, and a key that is written
-twice in one mapping is an error. What messages show of a file is spelled as in the file and cut.
+``1e-4`` is a number, ``no``, ``on`` and ``yes`` are text, ``010`` is 10, and a duplicate key in a
+mapping is an error. Messages show values as the file spells them, shortened.
 """
 
 import datetime
@@ -26,47 +26,47 @@ from moecore.core.source_layout import question_folders
 
 Mark = tuple[int, int]  # line and column, from 0
 
-LEVELS = 64  # of a file
-DEEP = f"nested more than {LEVELS} levels deep; allowed: fewer"
-BYTES = 300_000  # of a file: ours have 30 thousand
-VALUES = 100_000  # of a file, those that aliases repeat among them
+MAX_LEVELS = 64  # of a file
+DEEP = f"nested more than {MAX_LEVELS} levels deep; allowed: fewer"
+MAX_BYTES = 300_000  # of a file: ours have 30 thousand
+MAX_VALUES = 100_000  # of a file, with those that aliases repeat
 OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[^\n\r]*")
-# ruamel raises Python's own of a tag that does not fit its value, such as `!!int x`, and of
-# comments on both sides of a value
+# ruamel lets these pass for a tag that does not fit its value, such as `!!int x`, and for comments
+# on both sides of a value
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
-LETTERS = 255  # of a word: no file has a longer name
+MAX_WORD_LETTERS = 255  # of a word: no file has a longer name
 CONTROL_LETTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-LINE_LETTERS = 1_500  # letters of a line
-MOST_LINES = 20
+MAX_LINE_LETTERS = 1_500  # letters of a line
+MAX_LINES = 20
 SHOWN_LETTERS = 60  # letters of a value
-LONGEST_WORD = 255  # letters of a word that is looked for: nothing that is known is longer
+MAX_COMPARED_LETTERS = 255  # letters of a word for which a similar one is searched
 
 
 @dataclass(frozen=True)
 class Document:
-    """One parsed YAML file: its data, and where each key stands."""
+    """One parsed YAML file: its data, and the place of each key."""
 
     path: str
     data: Any
-    node: Any = None  # ruamel's mapping, list or value, which knows the places
-    start: Mark = (0, 0)  # of a document that is a part of its file
+    node: Any = None  # ruamel's mapping, list or value, which has the places
+    start: Mark = (0, 0)  # where the document begins, if it is a part of its file
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the folder of its file, and that of the question that runs there."""
+        """Return the folder of its file, and the folder of the question that runs there."""
         folder = Path(self.path).parent
         return (folder, *question_folders(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Return the packages that a params.yaml lists, as far as they are words."""
+        """Return the packages that a params.yaml lists, without entries that are not text."""
         listed = self.data.get("packages") if isinstance(self.data, dict) else None
         names = listed if isinstance(listed, list) else ()
         return tuple(name for name in names if isinstance(name, str))
 
     def place(self, keys: Sequence[str | int]) -> str:
-        """``path:line:column`` of the deepest key along ``keys`` that exists (1:1: none does)."""
+        """Return ``path:line:column`` of the deepest existing key along ``keys``; 1:1 if none."""
         node = self.node
         mark = self.start
         for key in keys:
@@ -76,42 +76,35 @@ class Document:
         return _place(self.path, mark)
 
     def below(self, key: str | int) -> "Document":
-        """Return what stands at a key that the file has, as a document of its own."""
+        """Return the value at an existing key as a separate document."""
         mark, node = _child(self.node, key, self.start)
         return Document(self.path, self.data[key], node, mark)
 
     def get(self, keys: Sequence[str]) -> Any:
-        """Return the value at ``keys``.
-
-        Raises UserError for the first key that is missing; it names a close one and all there are.
-        """
+        """Return the value at ``keys``; UserError for the first missing key, with all existing."""
         value = self.data
         for depth, key in enumerate(keys):
-            there = list(value) if isinstance(value, dict) else []
-            if key not in there:
+            present = list(value) if isinstance(value, dict) else []
+            if key not in present:
                 holder = ".".join(keys[:depth]) or "the file"
-                known = ", ".join(there) or "no keys"
-                missing = f"{'.'.join(keys)}: missing{did_you_mean(key, there)}"
+                listed = ", ".join(present) or "no keys"
+                missing = f"{'.'.join(keys)}: missing{did_you_mean(key, present)}"
                 place = self.place(keys[:depth])
-                raise UserError(shorten_to_one_line(f"{place}: {missing}; {holder} has: {known}"))
+                raise UserError(shorten_to_one_line(f"{place}: {missing}; {holder} has: {listed}"))
             value = value[key]
         return value
 
 
 def load_yaml_document(path: str | Path) -> Document:
-    """Read the YAML file at ``path``.
-
-    Raises UserError for a file that is missing, too large or not UTF-8, and as
-    ``parse_yaml_document`` does.
-    """
+    """Read a YAML file; UserError if it is missing, too large, not UTF-8 or not valid."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         hint = "start from the folder that holds it, or begin a project: `moecore new my_study`"
         raise UserError(f"{path}: cannot be read ({reason}); {hint}") from None
-    if len(content) > BYTES:
-        raise UserError(f"{path}: found {len(content):,} bytes; allowed: up to {BYTES:,}")
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path}: found {len(content):,} bytes; allowed: up to {MAX_BYTES:,}")
     try:
         return parse_yaml_document(content.decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -123,14 +116,14 @@ def load_yaml_document(path: str | Path) -> Document:
 def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
     """Read one YAML 1.2 document.
 
-    Raises UserError for a syntax error, a key or an anchor that is written twice, and for another
-    version of YAML: file, line and column.
+    Raises UserError, with file, line and column, for a syntax error, a duplicate key or anchor, and
+    another version of YAML.
     """
     if other := OTHER_VERSION.search(text):
-        where = _place(path, (text.count("\n", 0, other.start()), 0))
+        place = _place(path, (text.count("\n", 0, other.start()), 0))
         directive = shorten_to_one_line(other[0].strip("\ufeff "), SHOWN_LETTERS)
         allowed = "YAML 1.2, as DVC reads every file; remove this line"
-        raise UserError(f"{where}: found {directive}; allowed: {allowed}")
+        raise UserError.at(place, found=directive, allowed=allowed)
     try:
         node = _load_nodes(text)
         return Document(path, _PlainData(path).convert(node, (0, 0), 0), node)
@@ -138,17 +131,17 @@ def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
         raise UserError(shorten_to_one_line(f"{_place(path, error.mark)}: {error}")) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = _place(path, (mark.line, mark.column)) if mark else path
+        place = _place(path, (mark.line, mark.column)) if mark else path
         reason = f"not valid YAML: {error.problem or error.context}"
-        raise UserError(shorten_to_one_line(f"{where}: {reason}")) from None
+        raise UserError(shorten_to_one_line(f"{place}: {reason}")) from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply; allowed: {LEVELS} levels") from None
+        raise UserError(f"{path}: nested too deeply; allowed: {MAX_LEVELS} levels") from None
     except READER_ERRORS as error:
         reason = f"not valid YAML: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(shorten_to_one_line(f"{path}: {reason}")) from None
 
 
-@lru_cache(maxsize=16)  # one command reads the same few files again and again; nobody edits nodes
+@lru_cache(maxsize=16)  # one command reads the same few files often; nodes are never edited
 def _load_nodes(text: str) -> Any:
     reader = YAML(typ="rt")
     reader.Composer = _Composer
@@ -156,7 +149,7 @@ def _load_nodes(text: str) -> Any:
 
 
 class _UnfitNode(Exception):
-    """What a file of settings may not have, though it is YAML; ``mark``: where."""
+    """Valid YAML that settings may not contain; ``mark``: its place."""
 
     def __init__(self, mark: Any, text: str) -> None:
         super().__init__(text)
@@ -164,16 +157,16 @@ class _UnfitNode(Exception):
 
 
 class _Composer(Composer):
-    """Refuses, as a file is read, what DVC reads otherwise or not at all, and endless brackets."""
+    """A composer that refuses what DVC reads differently or not at all, and deep nesting."""
 
     level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return a node. Raises _UnfitNode."""
         event = self.parser.peek_event()
-        if self.level > LEVELS:
+        if self.level > MAX_LEVELS:
             raise _UnfitNode(event.start_mark, DEEP)
-        if getattr(event, "tag", None) == "!":  # None here, a text to DVC where nothing follows
+        if getattr(event, "tag", None) == "!":  # without a value: None here, a text for DVC
             raise _UnfitNode(event.start_mark, "found the tag !; allowed: values without one")
         if not isinstance(event, AliasEvent) and event.anchor in self.anchors:
             first = self.anchors[event.anchor].start_mark.line + 1
@@ -188,22 +181,22 @@ class _Composer(Composer):
 
 
 class _PlainData:
-    """Dicts, lists and values of Python in the place of ruamel's, which hold places and comments.
+    """Converts ruamel's nodes, which hold places and comments, to dicts, lists and plain values.
 
-    Aliases are followed, so one budget of values and levels also ends those that repeat each other.
+    Aliases are followed; limits on values and levels also stop aliases that repeat each other.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.left = VALUES
-        self.names: dict[int, list] = {}  # of a mapping by its id, as aliases repeat it
+        self.left = MAX_VALUES
+        self.names: dict[int, list] = {}  # keys of a mapping by its id, as aliases repeat it
 
     def convert(self, node: Any, mark: Mark, level: int) -> Any:
-        """Return a node's data; raises UserError for what no setting can be."""
+        """Return a node's data; UserError for a value that no setting can have."""
         self.left -= 1
         if self.left < 0:
-            raise self._refuse(mark, f"found more than {VALUES:,} values; allowed: fewer")
-        if level > LEVELS:
+            raise self._refuse(mark, f"found more than {MAX_VALUES:,} values; allowed: fewer")
+        if level > MAX_LEVELS:
             raise self._refuse(mark, DEEP)
         if getattr(getattr(node, "tag", None), "value", None):
             raise self._refuse(mark, f"found the tag {node.tag.value}; allowed: values without one")
@@ -228,7 +221,7 @@ class _PlainData:
         raise self._refuse(mark, f"found {type(node).__name__}; allowed: values of YAML 1.2")
 
     def _names(self, node: CommentedMap) -> list:
-        """Return the keys of a mapping; those that it merges come first."""
+        """Return the keys of a mapping, merged keys first."""
         if id(node) not in self.names:
             merged = [name for source in node.merge for name in self._names(source)]
             self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
@@ -237,9 +230,12 @@ class _PlainData:
     def _text(self, text: str, mark: Mark) -> str:
         if "\0" in text:
             raise self._refuse(mark, "found a text with the character NUL; allowed: any other")
-        words = text.replace("/", " ").split()
-        if len(text) > LETTERS and (longest := max(map(len, words), default=0)) > LETTERS:
-            allowed = f"{LETTERS}, as in file names"
+        segments = text.replace("/", " ").split()
+        if (
+            len(text) > MAX_WORD_LETTERS
+            and (longest := max(map(len, segments), default=0)) > MAX_WORD_LETTERS
+        ):
+            allowed = f"{MAX_WORD_LETTERS}, as in file names"
             raise self._refuse(mark, f"found a word of {longest:,} letters; allowed: {allowed}")
         return text
 
@@ -258,53 +254,53 @@ def _has_child(node: Any, key: str | int) -> bool:
 
 
 def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
-    """Return where a key stands, and its value; ``mark`` where it is merged from elsewhere."""
+    """Return the place and the value of a key; the place is ``mark`` for a merged key."""
     if isinstance(node, CommentedSeq):
         return node.lc.item(key), node[key]
     name = key if key in node else next(name for name in node if str(name) == key)
-    own = name in (node.lc.data or {})
-    return (node.lc.key(name) if own else mark), node[name]
+    is_direct = name in (node.lc.data or {})
+    return (node.lc.key(name) if is_direct else mark), node[name]
 
 
-def did_you_mean(word: Any, known: Sequence[Any]) -> str:
-    """Return ``, did you mean 'x'?`` where a known word is close, else nothing."""
-    if len(str(word)) > LONGEST_WORD:
+def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
+    """Return ``, did you mean 'x'?`` if a candidate is similar, else ""."""
+    if len(str(word)) > MAX_COMPARED_LETTERS:
         return ""
-    close = get_close_matches(str(word), [str(name) for name in known], 1)
+    close = get_close_matches(str(word), [str(name) for name in candidates], 1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def shorten_to_one_line(text: str, most: int = LINE_LETTERS) -> str:
-    """Return a text as one line of at most so many letters.
+def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
+    """Return a text as one line of about ``limit`` letters, with control characters escaped.
 
-    Control characters are spelled; the middle is left out, as what is allowed stands at the end.
+    The middle is left out, as messages end with what is allowed.
     """
-    if len(text) > most:
-        half = (most - 3) // 2
+    if len(text) > limit:
+        half = (limit - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"
     return CONTROL_LETTERS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def cap_line_count(lines: Sequence[str]) -> str:
-    """Return the first lines, and how many more there are: nobody reads ten thousand."""
-    more = len(lines) - MOST_LINES
+    """Return the first MAX_LINES lines, and the number of the remaining lines."""
+    more = len(lines) - MAX_LINES
     if more <= 1:
         return "\n".join(lines)
     path = re.sub(r":\d+:\d+: .*", "", lines[0])
-    return "\n".join([*lines[:MOST_LINES], f"{path}: and {more:,} more; mend these first"])
+    return "\n".join([*lines[:MAX_LINES], f"{path}: and {more:,} more; mend these first"])
 
 
 def spell_keys(keys: Sequence[str | int]) -> str:
     """Return ``("a", 0, "b")`` as ``a[0].b``."""
-    words = [
+    segments = [
         f"[{key}]" if isinstance(key, int) else f".{shorten_to_one_line(str(key), SHOWN_LETTERS)}"
         for key in keys
     ]
-    return "".join(words).lstrip(".") or "(the whole file)"
+    return "".join(segments).lstrip(".") or "(the whole file)"
 
 
 def show_value(value: Any) -> str:
-    """Return a value with its type, as the file would spell it: ``'two' (str)``."""
+    """Return a value as the file spells it, with its type: ``'two' (str)``."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -1,15 +1,16 @@
-"""params.yaml composed of layers: the root's file, then files that say what differs from it.
+"""params.yaml composed of layers: the root's file, then files with differences.
 
-Each layer is laid over those before it. Mappings are merged, unless their kinds differ; everything
-else, lists too, takes the place of what was there. Beyond that:
+Each layer is merged over the previous layers. Mappings are merged, unless their kinds differ; any
+other value, also a list, replaces the previous value. In addition:
 
-- ``stages:`` lists the stages of dvc.yaml; without it, those of the root. Sections that no stage
+- ``stages:`` lists the stages of dvc.yaml; by default the root's stages. Sections that no stage
   reads are left out.
-- ``whole:`` lists sections that take the place of the earlier ones instead of being merged.
+- ``whole:`` lists sections that replace the previous ones instead of being merged.
 - ``methods:`` names the methods that remain, except in a world and in a preset, which add methods.
-  A method is laid over the method of its name, or of the name that it gives under ``from``: the
-  nearest one in the same layer, else in the layers before it.
-- A section, a method or an entry of ``data`` that is null is removed. Further in, null is a value.
+  A method is merged over the method of the same name, or of the name under ``from``: the nearest
+  one in the same layer, else in the previous layers.
+- A section, a method or an entry of ``data`` that is null is removed. At deeper levels null is a
+  value.
 
 A project may have two layers: ``overlay.yaml`` over the params.yaml of the installed version. The
 layers of a question are in ``questions.py``.
@@ -31,23 +32,19 @@ from moecore.study.document import (
 )
 from moecore.study.settings import format_error_line
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
-from moecore.study.study import (
-    Sections,
-    Study,
-    stage_by_section,
-)
+from moecore.study.study import Sections, Study, stage_by_section
 
 OVERLAY = "overlay.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
-FROM = "from"  # of a method: the method that it is laid over
+FROM = "from"  # key of a method: the method that it is merged over
 Keys = tuple[str | int, ...]
 
 
 class Layer(NamedTuple):
-    """The sections of one file, or of a part of one, and how they are laid over others.
+    """The sections of one file, or of a part of it, and how they are merged over other layers.
 
-    names: the methods that remain, None for all. moved: keys of ``sections`` that stand elsewhere
-    in the document, such as run.seeds under seeds, or in another file, such as claims of a paper.
+    names: the methods that remain, None for all. moved: keys of ``sections`` whose text is at
+    another key, such as run.seeds at seeds, or in another file, such as claims of a paper.
     """
 
     document: Document
@@ -59,15 +56,15 @@ class Layer(NamedTuple):
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        """The entries of ``methods``; none where it is no mapping."""
+        """Return the entries of ``methods``; none if it is no mapping."""
         entries = self.sections.get("methods")
         return entries if isinstance(entries, dict) else {}
 
     def place(self, keys: Keys) -> str:
-        """``path:line:column`` of the deepest of ``keys`` that the layer has."""
-        for start, (document, there) in self.moved.items():
+        """Return ``path:line:column`` of the deepest existing key along ``keys``."""
+        for start, (document, rest) in self.moved.items():
             if keys[: len(start)] == start:
-                return document.place((*there, *keys[len(start) :]))
+                return document.place((*rest, *keys[len(start) :]))
         return self.document.place(keys)
 
 
@@ -77,7 +74,7 @@ Place = tuple[int, str]  # number of a layer, and name
 
 @dataclass(frozen=True)
 class LayeredFiles(Document):
-    """Several layers as one document; a key stands in the last layer that has it."""
+    """Several layers as one document; a key's place is in the last layer that has it."""
 
     layers: tuple[Layer, ...] = ()
     methods: Mapping[str, Chain] = field(default_factory=dict)
@@ -88,16 +85,16 @@ class LayeredFiles(Document):
         return tuple(dict.fromkeys(Path(layer.document.path).parent for layer in self.layers))
 
     def place(self, keys: Sequence[str | int]) -> str:
-        """``path:line:column`` in the file that decides the value at ``keys``."""
+        """Return ``path:line:column`` in the file that decides the value at ``keys``."""
         places = [(layer, tuple(keys)) for layer in self._last_layers(keys[:1])]
         if len(keys) > 1 and keys[0] == "methods":
             chain = self.methods.get(str(keys[1]), ())
             places = [(layer, ("methods", name, *keys[2:])) for layer, name in chain] or places
-        layer, there = max(reversed(places), key=lambda one: _depth(one[0].sections, one[1]))
-        return layer.place(there)
+        layer, rest = max(reversed(places), key=lambda pair: _depth(pair[0].sections, pair[1]))
+        return layer.place(rest)
 
     def _last_layers(self, section: Sequence[str | int]) -> tuple[Layer, ...]:
-        """The layers since the last one in which a section replaces what was there."""
+        """Return the layers from the last one that replaces the section."""
         for index in range(len(self.layers) - 1, 0, -1):
             if section and section[0] in self.layers[index].whole:
                 return self.layers[index:]
@@ -105,24 +102,21 @@ class LayeredFiles(Document):
 
 
 class Composed(NamedTuple):
-    """A whole params.yaml, and the stages of its dvc.yaml."""
+    """A composed params.yaml, and the stages of its dvc.yaml."""
 
     document: LayeredFiles
-    stages: tuple[str, ...] | None  # None: those of the root
-    all_stages: tuple[str, ...]  # those of the root where None are named
+    stages: tuple[str, ...] | None  # as named by layers; None: the root's stages
+    all_stages: tuple[str, ...]  # the same, with the root's stages instead of None
 
 
 def load_root_layer(root: Path) -> Layer:
-    """Return the params.yaml of a project as a layer, on which others lie."""
+    """Return the params.yaml of a project as the lowest layer."""
     document = load_yaml_document(root / "params.yaml")
     return Layer(document, document.data if isinstance(document.data, dict) else {})
 
 
 def load_overlay_layer(folder: Path, root: Layer) -> Layer:
-    """Return the overlay.yaml of a project as a layer.
-
-    Raises UserError where it cannot be read, or names a section or stage that does not exist.
-    """
+    """Return the overlay.yaml of a project as a layer; UserError for unknown sections or stages."""
     layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
     entries = layer.sections.get("methods")
     return layer._replace(names=tuple(entries)) if isinstance(entries, dict) else layer
@@ -131,10 +125,10 @@ def load_overlay_layer(folder: Path, root: Layer) -> Layer:
 def read_layer(
     document: Document, packages: Sequence[str], directives: Sequence[str] = ()
 ) -> Layer:
-    """Return a document as a layer; directives: more keys that are not sections.
+    """Return a document as a layer; directives: additional keys that are not sections.
 
-    packages: those of earlier layers, whose names are sections, too. Raises UserError for other
-    keys, and for unknown stages and sections in the lists of ``stages`` and ``whole``.
+    packages: packages of earlier layers, whose names are sections, too. Raises UserError for other
+    keys, and for unknown names in ``stages`` and ``whole``.
     """
     check_keys(document, (*DIRECTIVES, *directives), (*packages, *document.packages))
     data = document.data or {}
@@ -150,10 +144,7 @@ def read_layer(
 
 
 def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
-    """Return the params.yaml that the layers come to; root: the folder with the main dvc.yaml.
-
-    Raises UserError where a method is taken ``from`` one that does not exist.
-    """
+    """Return the composed params.yaml; root: folder of the main dvc.yaml; else UserError."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, section in layer.sections.items():
@@ -161,18 +152,20 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
             values[key] = section if is_whole else merge_settings(values.get(key), section)
         values = {key: value for key, value in values.items() if value is not None}
         if isinstance(values.get("data"), dict):
-            values["data"] = {name: one for name, one in values["data"].items() if one is not None}
+            values["data"] = {
+                name: source for name, source in values["data"].items() if source is not None
+            }
     chains: dict[str, Chain] = {}
     if isinstance(values.get("methods"), dict):
         chains = _compose_methods(layers)
         values["methods"] = {name: _merge_chain(chain) for name, chain in chains.items()}
-    stages = next((one.stages for one in reversed(layers) if one.stages is not None), None)
+    stages = next((source.stages for source in reversed(layers) if source.stages is not None), None)
     all_stages = list_folder_stages(root) if stages is None else stages
-    wanted = stage_by_section(all_stages, values.get("run") or {})
-    values = {key: value for key, value in values.items() if key in wanted}
+    readers = stage_by_section(all_stages, values.get("run") or {})
+    values = {key: value for key, value in values.items() if key in readers}
     for key in ("claims", "questions"):
         if key in values:
-            values[key] = values.pop(key)  # the longest, so they are written last
+            values[key] = values.pop(key)  # written last, as they are the longest
     _narrow_to_stages(values, all_stages)
     path = layers[0].document.path
     document = LayeredFiles(path, values, None, layers=tuple(layers), methods=chains)
@@ -180,7 +173,7 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return ``over`` laid over ``base``; changes neither."""
+    """Return ``over`` merged over ``base``; changes neither."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
@@ -192,10 +185,7 @@ def merge_settings(base: Any, over: Any) -> Any:
 
 
 def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
-    """Return name → the entries of which a method consists, of the methods that remain, in order.
-
-    Raises UserError for a name in a list that is no method, and for one under ``from``.
-    """
+    """Return name → chain of entries of each remaining method; UserError for an unknown name."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.whole:
@@ -212,17 +202,18 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
     chains = {name: _method_chain(name, layers) for name in names}
     for name, chain in chains.items():
         if not chain:
-            known = _known_methods(layers)
-            text = f"found {name!r}{did_you_mean(name, known)}; allowed: {', '.join(known)}"
+            candidates = _known_methods(layers)
+            text = (
+                f"found {name!r}{did_you_mean(name, candidates)}; allowed: {', '.join(candidates)}"
+            )
             raise UserError(shorten_to_one_line(f"{names[name]}: methods: {text}"))
     return chains
 
 
 def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] = ()) -> Chain:
-    """Return the entries of which a method consists, each laid over those before it; none where
-    there is no method of this name. above: the entries that are laid over this method.
+    """Return the entries that are merged to a method, lowest first; () for an unknown name.
 
-    Raises UserError where ``from`` names no method, or one that is taken from this one.
+    above: the entries merged over this method. Raises UserError if ``from`` is unknown or circular.
     """
     layers = _visible_layers(layers)
     for at in range(len(layers) - 1, -1, -1):
@@ -236,16 +227,16 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
         below = layers[:at] if base == name else layers[: at + 1]
         chain = () if (at, base) in above else _method_chain(base, below, (*above, (at, name)))
         if base != name and not chain:
-            known = [other for other in _known_methods(below) if other != name]
-            text = f"found {show_value(base)}{did_you_mean(base, known)}; allowed: "
-            text += ", ".join(known)
+            candidates = [other for other in _known_methods(below) if other != name]
+            text = f"found {show_value(base)}{did_you_mean(base, candidates)}; allowed: "
+            text += ", ".join(candidates)
             raise UserError(format_error_line(layer.document, ("methods", name, FROM), text))
         return (*chain, (layer, name))
     return ()
 
 
 def _visible_layers(layers: Sequence[Layer]) -> Sequence[Layer]:
-    """Leave out the layers below the last one whose methods replace all others."""
+    """Return the layers from the last one whose methods replace all others."""
     starts = [at for at, layer in enumerate(layers) if "methods" in layer.whole]
     return layers[starts[-1] :] if starts else layers
 
@@ -266,7 +257,7 @@ def _merge_chain(chain: Chain) -> Any:
 
 
 def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
-    """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
+    """Remove the data of phases, and the keys of ``run``, that no stage reads."""
     data, run = values.get("data"), values.get("run")
     if isinstance(data, dict):
         unused = set(PHASES[1:]) - set(stages)
@@ -277,22 +268,22 @@ def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
 
 
 def _read_list(document: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
-    """The list at ``key``; None where there is none. UserError where an entry is not allowed."""
-    words = (document.data or {}).get(key)
-    if words is None:
+    """Return the list at ``key``, or None; UserError for an entry that is not allowed."""
+    entries = (document.data or {}).get(key)
+    if entries is None:
         return None
     listed = f"allowed: a list of {', '.join(allowed)}"
-    if not isinstance(words, list):
+    if not isinstance(entries, list):
         raise UserError(format_error_line(document, [key], f"found no list; {listed}"))
-    for index, word in enumerate(words):
-        if word not in allowed:
-            text = f"found {word!r}{did_you_mean(word, allowed)}; {listed}"
+    for index, entry in enumerate(entries):
+        if entry not in allowed:
+            text = f"found {entry!r}{did_you_mean(entry, allowed)}; {listed}"
             raise UserError(format_error_line(document, [key, index], text))
-    return tuple(words)
+    return tuple(entries)
 
 
 def list_folder_stages(folder: Path) -> tuple[str, ...]:
-    """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
+    """Return the stages in the dvc.yaml files of a project, except ``code``."""
     names: list[str] = []
     for path in list_project_dvc_files(folder):
         document = load_yaml_document(path)
@@ -305,14 +296,12 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
 
 
 def section_names() -> tuple[str, ...]:
-    """Return the sections that a params.yaml may have; those of single stages and measurements
-    last.
-    """
+    """Return the sections of a params.yaml, sections of single stages and measurements last."""
     return tuple(sorted(Study.model_fields, key=lambda name: name in Sections.model_fields))
 
 
 def check_keys(document: Document, directives: Sequence[str], packages: Sequence[str]) -> None:
-    """Raise UserError for a key that is no section, no package and none of ``directives``."""
+    """Raise UserError for a key that is no section, package or directive."""
     allowed = (*directives, *section_names(), *packages)
     if document.data is None:
         return
@@ -327,7 +316,7 @@ def check_keys(document: Document, directives: Sequence[str], packages: Sequence
 
 
 def _depth(value: Any, keys: Sequence[str | int]) -> int:
-    """Return how many of ``keys``, from the first on, lead further into ``value``."""
+    """Return how many leading ``keys`` exist in the nested ``value``."""
     for depth, key in enumerate(keys):
         if isinstance(value, dict) and key in value:
             value = value[key]

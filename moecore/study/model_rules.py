@@ -1,8 +1,7 @@
-"""Every model of ``run.methods`` is built without memory, as each phase will build it.
+"""Rules that build every model of ``run.methods`` without memory, as each phase will build it.
 
-What a constructor refuses is said before anything runs, with the line of the method. So is a
-teacher that lacks the patches, the depth or the size for what it guides, and a model that cannot
-have fewer experts.
+They report, before anything runs, what a constructor refuses, a teacher that does not fit the model
+that it guides, and a model that cannot have fewer experts.
 """
 
 import re
@@ -28,9 +27,9 @@ from moecore.training.method import Method
 from moecore.training.surgery.expert_reduction import ExpertReduction
 from moecore.training.upcycle import upcycle_model
 
-ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
+ANY_CLASSES = Classification(classes=("one", "other"))  # if the classes are not known yet
 TEACHER_SECTIONS = ("teacher", "model")
-# What building a model of odd numbers raises, torch's and Python's own errors among it
+# Errors of building a model with unusual numbers, also torch's and Python's
 REFUSED = (
     UserError,
     ValueError,
@@ -48,7 +47,7 @@ ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
 
 
 class TrainingPhase(NamedTuple):
-    """One training stage: its name, its settings, its images."""
+    """The name, the settings and the images of one training stage."""
 
     name: str
     settings: Any
@@ -56,7 +55,7 @@ class TrainingPhase(NamedTuple):
 
 
 def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
-    """Return (keys, what is wrong) of every model that cannot be, each once."""
+    """Return the first misfit of each place, for all models that cannot be built or used."""
     phases = [
         TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
         for name in TRAINING_PHASES
@@ -73,8 +72,8 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
 
 def paper_model_misfits(study: Study) -> Misfits:
     """Yield models of ``sizes`` that cannot be built."""
-    for index, one in enumerate(study.sizes.models if study.sizes is not None else ()):
-        if one.model is not None and (refused := _try_paper_model(one.model_dump_json())):
+    for index, entry in enumerate(study.sizes.models if study.sizes is not None else ()):
+        if entry.model is not None and (refused := _try_paper_model(entry.model_dump_json())):
             key, text = refused
             inner = ("method",) if key[:1] in (("router",), ("experts",), ("blocks",)) else ()
             yield ("sizes", "models", index, *inner, *key), text
@@ -82,7 +81,7 @@ def paper_model_misfits(study: Study) -> Misfits:
 
 @cache
 def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
-    """Return what building a model refuses, once: the largest take a second."""
+    """Return why a model cannot be built, else None; cached, as the largest take a second."""
     try:
         build_on_meta(PaperModel.model_validate_json(settings))
     except REFUSED as error:
@@ -91,7 +90,7 @@ def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
 
 
 def image_spec(preview: Card) -> ImageSpec:
-    """Return the images that a model is built for, with any statistics."""
+    """Return the images that a model is built for, with arbitrary statistics."""
     middle = (0.5,) * preview.channels
     task = preview.task or ANY_CLASSES
     return ImageSpec(
@@ -107,10 +106,7 @@ def image_spec(preview: Card) -> ImageSpec:
 def build_phase_model(
     study: Study, name: str, phase: Phase, image: ImageSpec
 ) -> BackboneModel | None:
-    """Return a method's model as a phase leaves it, on the meta device; it must be buildable.
-
-    None where the study has no model.
-    """
+    """Return a valid method's model after a phase, on the meta device; None without a model."""
     if study.model is None:
         return None
     method, settings = study.methods[name], getattr(study, phase)
@@ -152,7 +148,7 @@ def _method_problems(
 
 
 def _training_of(method: Method, phase: TrainingPhase) -> Any:
-    """Return a phase's settings, as the method changes them where it is pretraining."""
+    """Return a phase's settings; for pretraining, with the method's changes."""
     if phase.name != "pretrain":
         return phase.settings
     return method.merge_pretrain_settings(phase.settings)
@@ -161,8 +157,8 @@ def _training_of(method: Method, phase: TrainingPhase) -> Any:
 def _layer_problems(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
-    """Yield what parts say of the sizes of a built model alone."""
-    own = method.model_copy(update={"router": learned.router})
+    """Yield misfits of parts that only show with the sizes of the built model."""
+    routed = method.model_copy(update={"router": learned.router})
     images = _training_of(method, phase).batch * method.views
     bare = Surroundings(phase=phase.name)
     sized = bare._replace(
@@ -171,29 +167,29 @@ def _layer_problems(
         special=any(layout.special for layout in model.layouts),
         truth=bool(phase.image.truth),
     )
-    same = learned.router == method.router  # then the file alone, which is in order, said all
-    known = set() if same else set(ask_settings(("methods", name), own, bare))
-    for misfit in ask_settings(("methods", name), own, sized):
-        if misfit not in known:
+    same = learned.router == method.router  # then the file alone has no misfits
+    reported = set() if same else set(ask_settings(("methods", name), routed, bare))
+    for misfit in ask_settings(("methods", name), routed, sized):
+        if misfit not in reported:
             yield misfit
 
 
 def _locate_refusal(
     error: Exception, name: str, method: Method, phase: TrainingPhase
 ) -> tuple[tuple, str]:
-    """Return where to mend what building ``methods.<name>`` refused, and its words."""
+    """Return the key to change and the text, for an error of building ``methods.<name>``."""
     key, text = split_key_and_message(error)
     if key[:1] == ("model",):
-        own = key[1:] and key[1] in method.model
-        where = ("methods", name, *key) if own else key
-        return where, f"{text} (data.{phase.name})" if "image" in text else text
+        is_changed = key[1:] and key[1] in method.model
+        keys = ("methods", name, *key) if is_changed else key
+        return keys, f"{text} (data.{phase.name})" if "image" in text else text
     if key in ROUTER_K and getattr(phase.settings, "k", None) is not None:
         return (phase.name, "k"), f"{text} (methods.{name})"
     return ("methods", name, *key), text
 
 
 def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
-    """Return the keys with which a refusal begins, and the rest of it: ``found …; allowed: …``."""
+    """Split a message into its leading keys and the rest, ``found …; allowed: …``."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
         return (), f"cannot be built: {last_traceback_line(error)}"
@@ -205,7 +201,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
 
 
 def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
-    """Yield why a model cannot be brought to the images of a later phase."""
+    """Yield why a model cannot take the images of a later phase."""
     if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
         allowed = "a model whose weights fit images of any size, as vit"
@@ -225,7 +221,7 @@ def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
 
 
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
-    """The dense teacher for such images, or why it refuses them; one that comes trained is not."""
+    """Return the dense teacher or its error; (None, None) for a teacher trained elsewhere."""
     settings = study.teacher
     if settings is None or settings.training is None:
         return None, None
@@ -242,7 +238,7 @@ def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
 
 
 def _upcycling_problems(study: Study, name: str, method: Method, model: BackboneModel) -> Misfits:
-    """Yield why the teacher's weights do not fit into the experts of a method of them."""
+    """Yield why a method's experts cannot begin with the teacher's weights."""
     teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
     if teacher is None:
         return
@@ -255,7 +251,7 @@ def _upcycling_problems(study: Study, name: str, method: Method, model: Backbone
 def _guiding_problems(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Misfits:
-    """Yield where the teacher sees other tokens than a model that it guides, or is too flat."""
+    """Yield why a teacher cannot guide a model: other tokens, or too few blocks."""
     teacher, refused = _build_teacher(study, model.image)
     yield from _refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
@@ -278,25 +274,26 @@ def _guiding_problems(
 def _missing_block(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
-    """A teacher that is too flat for what it guides, or of other stages."""
+    """Return the misfit of a teacher with too few blocks, or other stages, for a model."""
     if len(ours) != len(theirs):
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
         return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
-    key, near, there = "depths", list(ours), list(theirs)
     if len(ours) == 1:
-        key, [near], [there] = "depth", ours, theirs
-    text = f"found {there}, which has no block beside block {block} of methods.{name}"
-    return (*TEACHER_SECTIONS, key), f"{text}; allowed: {near}, or near it"
+        key, allowed, depth = "depth", str(ours[0]), str(theirs[0])
+    else:
+        key, allowed, depth = "depths", str(list(ours)), str(list(theirs))
+    text = f"found {depth}, which has no block for block {block} of methods.{name}"
+    return (*TEACHER_SECTIONS, key), f"{text}; allowed: {allowed}, or near it"
 
 
 def reduction_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield data that are not those of pretraining, and methods that cannot have fewer experts."""
+    """Yield data other than for pretraining, and methods that cannot have fewer experts."""
     for phase in REDUCING_PHASES:
         reduction = getattr(study, phase)
         if reduction is None:
             continue
         if phase in study.data and study.data[phase] != study.data.get("pretrain"):
-            text = "found others than data.pretrain, which the models are trained on"
+            text = "found other data than data.pretrain, on which the models are trained"
             yield ("data", phase), f"{text}; allowed: the same"
         elif study.model is not None and "pretrain" in previews:
             image = image_spec(previews["pretrain"])
@@ -307,7 +304,7 @@ def reduction_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
 def _refusals(
     reduction: ExpertReduction, backbone: Backbone, image: ImageSpec, name: str, method: Method
 ) -> Misfits:
-    """Yield why a method's models cannot have fewer experts; a dense one stays as it is."""
+    """Yield why a method's models cannot have fewer experts; nothing for a dense method."""
     if method.moe is None:
         return
     try:

@@ -1,15 +1,15 @@
 """The papers: ``pipelines/<paper>/paper.yaml`` describes a paper's results and each claim once.
 
-``tables`` are the paper's tables, figures and sentences: what each prints, and by name the claims
-that are tested. ``numbers`` are the results of the paper's models, in the units of our metrics. A
-question lists the claims that it answers:
+``tables`` are the paper's tables, figures and sentences: their content, and the tested claims by
+name. ``numbers`` are the results of the paper's models, in the units of our metrics. A question
+lists the claims that it answers:
 
     asks:
       - tgr/8_experts                                     # of pipelines/tgr/paper.yaml
-      - {claim: moge/momentum, against: momentum_slow}    # and what differs here
+      - {claim: moge/momentum, against: momentum_slow}    # with a changed key
 
-The composed params.yaml has them written out, as ``claims``. A project without a paper's file uses
-the file of the installed version.
+The composed params.yaml has them in full, as ``claims``. A project without a paper's file uses the
+file of the installed version.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import PAPERS as INSTALLED
-from moecore.study.document import (
-    Document,
-    did_you_mean,
-    parse_yaml_document,
-    show_value,
-)
+from moecore.study.document import Document, did_you_mean, parse_yaml_document, show_value
 from moecore.study.settings import format_error_line, validate_whole
 
 PIPELINES = Path("pipelines")
@@ -56,7 +51,7 @@ class ModelSizeComparison(Config):
 class PaperTable(Config):
     """One table, figure or sentence of a paper."""
 
-    number: str = Field(description="where it stands, the `source` of its claims")
+    number: str = Field(description="place in the paper: the `source` of its claims")
     shows: str
     paper: str = Field("", description="the paper's own numbers")
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
@@ -92,8 +87,8 @@ class Paper(Config):
 class NamedClaim(NamedTuple):
     """A claim of a paper's file, as data."""
 
-    keys: tuple[str | int, ...]  # where it stands
-    values: dict[str, Any]  # of a claim in a params.yaml
+    keys: tuple[str | int, ...]  # its place in the paper's file
+    values: dict[str, Any]  # as of a claim in a params.yaml
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
@@ -115,22 +110,22 @@ def find_paper_file(root: Path, folder: str) -> Path:
 
 
 def list_papers(root: Path) -> list[str]:
-    """Return the folders of all papers: those of the installed version, then a project's own."""
-    own = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
-    return list(dict.fromkeys((*PAPERS, *own)))
+    """Return the folders of all papers: the installed version's, then the project's."""
+    added = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
+    return list(dict.fromkeys((*PAPERS, *added)))
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
-    """Return folder → paper. Raises UserError where a file is not in order."""
+    """Return folder → paper; UserError for an invalid file."""
     return {
         name: validate_whole(Paper, _load(find_paper_file(root, name)))
         for name in list_papers(root)
     }
 
 
-def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
+def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
     """Return paper folder, claim name and changed keys of an entry of ``asks``."""
-    changes = dict(asked) if isinstance(asked, dict) else {NAME: asked}
+    changes = dict(entry) if isinstance(entry, dict) else {NAME: entry}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes
 
@@ -138,18 +133,15 @@ def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
 def expand_asks(
     document: Document, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
-    """Return the claims of a question, round or preset, and the file and key of each value.
-
-    Raises UserError for a paper or claim that does not exist.
-    """
+    """Return the claims under ``asks``, and file and key of each value; UserError if unknown."""
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"
         raise UserError(format_error_line(document, (ASKS,), text))
     claims, places = [], {}
-    for index, asked in enumerate(asks):
+    for index, entry in enumerate(asks):
         paper, claim = _find_claim(document, index, root)
-        changes = split_asked(asked)[2]
+        changes = split_asked(entry)[2]
         start = ("claims", index)
         places |= {
             (*start, key): (paper, (*claim.keys, key)) for key in claim.values if key not in changes
@@ -162,15 +154,16 @@ def expand_asks(
 def _find_claim(document: Document, index: int, root: Path) -> tuple[Document, NamedClaim]:
     folder, name, _ = split_asked(document.data[ASKS][index])
     folders = list_papers(root)
-    known = [f"{one}/" for one in folders]
+    names = [f"{other}/" for other in folders]
     if folder in folders:
         paper = _load(find_paper_file(root, folder))
         claims = named_claims(paper.data)
         if name in claims:
             return paper, claims[name]
-        known = [f"{folder}/{one}" for one in claims]
-    words = f"{folder}/{name}" if name else folder
-    text = f"found {show_value(words)}{did_you_mean(words, known)}; allowed: {', '.join(known)}"
+        names = [f"{folder}/{other}" for other in claims]
+    asked_name = f"{folder}/{name}" if name else folder
+    hint = did_you_mean(asked_name, names)
+    text = f"found {show_value(asked_name)}{hint}; allowed: {', '.join(names)}"
     raise UserError(format_error_line(document, (ASKS, index), text))
 
 

@@ -1,7 +1,6 @@
-"""params.yaml, written.
+"""Write a params.yaml: from its layers, with ``key=value`` changed, or with keys renamed.
 
-From the layers of which it is composed; by ``key=value`` from the command line, where comments and
-order stay; with keys renamed since some version.
+Changed and renamed keys leave comments and order as they are.
 """
 
 import io
@@ -35,15 +34,15 @@ PROJECT_HEAD = """\
 # All that a run depends on. Edit, then `make repro`: only what the change touches runs again.
 """
 OVERLAY_HEAD = """\
-# What this project says otherwise than the params.yaml of the installed moecore.
-# `moecore study write` makes params.yaml and dvc.yaml of it.
+# What differs in this project from the params.yaml of the installed moecore.
+# `moecore study write` makes params.yaml and dvc.yaml from it.
 """
 WIDTH = 100
 ABSENT = object()
 
 
 def _represent_text(representer: SafeRepresenter, value: str) -> Any:
-    """A string; in quotes with a question mark, which libyaml misreads within braces."""
+    """Represent a string; quoted if it has a question mark, which libyaml misreads in braces."""
     style = "'" if "?" in value else None
     return representer.represent_scalar("tag:yaml.org,2002:str", value, style)
 
@@ -53,10 +52,7 @@ class _TextRepresenter(SafeRepresenter):
 
 
 class ParamsOrigin(NamedTuple):
-    """What the head of a written params.yaml names: the file to edit, the root's, the schema.
-
-    folder: from which the names of further files count.
-    """
+    """File to edit, root's file and schema, for the head; folder: to which names are relative."""
 
     edited: str
     base: str
@@ -65,10 +61,7 @@ class ParamsOrigin(NamedTuple):
 
 
 def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
-    """Return the text of a params.yaml; raises UserError where it is not in order.
-
-    The places in messages are those in the files of its layers.
-    """
+    """Return the text of a params.yaml; UserError, with places in its layers, if it is invalid."""
     check_document(composed.document, composed.all_stages)
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
@@ -88,29 +81,29 @@ def write_params(path: Path, text: str) -> list[str]:
 
 
 def project_params_text(composed: Composed) -> str:
-    """Return a whole params.yaml for a project to edit."""
-    dumped = [dump_inline_yaml({key: one}) for key, one in composed.document.data.items()]
+    """Return the text of a complete params.yaml for a project to edit."""
+    dumped = [dump_inline_yaml({key: section}) for key, section in composed.document.data.items()]
     return rewrite_data_paths("\n".join([PROJECT_HEAD, *dumped]))
 
 
 def overlay_text(composed: Composed) -> str:
-    """Return an overlay.yaml over the root's params.yaml that comes to the same."""
+    """Return the text of an overlay.yaml that gives the same study over the root's params.yaml."""
     base, values = composed.document.layers[0].sections, composed.document.data
-    differing = {key: one for key, one in values.items() if one != base.get(key)}
+    differing = {key: section for key, section in values.items() if section != base.get(key)}
     directives: dict[str, Any] = {"whole": [key for key in differing if key in base]}
     if composed.stages is not None:
         directives["stages"] = list(composed.stages)
-    dumped = [dump_inline_yaml({key: one}) for key, one in (directives | differing).items()]
+    dumped = [dump_inline_yaml({key: section}) for key, section in (directives | differing).items()]
     return rewrite_data_paths(OVERLAY_HEAD + "\n".join(dumped))
 
 
 def rewrite_data_paths(text: str) -> str:
-    """Return a study's text with its paths of raw data as they are from a project's folder."""
+    """Return a study's text with the paths of raw data relative to a project's folder."""
     return text.replace("../../data/", "data/")
 
 
 def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
-    """``key: old → new`` for every value that differs; of lists of mappings the entries alone."""
+    """Yield ``key: old → new`` for every changed value; for lists of mappings, changed entries."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             inner = f"{keys}.{key}" if keys else str(key)
@@ -131,7 +124,7 @@ def _lists_mappings(value: Any) -> bool:
 
 
 def _name_origins(composed: Composed, key: str, origin: ParamsOrigin) -> str:
-    """The files that have a section, the deciding one last."""
+    """Return the files that have a section, the one that decides last."""
     layers = composed.document.layers
     starts = [at for at, layer in enumerate(layers) if key in layer.whole]
     names = []
@@ -149,7 +142,7 @@ def _show_value(value: Any) -> str:
 
 
 def dump_inline_yaml(value: Any) -> str:
-    """YAML without anchors, in which lists and mappings of plain values take one line."""
+    """Return YAML without anchors, with lists and mappings of plain values on one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False
@@ -175,10 +168,7 @@ class _NullRepresenter(RoundTripRepresenter):
 
 
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
-    """Write the assignments into params.yaml; return a line for every value that changes.
-
-    Raises UserError, the file as it was, where an assignment or the file with it is malformed.
-    """
+    """Write assignments into params.yaml; return changes; UserError if invalid, file unchanged."""
     before = load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
@@ -186,8 +176,8 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
         check_study(path)
     except UserError as error:
         write_whole(path, old)
-        words = shorten_to_one_line(" ".join(f"-S {assignment}" for assignment in assignments))
-        raise UserError(f"{error}\n{path}: left as it was ({words})") from None
+        arguments = shorten_to_one_line(" ".join(f"-S {assignment}" for assignment in assignments))
+        raise UserError(f"{error}\n{path}: left as it was ({arguments})") from None
     return list(list_changes(before.data, load_yaml_document(path).data))
 
 
@@ -211,7 +201,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
 
 
 def round_trip_writer(text: str) -> YAML:
-    """Return what reads and writes ``text`` so that comments, order and quotes stay."""
+    """Return a reader and writer of ``text`` that keeps comments, order and quotes."""
     writer = YAML(typ="rt")
     writer.preserve_quotes = True
     writer.width = max(map(len, text.splitlines()), default=80)
@@ -220,30 +210,30 @@ def round_trip_writer(text: str) -> YAML:
     return writer
 
 
-def _set_value(data: Any, words: Sequence[str], value: Any, assignment: str) -> None:
-    """Set what stands at keys and places of lists; the last key of a mapping may be new."""
-    for depth, word in enumerate(words):
-        last = depth == len(words) - 1
+def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) -> None:
+    """Set the value at keys and list indices; the last key of a mapping may be new."""
+    for depth, segment in enumerate(segments):
+        last = depth == len(segments) - 1
         keys = dict(enumerate(data)) if isinstance(data, list) else data
         keys = {str(key): key for key in keys} if isinstance(keys, dict) else {}
-        if word not in keys and not (last and isinstance(data, dict)):
-            holder = ".".join(words[:depth]) or "the file"
+        if segment not in keys and not (last and isinstance(data, dict)):
+            holder = ".".join(segments[:depth]) or "the file"
             allowed = ", ".join(keys) or "nothing, it is a single value"
-            hint = did_you_mean(word, list(keys))
+            hint = did_you_mean(segment, list(keys))
             raise UserError(
-                f"-S {assignment}: found {word!r} in {holder}{hint}; allowed: {allowed}"
+                f"-S {assignment}: found {segment!r} in {holder}{hint}; allowed: {allowed}"
             )
         if last:
-            data[keys.get(word, word)] = value
+            data[keys.get(segment, segment)] = value
         else:
-            data = data[keys[word]]
+            data = data[keys[segment]]
 
 
 class RenamedKey(NamedTuple):
-    """A key that ``version`` was the first to call otherwise.
+    """A key that was renamed in ``version``.
 
-    key: from the top of the file, where ``*`` is any key: ``methods.*.router.top``. name: the last
-    word of it as it is now.
+    key: the old key from the top of the file, where ``*`` is any key: ``methods.*.router.top``.
+    name: the new last word.
     """
 
     version: str
@@ -255,10 +245,7 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()  # the oldest first
 
 
 def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
-    """Return a YAML text with the new names; comments and order stay.
-
-    Raises UserError where a mapping has the new name beside the old one.
-    """
+    """Return a YAML text with renamed keys and its comments; UserError if both names exist."""
     writer = round_trip_writer(text)
     data = writer.load(text)
     is_changed = False
@@ -279,14 +266,14 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
     return stream.getvalue()
 
 
-def _mappings_at(data: Any, words: Sequence[str]) -> Iterator[CommentedMap]:
+def _mappings_at(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:
     if not isinstance(data, CommentedMap):
         return
-    if not words:
+    if not segments:
         yield data
         return
-    for key in list(data) if words[0] == "*" else [words[0]]:
-        yield from _mappings_at(data.get(key), words[1:])
+    for key in list(data) if segments[0] == "*" else [segments[0]]:
+        yield from _mappings_at(data.get(key), segments[1:])
 
 
 def _rename_key(mapping: CommentedMap, old: str, new: str) -> None:

@@ -1,7 +1,7 @@
-"""Ask every settings object of a study what does not fit it (``Config.misfits``).
+"""Collect the misfits of every settings object of a study (``Config.misfits``).
 
-No rule here knows a part: each part refuses in its own file. This module tells a part what
-surrounds it: its method, the data that it works on, the phases that use it.
+Each part has its rules in its file. This module gives them the part's surroundings: its method, the
+data that it works on, the phases that use it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,13 +29,13 @@ MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
 
 
 def part_misfits(study: Study, previews: Previews) -> Misfits:
-    """Yield the misfits of all settings; previews: cards by phase, where the data are known."""
-    asked = (ask_settings(*root) for root in list_sections(study, previews))
-    yield from first_by_place(*asked, _changed_trainings(study, previews))
+    """Yield the misfits of all settings; previews: phase → card of known data."""
+    misfits = (ask_settings(*root) for root in list_sections(study, previews))
+    yield from first_by_place(*misfits, _changed_trainings(study, previews))
 
 
 def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
-    """Return the first misfit of each place: one line per place is enough."""
+    """Return the first misfit of each place."""
     first: dict[tuple, str] = {}
     for keys, text in chain(*several):
         first.setdefault(keys, text)
@@ -57,7 +57,7 @@ def list_remarks(study: Study) -> Misfits:
 
 
 def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
-    """Yield every settings object in ``value``, the outer before the inner."""
+    """Yield every settings object in ``value``, outer objects first."""
     if isinstance(value, Config):
         yield keys, value, around
         around, value = value.surround(around), vars(value)
@@ -70,7 +70,7 @@ def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
 
 
 def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundings:
-    """Return the surroundings of settings that work on the data of a phase, or on a teacher's."""
+    """Return the surroundings of settings that work on the data of a phase or of the teacher."""
     source = study.data.get(phase)
     if phase == "teacher":
         source = None if study.teacher is None else study.teacher.data
@@ -78,7 +78,7 @@ def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundi
 
 
 def list_sections(study: Study, previews: Previews) -> Placed:
-    """Yield the sections whose settings are asked; those of measurements once for each phase."""
+    """Yield the sections to check, sections of measurements once per phase."""
     pretraining = data_surroundings(study, previews, "pretrain")
     for name, method in study.methods.items():
         around = pretraining if name in study.run.methods else Surroundings()
@@ -90,8 +90,8 @@ def list_sections(study: Study, previews: Previews) -> Placed:
         yield ("teacher", "training"), teacher.training, learned
     for phase in TRAINING_PHASES:
         yield (phase,), getattr(study, phase), data_surroundings(study, previews, phase)
-    asked = [study.methods[name] for name in study.run.methods if name in study.methods]
-    if any(method.guided_routing and not method.joint for method in asked):
+    chosen = [study.methods[name] for name in study.run.methods if name in study.methods]
+    if any(method.guided_routing and not method.joint for method in chosen):
         yield ("teacher_router",), study.teacher_router, pretraining
     for section in (*MEASURING_SECTIONS, *study.run.measurements):
         settings = find_section(study, section)
@@ -102,7 +102,7 @@ def list_sections(study: Study, previews: Previews) -> Placed:
 
 
 def find_section(study: Study, name: str) -> Any:
-    """Return the settings of a section, or of a measurement ``package.module``; None without."""
+    """Return the settings of a section or of a measurement ``package.module``, or None."""
     settings: Any = study
     for key in name.split("."):
         settings = getattr(settings, key, None)
@@ -110,18 +110,22 @@ def find_section(study: Study, name: str) -> Any:
 
 
 def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
-    """Return phase → images of a step of a method, each view for itself."""
+    """Return phase → images per step of a method, each view counted."""
     trainings = {phase: getattr(study, phase) for phase in TRAINING_PHASES}
     try:
         if trainings["pretrain"] is not None:
             trainings["pretrain"] = method.merge_pretrain_settings(trainings["pretrain"])
     except UserError:
         del trainings["pretrain"]  # ``section_misfits`` reports it
-    return {phase: one.batch * method.views for phase, one in trainings.items() if one is not None}
+    return {
+        phase: training.batch * method.views
+        for phase, training in trainings.items()
+        if training is not None
+    }
 
 
 def _changed_trainings(study: Study, previews: Previews) -> Misfits:
-    """Yield the misfits of ``pretrain`` with a method's changes that it lacks without them."""
+    """Yield the misfits of ``pretrain`` that only a method's changes cause."""
     if study.pretrain is None:
         return
     around = data_surroundings(study, previews, "pretrain")

@@ -1,19 +1,19 @@
-"""The questions below pipelines/: a file each, in folders by paper.
+"""The questions below pipelines/: one file per question, in folders by paper.
 
 ``pipelines/tgr/table_3.yaml`` is the question ``tgr/table_3``. Its layers are the root's
-params.yaml, the world that it names, the file, a round, and presets (``layers.py`` says how layers
-are composed). Beyond sections of params.yaml a question has:
+params.yaml, the world that it names, the file, a round, and presets (see ``layers.py``). In
+addition to sections of params.yaml a question has:
 
-- ``question``, ``answer``: what is asked and what was found, one line each; ``headlines``:
-  questions and answers in one line for the first screen of pipelines/README.md.
-- ``world``: what the question holds equal with others, ``pipelines/worlds/<world>.yaml``.
-- ``methods``: the question's methods, or a list of names where all are as in the world or the
-  root. They are also ``run.methods``, unless ``run`` names others.
+- ``question``, ``answer``: the question and its result, one line each; ``headlines``: questions
+  and answers in one line for the first screen of pipelines/README.md.
+- ``world``: settings shared with other questions, ``pipelines/worlds/<world>.yaml``.
+- ``methods``: the question's methods, or a list of names if all are as in the world or the root.
+  They are also ``run.methods``, unless ``run`` names other methods.
 - ``asks``: the claims of papers that it answers, by name (``papers.py``).
-- ``rounds``: runs of the question with other seeds, methods or claims. ``was``: the name that a
-  round had as a study of moecore 0.2; ``seeds``: ``[0, 1]`` or ``0-1``; ``methods``: a list of
-  names. A question without rounds has one, whose keys stand in the file itself.
-- ``presets``: settings by name that are laid over the rest when they are asked for.
+- ``rounds``: runs of the question with other seeds, methods or claims. ``was``: a round's name as
+  a study of moecore 0.2; ``seeds``: ``[0, 1]`` or ``0-1``; ``methods``: a list of names. A question
+  without rounds has one, whose keys are in the file itself.
+- ``presets``: settings by name that are merged over the rest on request.
 """
 
 import re
@@ -25,13 +25,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError
 from moecore.core.source_layout import RUNS
 from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
-from moecore.study.layers import (
-    Composed,
-    Layer,
-    compose_layers,
-    load_root_layer,
-    read_layer,
-)
+from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
 from moecore.study.papers import (
     ASKS,
     PAPER_FILE,
@@ -55,10 +49,7 @@ class QuestionFile:
     """A file of pipelines/<folder>/, with the layers below it."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Read the question ``name`` (folder/file) of the project ``root``.
-
-        Raises UserError where the file is not in order.
-        """
+        """Read the question ``name`` (folder/file) of a project; UserError if it is invalid."""
         self.root = root
         self.name = name
         self.path = root / PIPELINES / f"{name}.yaml"
@@ -69,29 +60,29 @@ class QuestionFile:
         ]
 
     def text(self, key: str) -> str:
-        """Return the text at a key of ``TEXTS``; "" where there is none."""
+        """Return the text at a key of ``TEXTS``; "" if it is missing."""
         return self.document.data.get(key) or ""
 
     @cached_property
     def presets(self) -> dict[str, Document]:
-        """Name → preset. Raises UserError where they are no mapping."""
+        """Return name → preset; UserError if they are no mapping."""
         return _named_parts(self.document, "presets")
 
     def round(self, number: int | None) -> "Round":
-        """Return the round of this number; None: the last one. UserError for any other number."""
+        """Return a round by its number, from 1; None: the last. UserError for an unknown number."""
         if number is None:
             return self.rounds[-1]
         if not 1 <= number <= len(self.rounds):
             allowed = f"1 to {len(self.rounds)}" if len(self.rounds) > 1 else "1, the only round"
-            raise UserError(f"{self.name}: found round {number}; allowed: {allowed}")
+            raise UserError.at(self.name, found=f"round {number}", allowed=allowed)
         return self.rounds[number - 1]
 
     def preset_layers(self, names: Sequence[str]) -> list[Layer]:
-        """Return the presets of these names. Raises UserError for a name that is none."""
+        """Return presets by name; UserError for an unknown name."""
         layers = []
         for name in names:
             if name not in self.presets:
-                allowed = ", ".join(self.presets) or "none, it has no presets"
+                allowed = ", ".join(self.presets) or "none, as there are no presets"
                 hint = did_you_mean(name, list(self.presets))
                 raise UserError(f"{self.name}: found no preset {name!r}{hint}; allowed: {allowed}")
             layers.append(self._expand(read_layer(self.presets[name], self._packages, (ASKS,))))
@@ -99,19 +90,19 @@ class QuestionFile:
 
     @property
     def asking_files(self) -> list[Path]:
-        """Return the question's file, and the project's own of papers whose claims it asks for."""
+        """Return the question's file, and the project's files of the papers that it asks."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        papers = (split_asked(asked)[0] for part in parts for asked in part.get(ASKS) or ())
-        files = [find_paper_file(self.root, one) for one in dict.fromkeys(papers)]
+        papers = (split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
+        files = [find_paper_file(self.root, paper) for paper in dict.fromkeys(papers)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
     def _expand(self, layer: Layer) -> Layer:
-        """Return a layer of a question with the claims that it asks for, written out."""
+        """Return a layer with the claims that it asks, in full."""
         if ASKS not in (layer.document.data or {}):
             return layer
         if "claims" in layer.sections:
-            text = f"found it beside {ASKS}; allowed: one of them"
+            text = f"found it together with {ASKS}; allowed: one of them"
             raise UserError(format_error_line(layer.document, ("claims",), text))
         claims, moved = expand_asks(layer.document, self.root)
         sections = {**layer.sections, "claims": claims}
@@ -123,7 +114,7 @@ class QuestionFile:
 
     def _read_layers(self) -> list[Layer]:
         layers = [load_root_layer(self.root)]
-        own = read_layer(self.document, layers[0].document.packages, DIRECTIVES)
+        question = read_layer(self.document, layers[0].document.packages, DIRECTIVES)
         if not isinstance(self.document.data, dict):
             raise UserError(f"{self.path}:1:1: is empty; allowed: a question and its sections")
         for key in TEXTS:
@@ -134,37 +125,37 @@ class QuestionFile:
         self._check_headlines()
         if self.text("world"):
             layers.append(self._load_world())
-        return [*layers, self._expand(own)]
+        return [*layers, self._expand(question)]
 
     def _check_headlines(self) -> None:
         headlines = self.document.data.get("headlines", {})
-        words = headlines.values() if isinstance(headlines, dict) else [headlines]
-        if not all(isinstance(word, str) for word in words):
+        texts = headlines.values() if isinstance(headlines, dict) else [headlines]
+        if not all(isinstance(text_line, str) for text_line in texts):
             text = "found something else; allowed: questions with answers, in one line each"
             raise UserError(format_error_line(self.document, ("headlines",), text))
 
     def _load_world(self) -> Layer:
         name = self.text("world")
         folder = self.root / PIPELINES / WORLDS
-        known = sorted(path.stem for path in folder.glob("*.yaml"))
-        if name not in known:
-            text = f"found {name!r}{did_you_mean(name, known)}; allowed: {', '.join(known)}"
+        worlds = sorted(path.stem for path in folder.glob("*.yaml"))
+        if name not in worlds:
+            text = f"found {name!r}{did_you_mean(name, worlds)}; allowed: {', '.join(worlds)}"
             raise UserError(format_error_line(self.document, ("world",), text))
         return read_layer(load_yaml_document(folder / f"{name}.yaml"), ())
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
-        """Yield each round's document, and its layers on those of the world."""
-        below, own = self.layers[:-1], self.layers[-1]
+        """Yield each round's document, and its layers."""
+        below, question = self.layers[:-1], self.layers[-1]
         rounds = self.document.data.get("rounds")
         if rounds is None:
-            yield self.document, [*below, _move_run_keys(own)]
+            yield self.document, [*below, _move_run_keys(question)]
             return
         if not isinstance(rounds, list) or not rounds:
             text = f"found {show_value(rounds)}; allowed: a list of at least one round"
             raise UserError(format_error_line(self.document, ("rounds",), text))
         for key in ("was", "seeds"):
             if key in self.document.data:
-                text = "found it beside rounds; allowed: in each of them"
+                text = "found it together with rounds; allowed: in each of them"
                 raise UserError(format_error_line(self.document, (key,), text))
         for index in range(len(rounds)):
             part = self.document.below("rounds").below(index)
@@ -172,11 +163,11 @@ class QuestionFile:
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
                 raise UserError(format_error_line(part, ("methods",), text))
-            yield part, [*below, _move_run_keys(own), _move_run_keys(layer)]
+            yield part, [*below, _move_run_keys(question), _move_run_keys(layer)]
 
 
 class Round(NamedTuple):
-    """One run of a question: number counts from 1."""
+    """One run of a question; ``number`` counts from 1."""
 
     question: QuestionFile
     number: int
@@ -185,36 +176,33 @@ class Round(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``tgr/table_3``, from the second round on ``tgr/table_3.2``."""
+        """Return ``tgr/table_3``, or ``tgr/table_3.2`` for the second round."""
         suffix = f".{self.number}" if self.number > 1 else ""
         return self.question.name + suffix
 
     @property
     def was(self) -> str:
-        """Return its name as a study of moecore 0.2; "" where it had none."""
+        """Return its name as a study of moecore 0.2, or ""."""
         return (self.document.data or {}).get("was") or ""
 
     @property
     def folder(self) -> Path:
-        """Return the folder in which it runs."""
+        """Return the round's run folder."""
         return self.question.root / RUNS / self.name.replace("/", ".")
 
     @property
     def results(self) -> Path:
-        """Return the file of its numbers, which git keeps."""
+        """Return the file of the round's numbers, which git tracks."""
         return self.question.root / PIPELINES / RESULTS / f"{self.name}.json"
 
     @property
     def command(self) -> str:
-        """Return what runs it."""
+        """Return the command that runs the round."""
         chosen = f" --round {self.number}" if len(self.question.rounds) > 1 else ""
         return f"moecore study run {self.question.name}{chosen}"
 
     def compose(self, presets: Sequence[str] = ()) -> Composed:
-        """Return its params.yaml with these presets, in order.
-
-        Raises UserError where a preset or a method does not exist.
-        """
+        """Return its params.yaml with presets; UserError for an unknown preset or method."""
         layers = [*self.layers, *self.question.preset_layers(presets)]
         return compose_layers(layers, self.question.root)
 
@@ -230,36 +218,39 @@ def list_question_names(root: Path) -> list[str]:
 
 
 def load_questions(root: Path) -> list[QuestionFile]:
-    """Return all questions of a project. Raises UserError where one is not in order."""
+    """Return all questions of a project; UserError for an invalid one."""
     return [QuestionFile(root, name) for name in list_question_names(root)]
 
 
 def find_question(root: Path, name: str) -> QuestionFile:
-    """Return the question ``name``: folder/file, or the file alone where one folder has it.
-
-    Raises UserError with the new name of an old study, or with the closest names.
-    """
-    known = list_question_names(root)
-    words = name.strip("/").removeprefix(f"{PIPELINES}/").removesuffix(".yaml")
-    fitting = [one for one in known if one == words or one.partition("/")[2] == words]
-    if words in known or len(fitting) == 1:
-        return QuestionFile(root, words if words in known else fitting[0])
+    """Return a question by folder/file or unique file; UserError with a new or similar name."""
+    names = list_question_names(root)
+    short = name.strip("/").removeprefix(f"{PIPELINES}/").removesuffix(".yaml")
+    fitting = [
+        candidate
+        for candidate in names
+        if candidate == short or candidate.partition("/")[2] == short
+    ]
+    if short in names or len(fitting) == 1:
+        return QuestionFile(root, short if short in names else fitting[0])
     if len(fitting) > 1:
         raise UserError(f"found {name!r}, which is {' or '.join(fitting)}; allowed: one of them")
-    if old := find_old_study(root, words):
+    if old := find_old_study(root, short):
         raise UserError(f"found {name!r}, an old name; it is now: {old.command}")
-    shown = ", ".join(known) or "none here; start from the folder that has pipelines/"
-    raise UserError(f"found no question {name!r}{did_you_mean(words, known)}; allowed: {shown}")
+    shown = ", ".join(names) or "none here; start from the folder that has pipelines/"
+    raise UserError(f"found no question {name!r}{did_you_mean(short, names)}; allowed: {shown}")
 
 
 def find_old_study(root: Path, name: str) -> Round | None:
-    """Return the round that was the study ``name`` of moecore 0.2, if any was."""
-    rounds = (one for question in load_questions(root) for one in question.rounds)
-    return next((one for one in rounds if one.was == name), None)
+    """Return the round that was the study ``name`` of moecore 0.2, or None."""
+    rounds = (
+        question_round for question in load_questions(root) for question_round in question.rounds
+    )
+    return next((question_round for question_round in rounds if question_round.was == name), None)
 
 
 def _move_run_keys(layer: Layer) -> Layer:
-    """Return a layer of a question whose ``seeds`` and ``methods`` are also in ``run``."""
+    """Return a layer of a question with ``seeds`` and ``methods`` copied to ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
     moved: dict[tuple, tuple[Document, tuple]] = {}
@@ -290,7 +281,7 @@ def _is_removed(methods: Any, name: str) -> bool:
 
 
 def _expand_seeds(seeds: Any) -> Any:
-    """``0-2`` as a list; everything else as it is: it is checked as run.seeds."""
+    """Return ``0-2`` as a list; other values unchanged, as they are checked as run.seeds."""
     match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
     if match is None or int(match[2]) - int(match[1]) >= MAX_SEEDS:
         return seeds
@@ -298,7 +289,7 @@ def _expand_seeds(seeds: Any) -> Any:
 
 
 def _named_parts(document: Document, key: str) -> dict[str, Document]:
-    """The entries of a mapping as documents of their own. UserError where it is no mapping."""
+    """Return the entries of a mapping as separate documents; UserError if it is no mapping."""
     parts = document.data.get(key) or {}
     if not isinstance(parts, dict):
         text = f"found {show_value(parts)}; allowed: {key} by their names"

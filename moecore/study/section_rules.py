@@ -1,7 +1,4 @@
-"""Rules that compare two sections of params.yaml: methods and teacher, run and data.
-
-A source declares the task of its labels; parts declare which tasks they need.
-"""
+"""Rules that compare two sections of params.yaml, such as methods and teacher, or run and data."""
 
 from typing import Any
 
@@ -19,7 +16,7 @@ NO_TEACHER = "no_teacher"
 
 
 def section_misfits(study: Study) -> Misfits:
-    """Yield sections that do not fit together; the data are not read."""
+    """Yield misfits between sections, without reading data."""
     for name, method in study.methods.items():
         yield from _sizes(study, name, method)
         if name in study.run.methods:
@@ -31,7 +28,7 @@ def section_misfits(study: Study) -> Misfits:
 
 
 def _sizes(study: Study, name: str, method: Method) -> Misfits:
-    """Yield a method's changes that ``model`` or ``pretrain`` refuses."""
+    """Yield a method's changes to ``model`` and ``pretrain`` that are invalid."""
     changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
     for key, change in changes.items():
         try:
@@ -42,7 +39,7 @@ def _sizes(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
-    """Yield settings of a method that need a teacher where the study has none."""
+    """Yield settings of a method that need a teacher, if the study has none."""
     teacher = study.teacher
     if teacher is not None and teacher.kind != NO_TEACHER:
         return
@@ -55,14 +52,14 @@ def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
     }
     for index, loss in enumerate(method.regularizers):
         asking["regularizers", index] = "guidance" in loss.needs and loss.kind
-    for keys, words in asking.items():
-        if words:
-            text = f"found {words}, which needs a teacher, but {lack}"
+    for keys, need in asking.items():
+        if need:
+            text = f"found {need}, which needs a teacher, but {lack}"
             yield ("methods", name, *keys), f"{text}; allowed: {allowed}"
 
 
 def _equal_views(study: Study, name: str, method: Method) -> Misfits:
-    """Yield losses that compare two views where both views are always the same image."""
+    """Yield losses that compare two views, if the views never differ."""
     training = study.pretrain
     if method.views == 2 and training is not None and training.views == ViewSettings():
         kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
@@ -71,7 +68,7 @@ def _equal_views(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _mixed_labels(study: Study) -> Misfits:
-    """Yield phases with other labels than the first: a head for numbers cannot predict classes."""
+    """Yield phases whose labels differ in kind from the first's: a head predicts one kind."""
     phases = [phase for phase in study.run.phases if phase in study.data]
     tasks = {phase: study.data[phase].labels_task.needs_classes("classes") for phase in phases}
     other = [phase for phase in phases if bool(tasks[phase]) != bool(tasks[phases[0]])]
@@ -87,8 +84,8 @@ def _calibrator(study: Study) -> Misfits:
     calibrator = study.calibrate.calibrator
     for index, phase in enumerate(study.run.phases):
         kind = study.data[phase].labels_task.class_kind() if phase in study.data else None
-        every = part_classes_by_kind(Calibrator).items()
-        fitting = [name for name, part in every if kind in part.tasks]
+        calibrators = part_classes_by_kind(Calibrator).items()
+        fitting = [name for name, part in calibrators if kind in part.tasks]
         if fitting and kind not in calibrator.tasks:
             text = f"found {calibrator.kind}, but the labels of data.{phase} are of another sort"
             yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {', '.join(fitting)}"
@@ -100,7 +97,7 @@ def _calibrator(study: Study) -> Misfits:
 def _measurements(study: Study) -> Misfits:
     """Yield phases whose data a measurement does not measure."""
     for index, phase in enumerate(study.run.phases):
-        where = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
+        keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
         reasons = []
         for name in study.run.measurements if phase in study.data else ():
             part = builtin_measurements().get(name) or find_section(study, name)
@@ -109,13 +106,13 @@ def _measurements(study: Study) -> Misfits:
                 reasons += [f"{name} {refusal}"] if refusal else []
         if reasons:
             text = f"found {phase}, but {', '.join(reasons)} (data.{phase})"
-            yield where, f"{text}; allowed: other phases or measurements"
+            yield keys, f"{text}; allowed: other phases or measurements"
 
 
 def unused_teacher_note(study: Study) -> str | None:
-    """Return a line where each of several seeds trains a teacher from which no method learns."""
-    asked = [study.methods[name] for name in study.run.methods]
-    needed = any(method.guided or method.upcycle for method in asked)
+    """Return a note if each of several seeds trains a teacher that no method uses."""
+    methods = [study.methods[name] for name in study.run.methods]
+    needed = any(method.guided or method.upcycle for method in methods)
     number = len(study.run.seeds)
     if needed or number == 1 or study.teacher is None or study.teacher.training is None:
         return None
@@ -126,9 +123,9 @@ def unused_teacher_note(study: Study) -> str | None:
 
 
 def gradientless_router_note(study: Study) -> str | None:
-    """Return a line where routers get almost no gradient of the task.
+    """Return a note if routers get almost no gradient of the task.
 
-    A norm behind experts takes away the length that a single expert's weight gave.
+    A norm after the experts removes the scale that the weight of a single expert gives.
     """
     if study.model is None:
         return None

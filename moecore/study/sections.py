@@ -1,7 +1,4 @@
-"""The sections ``run``, ``claims`` and ``questions`` of params.yaml.
-
-What is trained and measured, and what is said or asked of methods.
-"""
+"""The sections ``run``, ``claims`` and ``questions`` of params.yaml."""
 
 import hashlib
 import json
@@ -11,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
+from moecore.core.files import describe_refusal
 from moecore.study.stages import PHASES
 
 if TYPE_CHECKING:
@@ -22,20 +20,18 @@ WITH_MARGIN = ("equivalent", "no_worse")
 
 
 class Selection(Config):
-    """Every method with every seed; measurements are of the models of these phases."""
+    """What is trained and measured: every method with every seed, and which models."""
 
-    methods: tuple[str, ...] = Field(
-        description="entries under methods; [] where nothing is trained"
-    )
+    methods: tuple[str, ...] = Field(description="entries under methods; [] if nothing is trained")
     seeds: tuple[int, ...] = Field(description="one training of each method per seed")
     phases: tuple[Phase, ...] = Field(
-        ("pretrain", "finetune"), description="whose models are calibrated and attacked"
+        ("pretrain", "finetune"), description="phases whose models are calibrated and attacked"
     )
     measurements: tuple[str, ...] = Field(
-        (), description="what else is measured, of the models of the phases in thorough"
+        (), description="additional measurements, of the models of the phases in thorough"
     )
     thorough: tuple[Phase, ...] | None = Field(
-        None, description="whose models are measured; left out: of all phases"
+        None, description="phases whose models get these measurements; left out: all phases"
     )
 
     @model_validator(mode="after")
@@ -43,8 +39,12 @@ class Selection(Config):
         named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
         empty = [name for name, values in named.items() if not values]
         if empty and len(empty) < len(named):
-            allowed = "at least one each, or none of methods, seeds and phases"
-            raise ValueError(f"found none of {' and '.join(empty)}; allowed: {allowed}")
+            raise ValueError(
+                describe_refusal(
+                    found=f"none of {' and '.join(empty)}",
+                    allowed="at least one each, or none of methods, seeds and phases",
+                )
+            )
         return self
 
     @model_validator(mode="after")
@@ -55,27 +55,27 @@ class Selection(Config):
         return self
 
     def covers(self, what: str, phase: Phase) -> bool:
-        """Return whether ``what`` (a stage or a measurement) looks at the models of this phase."""
+        """Return whether ``what`` (a stage or a measurement) uses the models of this phase."""
         return self.thorough is None or what not in self.measurements or phase in self.thorough
 
 
 class Comparison(Config):
-    """Two methods and one metric: which of them is said to have more of it, or that neither has.
+    """A comparison of two methods by one metric.
 
-    Or one method and two metrics of the same images and unit, such as accuracies under two attacks.
+    Or of one method by two metrics of the same images and unit, such as accuracies under two
+    attacks.
     """
 
     metric: str = Field(description="A metric of reports/compare.json.")
-    method: str = Field(description="The method that it is said of; one of run.methods.")
+    method: str = Field(description="The method that the claim is about; one of run.methods.")
     against: str = Field(
-        description="One of run.methods; another one unless against_metric is given."
+        description="The method to compare with, one of run.methods; equal to `method` only with "
+        "against_metric."
     )
-    against_metric: str = Field(
-        "", description="What is read of `against`, where that is not `metric`."
-    )
+    against_metric: str = Field("", description="Metric of `against`, if it is not `metric`.")
     better: Direction = Field(
-        description="higher, lower; equivalent: no further apart than `margin`; no_worse: not worse"
-        " by `margin` or more, in the direction that is good for the metric."
+        description="higher, lower; equivalent: they differ by at most `margin`; no_worse: not "
+        "worse by `margin` or more, in the direction that is good for the metric."
     )
     margin: float | None = Field(
         None,
@@ -89,18 +89,21 @@ class Comparison(Config):
     def _margin_where_needed(self) -> Self:
         if (self.better in WITH_MARGIN) == (self.margin is None):
             kinds = " and ".join(WITH_MARGIN)
-            allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
             raise ValueError(
-                f"found margin {self.margin}, better {self.better}; allowed: {allowed}"
+                describe_refusal(
+                    found=f"margin {self.margin}, better {self.better}",
+                    allowed=f"a margin, a number > 0 in the metric's unit, with {kinds} and only "
+                    "there",
+                )
             )
         if self.against_metric == self.metric:
-            same = f"found against_metric {self.metric}, the metric itself"
-            raise ValueError(f"{same}; allowed: another one, or none")
+            metric = f"against_metric {self.metric}, the metric itself"
+            raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
         return self
 
     @property
     def words(self) -> str:
-        """match_top1 of prc higher than of vmoe."""
+        """Return the comparison as text: match_top1 of prc higher than of vmoe."""
         ours = f"{self.metric} of {self.method}"
         theirs = f"{self.against_metric} of {self.against}".lstrip()
         if self.better == "equivalent":
@@ -112,11 +115,11 @@ class Comparison(Config):
 
 
 class Claim(Comparison):
-    """One sentence of a paper, put so that it can be measured."""
+    """A claim of a paper in a form that can be measured."""
 
-    paper: str = Field(min_length=1, description="Whose claim it is.")
+    paper: str = Field(min_length=1, description="The paper that makes the claim.")
     source: str = Field(
-        min_length=1, description="Where it stands: table 4; figure 3, left; §5.1; the text."
+        min_length=1, description="Place in the paper: table 4; figure 3, left; §5.1; the text."
     )
     says: str = Field(min_length=1, description="The claim in plain words.")
     quote: str = Field(min_length=1, description="The paper's sentence, word for word.")
@@ -130,45 +133,47 @@ class Claim(Comparison):
     def _effect_on_the_claimed_side(self) -> Self:
         side = {"higher": 1, "lower": -1}.get(self.better)
         if side and self.effect is not None and side * self.effect <= 0:
-            allowed = f"method − against, {'>' if side > 0 else '<'} 0"
-            problem = f"found effect {self.effect:g}, better {self.better}"
-            raise ValueError(f"{problem}; allowed: {allowed}")
+            sign = ">" if side > 0 else "<"
+            effect = f"effect {self.effect:g}, better {self.better}"
+            raise ValueError(describe_refusal(found=effect, allowed=f"method − against, {sign} 0"))
         return self
 
 
 class Question(Comparison):
-    """What no paper claims and these runs are asked: answered with yes, no or open."""
+    """A question to these runs that no paper answers; the answer is yes, no or open."""
 
     asks: str = Field(min_length=1, description="The question in plain words.")
-    paper: str = Field("", description="Whose method it is about; left out: nobody's.")
+    paper: str = Field("", description="The paper whose method it is about, if any.")
 
 
-def compared_quantity_key(asked: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what of a claim or question, as data, decides the numbers, but not the verdict."""
-    return tuple(asked[key] for key in ("metric", "method", "against", "against_metric", "phase"))
+def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a claim or question that decide its numbers, but not its verdict."""
+    return tuple(
+        comparison[key] for key in ("metric", "method", "against", "against_metric", "phase")
+    )
 
 
 def answer_settings_digest(
     study: Mapping[str, Any], comparison: Comparison, left_out: Sequence[str] = ("monitor",)
 ) -> str:
-    """Return a digest of the settings that an answer depends on, of a whole params.yaml as data.
+    """Return a digest of the settings that an answer depends on; study: params.yaml as data.
 
-    Of methods those of the two alone; which runs, claims and questions there are does not matter.
-    left_out: further sections that change no result.
+    Only the two methods count, and not run, claims and questions. left_out: additional sections
+    that change no result.
     """
     unread = ("run", "claims", "questions", "methods", *left_out)
-    kept = {name: section for name, section in study.items() if name not in unread}
+    sections = {name: section for name, section in study.items() if name not in unread}
     methods = study.get("methods") or {}
-    kept["methods"] = {name: methods.get(name) for name in (comparison.method, comparison.against)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    sections["methods"] = {
+        name: methods.get(name) for name in (comparison.method, comparison.against)
+    }
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def has_changed_settings(
     stored: str | None, study: Mapping[str, Any], comparison: Comparison
 ) -> bool:
-    """Return whether a digest of compare.json, if any, is of other settings than the study's.
-
-    Some were stored while ``monitor``, which changes no result, was part of the digest.
-    """
-    same = [answer_settings_digest(study, comparison, one) for one in (("monitor",), ())]
+    """Return whether a digest stored in compare.json, if any, differs from the study's."""
+    # In older files the digest includes ``monitor``, which changes no result.
+    same = [answer_settings_digest(study, comparison, left_out) for left_out in (("monitor",), ())]
     return stored is not None and stored not in same

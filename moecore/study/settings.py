@@ -1,7 +1,7 @@
-"""params.yaml into typed settings; a stage reads exactly the keys that it declares.
+"""params.yaml as typed settings; a stage reads exactly the keys that it declares.
 
-A stage's model is a ``Config`` whose fields are keys of params.yaml; one that sits elsewhere says
-where. From then on the process may import parts of the packages that the file lists::
+A stage's model is a ``Config`` whose fields are keys of params.yaml; a field with another key has
+a template. After reading, the process may import parts of the packages that the file lists::
 
     class Params(Config):
         pretrain: Training
@@ -39,19 +39,19 @@ from moecore.study.document import (
 AnySettings = TypeVar("AnySettings", bound=Config)
 Keys = tuple[str | int, ...]
 
-# for pydantic's words of JSON
+# instead of pydantic's terms of JSON
 PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
 
 @dataclass(frozen=True)
 class ParamsKeyTemplate:
-    """Dotted keys of params.yaml at which a field sits; ``read_params`` fills in braces."""
+    """The dotted key of a field in params.yaml; ``read_params`` fills the braces."""
 
     path: str
 
 
 def params_keys_by_field(model: type[Config]) -> dict[str, str]:
-    """Return field → key in params.yaml, as ``params:`` of dvc.yaml has them."""
+    """Return field → key in params.yaml, as under ``params:`` of dvc.yaml."""
     keys = {}
     for name, field in model.model_fields.items():
         named = [note.path for note in field.metadata if isinstance(note, ParamsKeyTemplate)]
@@ -60,17 +60,17 @@ def params_keys_by_field(model: type[Config]) -> dict[str, str]:
 
 
 def read_params(model: type[AnySettings], path: str | None = None, **item: object) -> AnySettings:
-    """Return the settings that ``model`` declares.
+    """Return the settings that ``model`` declares; UserError with a line per problem.
 
-    path: the file, left out: $MOECORE_PARAMS, else ./params.yaml. item: what fills the templates of
-    the keys, such as ``method="vmoe"``. Raises UserError, a line per problem.
+    path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates of
+    the keys, such as ``method="vmoe"``.
     """
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
     return extract_declared_settings(model, load_yaml_document(path), **item)
 
 
 def read_section_as_params(name: str, model: type[Config]) -> Config:
-    """Return the section ``name`` alone, as the one field of the settings returned."""
+    """Return settings whose only field is the section ``name``."""
     fields: dict[str, Any] = {name: (model, ...)}
     return read_params(create_model("Params", __base__=Config, **fields))
 
@@ -78,10 +78,7 @@ def read_section_as_params(name: str, model: type[Config]) -> Config:
 def extract_declared_settings(
     model: type[AnySettings], document: Document, **item: object
 ) -> AnySettings:
-    """Return the keys of ``document`` that ``model`` declares, validated.
-
-    Raises UserError, a line per problem: file, line, column, key, what was found, what is allowed.
-    """
+    """Return the keys of ``document`` that ``model`` declares; UserError, a line per problem."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()
@@ -98,14 +95,13 @@ def extract_declared_settings(
 
 
 def validate_whole(model: type[AnySettings], document: Document) -> AnySettings:
-    """Return all of ``document``, validated: its keys are the fields of ``model`` and no others.
-
-    Raises UserError with one line per problem.
-    """
+    """Return all of ``document``, validated by ``model``; UserError with a line per problem."""
     if not isinstance(document.data, dict):
-        kind = type(document.data).__name__
-        allowed = ", ".join(model.model_fields)
-        raise UserError(f"{document.path}:1:1: found {kind}; allowed: keys {allowed}")
+        raise UserError.at(
+            f"{document.path}:1:1",
+            found=type(document.data).__name__,
+            allowed=f"keys {', '.join(model.model_fields)}",
+        )
     return _validate(model, document.data, {}, document, [])
 
 
@@ -118,7 +114,7 @@ def _validate(
 ) -> AnySettings:
     allow_packages(document.packages, document.folders)
     try:
-        # As JSON and strict: a list may fill a tuple, but "3" is no integer and 1 no truth value.
+        # Strict JSON: a list may fill a tuple, but "3" is no integer and 1 is no bool.
         settings = model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         absent = {name for name in places if name not in values}
@@ -130,7 +126,7 @@ def _validate(
 
 
 def format_error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
-    """Return one line with the place, the key and what is wrong, however the file spells it."""
+    """Return one line: place, key and text; control characters are escaped."""
     return f"{document.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}"
 
 
@@ -143,20 +139,20 @@ def list_error_lines(
 ) -> list[str]:
     """Return one line per error, in the order of the file.
 
-    places: where each field of ``model`` stands in the document (at its own name where it is not
-    given); absent: fields that are reported already.
+    places: the key of each field of ``model`` in the document (default: the field's name); absent:
+    fields that are already reported.
     """
     texts: dict[Keys, list[tuple[str, str]]] = {}
     for item in error.errors(include_url=False):
         loc = item["loc"]
         if loc and loc[0] in absent or item["type"] == "default_factory_not_called":
-            continue  # follows from another error, which has a line of its own
+            continue  # follows from another error
         keys = _keys_at(item, places or {}, document.data)
         texts.setdefault(keys, []).append(_found_and_allowed(item, keys, model))
     lines = [
         (document.place(keys), format_error_line(document, keys, _join_members(several)))
         for keys, several in texts.items()
-        # A member of a union may say what is wrong further in
+        # Only the deepest error counts, if members of a union report several levels
         if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in texts)
     ]
     return [line for _, line in sorted(lines, key=lambda pair: _position(pair[0]))]
@@ -168,16 +164,13 @@ def _position(place: str) -> tuple[int, int]:
 
 
 def _join_members(several: Sequence[tuple[str, str]]) -> str:
-    """Return what the members of a union say of one value as one text."""
+    """Return the errors that the members of a union report for one value as one text."""
     allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
     return f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
-    """Return the keys of the file that pydantic's location names.
-
-    A location also has the kinds of unions and pydantic's own marks, which the file has not.
-    """
+    """Return the keys of the file for pydantic's location, without kinds of unions and marks."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
@@ -216,9 +209,9 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
     if kind == "union_tag_invalid":
         tag = item["ctx"]["tag"]
-        known = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
-        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}"
-        return shown, ", ".join(known)
+        tags = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
+        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, tags)}"
+        return shown, ", ".join(tags)
     if kind == UNKNOWN_KIND:
         tag, kinds = item["ctx"]["tag"], item["ctx"]["kinds"]
         hint = did_you_mean(tag, kinds.split(", "))
@@ -236,7 +229,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
 
 
 def describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return what may stand at pydantic's location: keys or kinds, else the field's description."""
+    """Return what is allowed at pydantic's location: keys, kinds, or the field's description."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
@@ -251,12 +244,14 @@ def _describe_models(models: Sequence[type[BaseModel]]) -> str:
 
 
 def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the models that a value may be at pydantic's location; none where it is plain."""
+    """Return the models that are allowed at pydantic's location; none for a plain value."""
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
         tags = [owner.model_fields.get(TAG) for owner in models]
-        tagged = [one for one, tag in zip(models, tags, strict=True) if tag and tag.default == part]
+        tagged = [
+            owner for owner, tag in zip(models, tags, strict=True) if tag and tag.default == part
+        ]
         if len(models) > 1 and tagged:
             models = tagged
         elif fields:
@@ -265,7 +260,7 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models anywhere inside an annotation; of a family its parts."""
+    """Return the models inside an annotation; for a family, its parts."""
     if isinstance(annotation, type) and is_family_base(annotation):
         return list(part_classes_by_kind(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -1,16 +1,16 @@
-"""The stages of a study: a row each. All that moecore knows of a stage follows from its row: its
-entry in dvc.yaml, the sections of params.yaml that it reads, the code that its result depends on,
-the phases of a study, who may share it, what the fork server imports and how MLflow shows it.
+"""The table of stages: one row per stage, from which everything about the stage follows.
 
-A new stage is a row and a script in stages/; a new phase also has the class of its settings. After
-an edit `moecore study write` writes the root's dvc.yaml.
+That is its entry in dvc.yaml, the sections of params.yaml that it reads, the code that its result
+depends on, the phases of a study, its parallelism, and how MLflow shows it. A new stage is a row
+and a script in stages/; a new phase also has a settings class. After an edit, `moecore study write`
+writes the root's dvc.yaml.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 METHODS, SEEDS, PHASES_RUN = "${run.methods}", "${run.seeds}", "${run.phases}"
-EACH = {  # over what a stage is repeated: the matrix of DVC, for each of whose items it runs once
+EACH = {  # the matrix of DVC: the stage runs once per item
     "": {},
     "data": {"key": "${data}"},  # not a matrix but a foreach
     "seed": {"seed": SEEDS},
@@ -27,52 +27,52 @@ EACH = {  # over what a stage is repeated: the matrix of DVC, for each of whose 
 
 
 class Stage(NamedTuple):
-    """One stage; {method}, {seed}, … in texts stand for the item for which it runs.
+    """One stage; {method}, {seed}, … in texts stand for the item of a run.
 
-    A stage of nothing in ``each`` runs once.
+    A stage with an empty ``each`` runs once.
     """
 
     name: str
     says: str
     each: str = ""
-    keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the one of its name
+    keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the stage's name
     code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
-    after: tuple[str, ...] = ()  # below artifacts: what it reads, where another stage writes it
-    folder: bool = False  # it writes a folder, as all stages of a seed or a model do
-    script: str = ""  # in stages/, where it is not called as the stage
-    words: str = ""  # of its command, where they are not the item's
-    path: str = ""  # of its result and history, where not its name and the item
-    entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from the rest
-    settings: str = ""  # class of its section, where ``Study`` does not name it
-    title: str = ""  # of the phase whose models it makes, on the page; "" makes no phase
+    after: tuple[str, ...] = ()  # below artifacts: what it reads, if a stage of the study writes it
+    folder: bool = False  # it writes a folder; stages per seed or model always do
+    script: str = ""  # in stages/, if not named like the stage
+    words: str = ""  # arguments of its command, if not the item
+    path: str = ""  # of its result and history, if not its name and the item
+    entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from other fields
+    settings: str = ""  # class of its section, if ``Study`` does not name it
+    title: str = ""  # on the page, of the phase whose models it makes; "" makes no phase
     trains: bool = False  # several ranks may share it
     alone: bool = False  # takes all cores, as every other stage waits for it
-    early: bool = False  # runs before all that could run: much waits for it
+    early: bool = False  # runs before other stages, as many wait for it
     usual: bool = True  # in the root's dvc.yaml, and in studies that name no stages
 
     @property
     def module(self) -> str:
-        """The name of its script."""
+        """Return the name of its script."""
         return self.script or self.name
 
     @property
     def item(self) -> tuple[str, ...]:
-        """The names of what differs between its runs."""
+        """Return the names of the values that differ between its runs."""
         return tuple(EACH[self.each])
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The keys of params.yaml that it reads."""
+        """Return the keys of params.yaml that it reads."""
         return (self.name,) if self.keys is None else self.keys
 
     @property
     def item_path(self) -> str:
-        """The path of its result and its history, below folders of artifacts."""
+        """Return the path of its result and its history, below folders of artifacts."""
         return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """The files below artifacts/code with the hashes of its code, without suffix."""
+        """Return the files below artifacts/code with the hashes of its code, without suffix."""
         method = ("methods/{method}",) if "method" in self.item else ()
         return (f"stages/{self.module}", *self.code, *method)
 
@@ -297,26 +297,20 @@ SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by
 
 
 def list_code_hashes(name: str, **item: str | None) -> list[str]:
-    """Return the paths below artifacts/code of the hashes that a stage's result depends on.
-
-    name: of the stage, or of a measurement. item: for which it runs.
-    """
+    """Return paths below artifacts/code of hashes for a stage or measurement ``name``."""
     stage = STAGES.get(name, STAGES[MEASURE])
     return [hash_file(path).format(what=name, **item) for path in stage.hashes]
 
 
 def hash_file(path: str) -> str:
-    """Return a path of ``Stage.hashes`` with its suffix; ``methods`` is the folder of all."""
+    """Return a path of ``Stage.hashes`` with its suffix; ``methods`` is a folder."""
     return path if path == "methods" else f"{path}.json"
 
 
-def stage_of_command(words: Sequence[str]) -> str:
-    """Return the name of the stage that ``python -m moecore.stages.SCRIPT WORD …`` runs.
-
-    words: those after ``python``.
-    """
-    script, *others = words[1:]
+def stage_of_command(arguments: Sequence[str]) -> str:
+    """Return the stage that ``python`` runs with ``-m moecore.stages.SCRIPT WORD …``."""
+    script, *rest = arguments[1:]
     script = script.rpartition(".")[2]
     names = [stage.name for stage in ROWS if stage.module == script]
-    word = others[0] if others else ""
+    word = rest[0] if rest else ""
     return next(name for name in (word, script, *names) if name in names)

@@ -1,4 +1,4 @@
-"""The whole of params.yaml as one typed object, and which of its sections the stages read."""
+"""All of params.yaml as one typed object, and the sections that each stage reads."""
 
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,11 +8,7 @@ from pydantic import AfterValidator, Field, create_model
 
 from moecore.core.config import Config, find_class
 from moecore.core.files import UserError
-from moecore.core.outside_packages import (
-    allow_packages,
-    check_package_name,
-    package_folder,
-)
+from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
@@ -32,14 +28,14 @@ from moecore.training.teachers.base import Teacher
 
 Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
 
-# by the stage `measure`
+# read by the stage `measure`
 MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in SECTIONS)
-# their defaults say all
+# complete by their defaults
 OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer", "packages")
 
 
 def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Return section → a stage that reads it; run: the section ``run`` of the file."""
+    """Return section → the first stage that reads it; run: the section ``run`` of the file."""
     readers = {"run": LAST_STAGES[0], "packages": CODE_STAGE}
     for stage in stages:
         if stage in TRAINING_PHASES:
@@ -55,11 +51,11 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
     return readers
 
 
-# A section for each measurement of the table, so that a new one costs no line here.
+# One section per measurement of the table
 MEASUREMENT_FIELDS: dict[str, Any] = {
     name: (measurement | None, None) for name, measurement in builtin_measurements().items()
 }
-STAGE_FIELDS: dict[str, Any] = {  # and one for each stage whose row names the class of its section
+STAGE_FIELDS: dict[str, Any] = {  # one section per stage whose row names a settings class
     stage.name: (pkgutil.resolve_name(stage.settings) | None, None)
     for stage in ROWS
     if stage.settings
@@ -68,7 +64,8 @@ Sections = create_model("Sections", __base__=Config, **MEASUREMENT_FIELDS, **STA
 
 
 def _check_package(name: str) -> str:
-    """Return the name of a package, which no section has: its measurements have one of its name."""
+    """Return the name of a package; ValueError if a section or no package has it."""
+    # The settings of a package's measurements are in a section with the package's name.
     if name in Study.model_fields:
         raise ValueError(f"found {name}, the name of a section; allowed: packages of other names")
     package_folder(check_package_name(name))
@@ -82,16 +79,16 @@ def _check_listed_once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Study(Sections):
-    """params.yaml: what is computed (``run``), and the settings of every stage that computes it.
+    """params.yaml: what is computed (``run``), and the settings of every stage.
 
-    Sections that are None are not in the file; a study needs those that its stages read.
+    Sections that are None are not in the file; a study needs the sections that its stages read.
     """
 
     packages: Annotated[
         tuple[Annotated[str, AfterValidator(_check_package)], ...],
         AfterValidator(_check_listed_once),
     ] = Field(
-        (), description="Of parts from outside, kind: package.module; other packages are refused."
+        (), description="Packages with parts, kind: package.module; other packages are refused."
     )
     run: Selection
     data: dict[Phase, Source] = {}
@@ -102,7 +99,7 @@ class Study(Sections):
     pretrain: Training | None = None
     finetune: Finetuning | None = None
     monitor: Monitor | None = Field(
-        None, description="How a training watches its routing, without a change; null: not at all."
+        None, description="How a training observes its routing, without changing it; null: not."
     )
     calibrate: Calibrate | None = None
     robustness: Robustness | None = None
@@ -110,18 +107,18 @@ class Study(Sections):
     routing: Routing | None = None
     sizes: Sizes | None = None
     claims: tuple[Claim, ...] = Field(
-        (), description="What the papers say of two methods, held against these runs."
+        (), description="Claims of papers about two methods, tested on these runs."
     )
     questions: tuple[Question, ...] = Field(
-        (), description="What no paper says of two methods, asked of these runs."
+        (), description="Questions about two methods that no paper answers, asked of these runs."
     )
 
 
 def read_study(document: Document) -> Study:
-    """Return the whole of a params.yaml, validated; UserError with one line per problem.
+    """Return a complete params.yaml, validated; UserError with one line per problem.
 
-    Measurements from outside have their settings under the name of their package: ``my_lab:
-    {brightness: {images: 8}}``. From then on the process may import parts of the listed packages.
+    Outside measurements have their settings under the name of their package: ``my_lab:
+    {brightness: {images: 8}}``. Afterwards the process may import parts of the listed packages.
     """
     allow_packages(document.packages, document.folders)
     measurements = {}
@@ -137,7 +134,7 @@ def read_study(document: Document) -> Study:
 
 
 def study_model(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
-    """Return ``Study`` with sections of packages; measurements: from outside, by dotted name."""
+    """Return ``Study`` with sections of packages; measurements: outside ones, by dotted name."""
     sections: dict[str, dict[str, Any]] = {}
     for name, measurement in measurements.items():
         package, _, module = name.partition(".")

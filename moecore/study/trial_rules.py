@@ -1,6 +1,6 @@
-"""Parts from outside held to what ``moecore.testing`` asks of all, and a step of every method.
+"""Rules that try outside parts with the checks of ``moecore.testing``, and a step of every method.
 
-Parts have their own settings; models and data are small. A UserError is no fault: a note says that
+Parts have the study's settings; models and data are small. A UserError is no fault but a note that
 the part was not tried. Nothing is prepared, downloaded or trained.
 """
 
@@ -43,8 +43,10 @@ from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
 
-ITEMS = 4  # that a task is tried with
-MOST = 2e7  # weights times tokens of a backbone that is tried: a second at most
+ITEMS = 4  # with which a task is tried
+MAX_WEIGHTS_TIMES_TOKENS = (
+    2e7  # weights times tokens of a backbone that is tried, for at most a second
+)
 
 OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
     Experts: testing.check_experts,
@@ -56,10 +58,7 @@ Keys = tuple[str | int, ...]
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
-    """Yield what is wrong with what sources from outside foresee of their data.
-
-    notes: gets a line for each part that refuses to be tried.
-    """
+    """Yield faults of the previews of outside sources; appends to ``notes`` what was not tried."""
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
@@ -68,7 +67,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield what every other part from outside breaks, by its keys; notes: as above."""
+    """Yield faults of all other outside parts; appends to ``notes`` what was not tried."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)
@@ -87,10 +86,7 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
-    """Yield in a line why an attempt fails; the draws of the caller stay what they were.
-
-    refusals: gets the UserError of parts that refuse so small a model.
-    """
+    """Yield one line if ``attempt`` fails, with its own random state; UserErrors go to refusals."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -115,7 +111,7 @@ def _is_from_outside(part: Part) -> bool:
 
 
 def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
-    """Raise AssertionError, in one line, where a part breaks a promise of its family."""
+    """Raise AssertionError with one line if a part fails the checks of its family."""
     if part.family is Router and experts is not None:
         testing.check_router(part, experts)
     elif part.family in (Backbone, Teacher):
@@ -139,7 +135,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
         model = part.build(images)
     layout = model.layout_of(0)
     weights = sum(weight.numel() for weight in model.parameters())
-    if weights * (layout.special + prod(layout.grid)) > MOST:
+    if weights * (layout.special + prod(layout.grid)) > MAX_WEIGHTS_TIMES_TOKENS:
         check = "check_teacher" if is_teacher else "check_backbone"
         raise UserError(f"its model has {weights:,} weights; moecore.testing.{check} tries smaller")
     if is_teacher:
@@ -149,7 +145,8 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 
 
 def _try_measurement(measurement: Measurement) -> None:
-    """Try it on a small ViT; what fails there may be in order on the study's models and images."""
+    """Try a measurement on a small ViT; other errors become UserErrors."""
+    # A measurement that fails here may work with the study's models and images.
     subject = MeasuredModel(small_vit(), small_data())
     if refusal := measurement.applies(subject):
         raise UserError(refusal)
@@ -158,8 +155,8 @@ def _try_measurement(measurement: Measurement) -> None:
     except (AssertionError, UserError):
         raise
     except Exception as error:
-        where = "on a small ViT and 24 images of 8 × 8 pixels"
-        raise UserError(f"it fails {where}: {last_traceback_line(error)}") from error
+        setting = "on a small ViT and 24 images of 8 × 8 pixels"
+        raise UserError(f"it fails {setting}: {last_traceback_line(error)}") from error
 
 
 def _try_task(task: Task) -> None:
@@ -173,16 +170,13 @@ def _try_task(task: Task) -> None:
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
-    """Yield what is wrong with a step of each method of ``run.methods``.
-
-    faulty: the keys of parts whose fault is known; their methods are not tried.
-    """
+    """Yield faults of a step of each method, except methods with ``faulty`` keys."""
     for name in study.run.methods:
         method = study.methods[name]
         towers = (((), method, method.losses), (("text",), method.text, method.text_losses))
         for place, tower, losses in towers:
             keys = ("methods", name, *place)
-            is_known = any(known[: len(keys)] == keys for known in faulty)
+            is_known = any(keys_of_fault[: len(keys)] == keys for keys_of_fault in faulty)
             if tower is None or tower.router is None or tower.experts is None or is_known:
                 continue
             moe = MoESettings(router=tower.router, experts=tower.experts, blocks="all")
@@ -191,7 +185,7 @@ def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
 
 
 def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
-    """Raise AssertionError, in a line, where a step of a small ViT with these layers is wrong."""
+    """Raise AssertionError with one line if a step of a small ViT with these layers is wrong."""
     model = small_vit(moe=moe)
     step = small_objective_inputs(model)
     objective = Objective(losses)

@@ -228,6 +228,15 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
     assert "@@" not in again and ".dvcignore" not in again, "it is said once"
 
 
+def test_an_upgrade_writes_an_untouched_file_that_is_empty(older):
+    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    answers["files"][".dvcignore"] = hash_text("")
+    (older / PROJECT_ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
+    (older / ".dvcignore").write_text("", encoding="utf-8")
+    assert "edited in this project" not in moecore("upgrade", "--yes").stdout
+    assert (older / ".dvcignore").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("study", ["quick", "main"])
 def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, study):
     """A version began it whose ``quick`` had ``calibrate``, and ``main`` no ``transfer``."""

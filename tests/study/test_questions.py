@@ -198,7 +198,7 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
         ("question: 5\n", "own/asked.yaml:1:1: question", "found 5 (int); allowed: a text"),
         ("world: smal\n", "own/asked.yaml:1:1: world", "did you mean 'small'?; allowed: small"),
         ("rounds: {}\n", "own/asked.yaml:1:1: rounds", "allowed: a list of at least one round"),
-        ("rounds: [{}]\nseeds: [1]\n", "own/asked.yaml:2:1: seeds", "beside rounds; allowed: in"),
+        ("rounds: [{}]\nseeds: [1]\n", "own/asked.yaml:2:1: seeds", "with rounds; allowed: in"),
         ("rounds:\n  - {sedes: [1]}\n", "own/asked.yaml:2:6: sedes", "did you mean 'seeds'?"),
         ("rounds:\n  - {methods: {}}\n", "own/asked.yaml:2:6: methods", "allowed: a list of na"),
         ("presets: [1]\n", "own/asked.yaml:1:1: presets", "allowed: presets by their names"),
@@ -223,7 +223,7 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
             "own/asked.yaml:2:13: asks[0]",
             "found 'tgr/8_expert' (str), did you mean 'tgr/8_experts'?",
         ),
-        ("asks: []\nclaims: []\n", "own/asked.yaml:2:1: claims", "beside asks; allowed: one of"),
+        ("asks: []\nclaims: []\n", "own/asked.yaml:2:1: claims", "with asks; allowed: one of"),
         (
             "asks:\n  - {claim: mine/faster, method: vmeo}\n",
             "own/asked.yaml:2:26: claims[0].method",

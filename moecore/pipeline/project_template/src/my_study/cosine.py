@@ -1,4 +1,4 @@
-"""A router by cosine: which expert's direction a token points to.
+"""A cosine router: a token goes to the experts with the most similar directions.
 
 B images, T tokens per image, E experts, k chosen per token, d width.
 """
@@ -23,14 +23,14 @@ from moecore.parts import (
 
 
 class Cosine(Router):
-    """The k experts whose directions are nearest, weighted by a softmax over all experts."""
+    """The k experts with the nearest directions, weighted by a softmax over all experts."""
 
     kind: Literal["my_study.cosine"] = "my_study.cosine"
     k: int = Field(2, ge=1, description="experts per token")
     temperature: float = Field(0.1, gt=0, description="divides the cosines before the softmax")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
-        """Return the router of ``width``-wide tokens; UserError where k is above ``experts``."""
+        """Return the router for tokens of ``width``; UserError if k is larger than ``experts``."""
         self.check_k(experts)
         return CosineRouter(self, width, experts)
 
@@ -46,7 +46,7 @@ class CosineRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        with full_precision(tokens):  # under autocast too, where ties would flip
+        with full_precision(tokens):  # under autocast, rounding would change which expert wins
             directions = normalize(self.directions, dim=-1)
             cosines = router_logits(normalize(tokens, dim=-1), directions)
             logits = cosines / self.config.temperature
