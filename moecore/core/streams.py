@@ -106,13 +106,8 @@ def uniform_like(values: Tensor) -> Tensor:
     return RowsOfBatch.of(torch.rand_like(_whole_batch_like(values)))
 
 
-<<<<<<< HEAD
 def draw_bernoulli_mask(values: Tensor, probability: float) -> Tensor:
     """Return 0 or 1 for ``values`` (views · b, …), drawn as in ``normal_like``."""
-=======
-def bernoulli_like(values: Tensor, probability: float) -> Tensor:
-    """Return draws of 0 or 1 for ``values`` (views · b, …), like ``normal_like``."""
->>>>>>> p_study
     return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))
 
 
