@@ -25,7 +25,7 @@ from moecore.report.page.templating import template_environment
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-MOST = 2  # experts of a word that are shown
+MAX_EXPERTS = 2  # shown per word
 
 
 class Sampling(NamedTuple):
@@ -141,7 +141,7 @@ def _words_with_experts(
     words: Sequence[str], records: Sequence[RoutingRecord], given: bool
 ) -> list[WordWithExperts]:
     """Return M words with their experts in every layer."""
-    layers = [experts_by_weight(record.combine[0].cpu(), MOST) for record in records]
+    layers = [experts_by_weight(record.combine[0].cpu(), MAX_EXPERTS) for record in records]
     return [
         WordWithExperts(word, given, [layer[place] for layer in layers])
         for place, word in enumerate(words)
