@@ -1,4 +1,4 @@
-"""How a language model goes on with a prompt, and which expert every word went to.
+"""Continue a prompt with a language model, and show the experts of every word.
 
 V words, E experts.
 """
@@ -32,8 +32,8 @@ class Sampling(NamedTuple):
     """How words are drawn."""
 
     words: int = 50
-    temperature: float = 0.0  # divides the logits; 0: always the likeliest word
-    top_p: float = 1.0  # the likeliest words with this much probability together
+    temperature: float = 0.0  # divides the logits; 0: always the most probable word
+    top_p: float = 1.0  # draw among the most probable words with this total probability
     seed: int = 0
 
 
@@ -48,7 +48,7 @@ class WordWithExperts(NamedTuple):
 
     word: str
     given: bool  # of the prompt
-    experts: list[list[int]]  # a layer: those that process it, most weight first
+    experts: list[list[int]]  # per layer: the experts that process it, most weight first
 
 
 class Continued(NamedTuple):
@@ -59,7 +59,7 @@ class Continued(NamedTuple):
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    """Print how the prompt goes on, and on stderr what there is to know of it."""
+    """Print the continuation of the prompt, and remarks on stderr."""
     continuation = continue_file(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.words if not word.given))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
@@ -67,14 +67,12 @@ def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling
 
 
 def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
-    """Continue the text of a file, and write the page ``out``.
-
-    Raises UserError for a model that is none of text, and for a prompt that cannot be read.
-    """
+    """Continue the text of a file, and write the page ``out``."""
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
-        problem = f"{folder}: found a model of images"
-        raise UserError(f"{problem}; --prompt takes one of text, and others take FOLDER")
+        raise UserError(
+            f"{folder}: found a model of images; --prompt takes one of text, and others take FOLDER"
+        )
     if model.moe is not None and "truth" in model.moe.router.wants:
         raise UserError(f"{folder}: is routed by the truth, which a prompt does not say")
     vocabulary = read_vocabulary(folder, model.image.outputs)
@@ -86,7 +84,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
 
 
 def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
-    """Return the words of a prompt, as the text of the model in ``folder`` was read."""
+    """Read the words of a prompt in the way in which the model's training text was read."""
     try:
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,15 +92,16 @@ def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    known = read_json_settings(folder / "text.json", WordSplittingSettings, "the reading of a text")
-    return split_prompt_words(text, known.reading)
+    path = folder / "text.json"
+    settings = read_json_settings(path, WordSplittingSettings, "the reading of a text")
+    return split_prompt_words(text, settings.reading)
 
 
 @torch.no_grad()
 def continue_words(
     model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
 ) -> Continued:
-    """Return the words with those that the model adds, one after another, from an empty cache."""
+    """Return the words of a prompt, followed by words that the model adds one by one."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in words if word not in numbers))
     device = model.positions.device
@@ -120,7 +119,7 @@ def continue_words(
         part = torch.tensor([token], device=device)
         ahead, records, states = _read_tokens(model, part, states)
         shown += _words_with_experts([vocabulary[token]], records, given=False)
-    how = "the likeliest word each time"
+    how = "the most probable word each time"
     if sampling.temperature:
         how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
     remarks = [f"{how}, seed {sampling.seed}"]
@@ -132,7 +131,7 @@ def continue_words(
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """Return, after tokens (M,), the logits of the next one (V,), their routing, and the cache."""
+    """Return the logits (V,) of the token after tokens (M,), their routing, and the cache."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
@@ -152,18 +151,18 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     """Return a word's number from logits (V,)."""
     if not sampling.temperature:
         return int(logits.argmax())
-    # from the largest: a tiny temperature leaves it, and no infinity less another
-    above = (logits.double() - logits.max()) / sampling.temperature
-    probs, order = above.softmax(dim=0).sort(descending=True)
-    before = probs.cumsum(dim=0) - probs  # the likeliest word always stays
-    kept = torch.where(before < sampling.top_p, probs, 0)
-    return int(order[torch.multinomial(kept, 1, generator=generator)])
+    # Relative to the largest: with a tiny temperature, ∞ − ∞ would be NaN.
+    scaled = (logits.double() - logits.max()) / sampling.temperature
+    probs, order = scaled.softmax(dim=0).sort(descending=True)
+    mass_before = probs.cumsum(dim=0) - probs  # 0 for the most probable word, which always stays
+    top_p_probs = torch.where(mass_before < sampling.top_p, probs, 0)
+    return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
 
 
 def render_continuation(model: str, continuation: Continued, experts: int) -> str:
-    """Return the page: the text once a layer, every word in the colour of its first expert.
+    """Return the page: the text once per layer, words in the colour of their first expert.
 
-    experts: of a layer; 0 of a dense model.
+    experts: per layer; 0 for a dense model.
     """
     layers = [
         {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
@@ -177,6 +176,6 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
 def expert_word_counts(
     words: Sequence[WordWithExperts], layer: int, expert: int
 ) -> list[tuple[str, int]]:
-    """Return the words whose first expert this is, with how often, most often first."""
+    """Return the words whose first expert is ``expert``, with counts, most frequent first."""
     counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
     return counts.most_common()
