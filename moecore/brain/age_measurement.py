@@ -50,7 +50,6 @@ class Ages(NamedTuple):
         return cls(data, predicted, subjects, file_checksum(weights))
 
     def known(self, split: str) -> np.ndarray:
-        """Return the known ages (N,)."""
         return np.asarray(getattr(self.data, split).labels, np.float64)
 
     def column(self, split: str, name: str) -> list[str]:
@@ -58,7 +57,6 @@ class Ages(NamedTuple):
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
-        """Return the predictions of a split, raw and corrected."""
         sexes = self.column(split, "sex")
         return correct_ages(self.predicted[split], sexes, fitted, self.known(split))
 
@@ -205,8 +203,6 @@ METRICS |= {
 
 
 class AgePoints(NamedTuple):
-    """Ages and predictions of all test volumes, for figures."""
-
     age: np.ndarray
     sex: list[str]
     raw: np.ndarray
@@ -286,9 +282,9 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     no_predictions = corrected if line.uses_age else []
     table = age_errors.measure_age_errors(test_ages, test.variants, people, no_predictions)
     predictions = {
-        name: test.variants[name] for name in test.variants if name not in no_predictions
+        name: values for name, values in test.variants.items() if name not in no_predictions
     }
-    by_one_line = {name: predictions[name] for name in predictions if name != "sex_specific"}
+    by_one_line = {name: values for name, values in predictions.items() if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[age_errors.GroupErrors, ...]:
         return age_errors.measure_group_errors(groups, test_ages, by_one_line, people)

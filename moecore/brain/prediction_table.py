@@ -155,7 +155,6 @@ class CorrectedAges(NamedTuple):
 
     @property
     def variants(self) -> dict[str, np.ndarray]:
-        """The available predictions by name."""
         named = {"raw": self.raw, "pooled": self.pooled, "sex_specific": self.sex_specific}
         return {name: values for name, values in named.items() if values is not None}
 

@@ -159,8 +159,6 @@ class RidgeResult(NamedTuple):
 
 
 class SplitFeatures(NamedTuple):
-    """Tissue volumes and subjects of a split."""
-
     features: np.ndarray  # (N, 3): white matter, grey matter and fluid, mL
     ages: np.ndarray  # (N,)
     sexes: list[str]

@@ -84,11 +84,11 @@ class TraceExplorer:
         """Return the page's data of the trace; packed texts are indices into ``pool``."""
         answers = roles_answers([layer.roles for layer in numbers.layers], min(examples, PARTNERS))
         for answer, layer in zip(answers, self.layers, strict=True):
-            answer["surest"] = [len(surest[:examples]) for surest, _ in layer.examples]
+            answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
             if not self.has_pictures:
                 answer["contexts"] = [
-                    [example.words for example in surest[:examples] + drawn[:examples]]
-                    for surest, drawn in layer.examples
+                    [example.words for example in probable[:examples] + random[:examples]]
+                    for probable, random in layer.examples
                 ]
         model = intern_texts(self.result(items, examples).model_dump(mode="json"), pool)
         return {"name": name, "model": model, "known": {"layers": answers, "open": []}}
@@ -288,7 +288,7 @@ def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
 
 def gallery_of_layer(layer: ExploredLayer, number: int) -> LayerGallery:
     """Return a layer's experts with up to ``number`` words, and examples of each kind."""
-    examples = [surest[:number] + drawn[:number] for surest, drawn in layer.examples]
+    examples = [probable[:number] + random[:number] for probable, random in layer.examples]
     experts = []
     for profile, of_expert in zip(layer.profiles, examples, strict=True):
         favourites = tuple(example.token for example in of_expert)

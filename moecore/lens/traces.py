@@ -362,7 +362,6 @@ def write_trace(
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raise UserError unless it is a list or a tuple of words."""
     wrong = [vocabulary]
     if isinstance(vocabulary, list | tuple):
         wrong = [word for word in vocabulary if not isinstance(word, str)]

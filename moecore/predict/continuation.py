@@ -29,8 +29,6 @@ MAX_EXPERTS = 2  # shown per word
 
 
 class Sampling(NamedTuple):
-    """How words are drawn."""
-
     words: int = 50
     temperature: float = 0.0  # divides the logits; 0: always the most probable word
     top_p: float = 1.0  # draw among the most probable words with this total probability
@@ -52,8 +50,6 @@ class WordWithExperts(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """The prompt and what the model added."""
-
     words: list[WordWithExperts]
     remarks: list[str]
 
@@ -113,12 +109,12 @@ def continue_words(
     for part in tokens.split(model.image.shape[0]):
         ahead, records, states = _read_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
-        shown += _words_with_experts(names, records, given=True)
+        shown += _words_with_experts(names, records, is_prompt=True)
     for _ in range(sampling.words):
         token = sample_token(ahead, sampling, drawing)
         part = torch.tensor([token], device=device)
         ahead, records, states = _read_tokens(model, part, states)
-        shown += _words_with_experts([vocabulary[token]], records, given=False)
+        shown += _words_with_experts([vocabulary[token]], records, is_prompt=False)
     how = "the most probable word each time"
     if sampling.temperature:
         how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
@@ -137,12 +133,11 @@ def _read_tokens(
 
 
 def _words_with_experts(
-    words: Sequence[str], records: Sequence[RoutingRecord], given: bool
+    words: Sequence[str], records: Sequence[RoutingRecord], is_prompt: bool
 ) -> list[WordWithExperts]:
-    """Return M words with their experts in every layer."""
     layers = [experts_by_weight(record.combine[0].cpu(), MAX_EXPERTS) for record in records]
     return [
-        WordWithExperts(word, given, [layer[place] for layer in layers])
+        WordWithExperts(word, is_prompt, [layer[place] for layer in layers])
         for place, word in enumerate(words)
     ]
 

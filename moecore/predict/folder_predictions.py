@@ -24,8 +24,6 @@ TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>
 
 
 class PredictionRequest(NamedTuple):
-    """Arguments of the command line."""
-
     model: Path
     folder: Path
     out: Path

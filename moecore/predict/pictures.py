@@ -50,8 +50,6 @@ class Tile(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """A file on the page."""
-
     name: str
     answer: str
     tiles: list[Tile]  # one of a picture, three of a volume
@@ -68,15 +66,11 @@ class RoutedText(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A file without a prediction, and why."""
-
     name: str
     reason: str
 
 
 class PredictedPage(NamedTuple):
-    """Content of the page."""
-
     model: str
     data: str
     remarks: Sequence[str]
@@ -139,7 +133,6 @@ class Row(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The answer with its probability."""
         if self.probability is None:
             return self.prediction
         return f"{self.prediction}, {100 * self.probability:.1f} %"
@@ -372,7 +365,6 @@ def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Mat
 def texts_with_experts(
     model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
 ) -> list[RoutedText]:
-    """Return each text with the experts of its words, and its best pictures."""
     routed = experts_by_word(model, texts.tokens, texts.tokenizer)
     return [
         RoutedText(

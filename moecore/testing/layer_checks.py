@@ -201,7 +201,7 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
 
 
 def has_one_token_per_row(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
-    """Return whether each row of the experts is one token, not a mixture, and no expert is one."""
+    """Return whether rows are single tokens and experts single networks, not mixtures."""
     if layer.shares_basis:
         return True
     rows = layer.router(tokens, context)[0].dispatch(tokens)
