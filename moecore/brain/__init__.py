@@ -1,1 +1,1 @@
-"""What only the brain-age study has: corrected ages and their errors, new volumes, model card."""
+"""Brain age: corrected predictions, their errors, the prediction table and the model card."""

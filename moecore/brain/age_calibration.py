@@ -1,7 +1,4 @@
-"""Calibration for data whose labels are ages: correct, measure, and write what a user needs.
-
-The model card says in words what the model was made of, how well it does, and its limits.
-"""
+"""Calibrate a brain-age model, and write the calibrator, its predictions and a model card."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,15 +26,12 @@ from moecore.statistics.intervals import Estimate
 
 
 class AgeCalibration(ModelCalibration):
-    """Of ages: a line from the split that the calibrator names."""
+    """Calibration of predicted ages, fitted on the split that the calibrator names."""
 
     metrics = METRICS
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit, write the folder ``files.out``, and put errors as predicted and corrected.
-
-        facts: the fields of ``AgeResult`` that are no numbers of metrics.
-        """
+        """Fit the calibrator, write the folder ``files.out`` and put errors before and after it."""
         data, settings = subject.data, self.settings
         predicted = {}
         for split in SPLITS:
@@ -57,10 +51,9 @@ class AgeCalibration(ModelCalibration):
 def write_calibration_folder(
     folder: Path, ages: Ages, line: CalibratorFit, result: AgeResult, item: str
 ) -> None:
-    """Write the folder that predictions of new volumes need, all or nothing.
+    """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md, all or nothing.
 
-    calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
-    MODEL_CARD.md. item: phase/method/seed.
+    Without a fitted calibrator there is no calibrator.json. item: phase/method/seed.
     """
     reference = prediction_table.collect_training_ranges(ages.data, result.interval, ages.sha256)
     rows = []
@@ -90,17 +83,17 @@ def write_calibration_folder(
 SIMULATED = """\
 **The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \
 that was put in, and how large its errors are on this simulation. They can support no statement \
-about people, patients, scanners or diseases, and an error of so many years here says nothing \
-about the error on real scans."""
+about people, patients, scanners or diseases. The error on this simulation does not tell the error \
+on real scans."""
 REAL = """\
-The volumes are scans of people. The numbers hold for people, scanners and a preparation like \
-those of this cohort, and for no others."""
+The volumes are scans of people. The numbers hold only for people, scanners and preparations like \
+this cohort's."""
 NOT_FOR = """\
 - **No diagnosis and no decision about a person.** The interval of one prediction is wide (see \
 above); a large brain-PAD is no finding.
 - **No use outside the age range, the scanners and the preparation of the training data.** Volumes \
 unlike these are flagged in `qc_flags`:
-  a flagged prediction is not to be used, and an unflagged one is not thereby right.
+  a flagged prediction must not be used, and an unflagged prediction is not necessarily right.
 - **No comparison of groups that differ in age, sex, site or head size** without taking these into \
 account: brain-PAD depends on age by
   construction, and the correction removes that dependence only for people like those it was \
@@ -110,8 +103,9 @@ nor brain health, nor a biological age. It
   mixes individual anatomy, errors of the model and artefacts of the scan.
 - **No selection of people** (insurance, employment, asylum, access to treatment)."""
 TAKES_AGE = """\
-It takes the known age: it corrects the gap (brain-PAD) of people whose age is known, and predicts \
-nobody's age; so it has no MAE, and intervals are around the uncorrected predictions."""
+The correction uses the known age: it corrects the gap (brain-PAD) of people whose age is known, \
+and does not predict ages. It therefore has no MAE, and intervals are around the uncorrected \
+predictions."""
 TABLE_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
@@ -122,7 +116,7 @@ GAP_HEAD = """\
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
-    """The text of MODEL_CARD.md; card: of the data; result: of ``calibrate``."""
+    """Return the text of MODEL_CARD.md; ``card`` is the data's."""
     title = f"# Brain-age model {item}"
     sections = [
         f"{title} (SIMULATED data)" if result.simulated else title,
@@ -148,7 +142,7 @@ def _data_section(card: Mapping[str, Any], result: AgeResult) -> str:
     lines += [
         f"Ages in training: {low:.1f} to {high:.1f} {result.unit}.",
         f"Volumes of {size} voxels of {edges} mm.",
-        f"Left out when the cohort was read: {len(card['skipped'])}.",
+        f"Volumes skipped when the cohort was read: {len(card['skipped'])}.",
         f"Weights: sha256 {result.predictor_sha256}.",
     ]
     return "\n".join(f"- {line}" for line in lines)
@@ -166,45 +160,45 @@ def _error_section(result: AgeResult) -> str:
         "over participants."
     )
     median = (
-        "Always saying the training's median age has an MAE of "
+        "Always predicting the median age of the training split has an MAE of "
         f"{result.median_mae:.2f} {result.unit}."
     )
     if (ridge := result.tissue_ridge) is not None:
-        rows.append(_error_row(_ridge_words(ridge), ridge.errors))
+        rows.append(_error_row(_describe_ridge(ridge), ridge.errors))
     table = "\n".join([TABLE_HEAD, *rows])
     lines = [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
     if result.diagnosis_gaps:
-        rows = [_diagnosis_row(one) for one in result.diagnosis_gaps]
+        rows = [_diagnosis_row(gap) for gap in result.diagnosis_gaps]
         lines += ["\n".join([GAP_HEAD, *rows])]
     return "\n\n".join(lines)
 
 
-def _diagnosis_row(one: DiagnosisGap) -> str:
-    gap = "corrected" if one.corrected else "raw"
-    cells = " | ".join(map(_format_estimate, (one.difference, one.adjusted, one.auc)))
-    words = f"{one.diagnosis} (n {one.n}) against {one.reference} (n {one.n_reference}), {gap}"
-    return f"| {words} | {cells} |"
+def _diagnosis_row(gap: DiagnosisGap) -> str:
+    kind = "corrected" if gap.corrected else "raw"
+    cells = " | ".join(map(_format_estimate, (gap.difference, gap.adjusted, gap.auc)))
+    title = f"{gap.diagnosis} (n {gap.n}) against {gap.reference} (n {gap.n_reference}), {kind}"
+    return f"| {title} | {cells} |"
 
 
-def _error_row(words: str, errors: AgeErrors) -> str:
+def _error_row(title: str, errors: AgeErrors) -> str:
     cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
-    return f"| {words} | {' | '.join(map(_format_estimate, cells))} |"
+    return f"| {title} | {' | '.join(map(_format_estimate, cells))} |"
 
 
-def _ridge_words(ridge: RidgeResult) -> str:
-    words = "beside it: ridge on tissue volumes"
+def _describe_ridge(ridge: RidgeResult) -> str:
+    title = "baseline: ridge on tissue volumes"
     if ridge.harmonise != "none":
-        words += f", {ridge.harmonise}"
+        title += f", {ridge.harmonise}"
     if ridge.reference:
-        words += f", {ridge.n_test} volumes that are no site's reference"
-    return words
+        title += f", {ridge.n_test} volumes outside the reference parts"
+    return title
 
 
 def _correction_line(result: AgeResult) -> str:
     if result.refused:
         return f"No correction was fitted: {result.refused}."
-    where = result.fit_on.replace("_", " ")
-    fitted = f"The correction was fitted on {result.n_fit} predictions ({where})."
+    split = result.fit_on.replace("_", " ")
+    fitted = f"The correction was fitted on {result.n_fit} predictions ({split})."
     return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
@@ -216,7 +210,7 @@ def _interval_line(interval: prediction_table.ConformalInterval) -> str:
         )
     return (
         f"Interval of a single prediction ({interval.level:.0%}, split conformal, {interval.n} "
-        f"validation participants): ± {interval.radius:.1f} years; it held "
+        f"validation participants): ± {interval.radius:.1f} years; it contains "
         f"{interval.coverage.value:.0%} of the test volumes."
     )
 

@@ -1,12 +1,6 @@
-"""Errors of predicted ages with intervals: for the whole test split, its parts, and diagnoses.
+"""Errors of predicted ages with bootstrap intervals: of the test split, its groups, and diagnoses.
 
-N volumes of P participants, R resamples, in years. Intervals resample participants, never volumes:
-two sessions of one person are no two persons. Source: ERMoE, supplement, table S1.
-
-The gap between predicted and known age of people with a diagnosis is compared with that of people
-without one; the participants of both sides are resampled apart. A difference of groups says nothing
-of a person, and the raw gap depends on age: so the difference is also given at the same age and
-sex, the coefficient of the group in a least-squares fit of the gap on group, age and sex.
+N volumes, R resamples, in years. Source: ERMoE, supplement, table S1.
 """
 
 from collections import Counter
@@ -53,10 +47,9 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """The errors of each variant; the same resamples for every one.
+    """Return the errors of each variant, name → predictions (N,), on the same resamples.
 
-    ages: (N,); variants: name → predictions (N,); participants: (N,) ids; no_predictions: variants
-    that the known ages were used for, which have no MAE. UserError for one age.
+    no_predictions: variants that used the known ages, and so have no MAE.
     """
     if np.ptp(ages) == 0:
         raise UserError(
@@ -64,9 +57,7 @@ def measure_age_errors(
             "or more"
         )
     weights = draw_resample_weights(participants)
-    errors = {
-        name: _age_errors(predictions, ages, weights) for name, predictions in variants.items()
-    }
+    errors = {name: _age_errors(values, ages, weights) for name, values in variants.items()}
     return errors | {name: errors[name].model_copy(update={"mae": None}) for name in no_predictions}
 
 
@@ -76,32 +67,29 @@ def measure_group_errors(
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
 ) -> tuple[GroupErrors, ...]:
-    """One row a group, in sorted order; a group of one participant has no limits.
-
-    groups: (N,) names, such as decades, sexes or sites; variants: "raw", and where a line was
-    fitted "pooled" → predictions (N,).
-    """
+    """Return one row per group, sorted by name; a group of one participant has no interval."""
     rows = []
     for group in sorted(set(groups)):
-        own = [place for place, name in enumerate(groups) if name == group]
-        weights = draw_resample_weights([participants[place] for place in own])
+        members = [index for index, name in enumerate(groups) if name == group]
+        weights = draw_resample_weights([participants[index] for index in members])
         errors = {}
         for name, predictions in variants.items():
-            size = np.abs(predictions[own] - ages[own])
-            drawn = weights @ size / weights.sum(1)
-            errors[name] = MeanAbsoluteError(mae=bootstrap_estimate(size.mean(), drawn, 0.0))
-        rows.append(GroupErrors(group=group, n=len(own), **errors))
+            size = np.abs(predictions[members] - ages[members])
+            resampled = weights @ size / weights.sum(1)
+            errors[name] = MeanAbsoluteError(mae=bootstrap_estimate(size.mean(), resampled, 0.0))
+        rows.append(GroupErrors(group=group, n=len(members), **errors))
     return tuple(rows)
 
 
 def age_decade(age: float) -> str:
-    """The decade of an age: 67.3 → "60–69"."""
+    """Return the decade of an age: 67.3 → "60–69"."""
     first = int(age // 10) * 10
     return f"{first}–{first + 9}"
 
 
 def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
-    """Return how often each volume is in a resample, (R, N); a participant's are drawn together."""
+    """Return how often each volume is in each resample, (R, N)."""
+    # Participants are resampled, not volumes: two sessions of one person are not independent.
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
     counts = np.random.default_rng(0).multinomial(
@@ -113,12 +101,12 @@ def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) ->
 def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """mae, corr, slope, intercept under each row of ``weights`` (R, N), each (R,).
+    """Return mae, corr, slope and intercept, each (R,), under each row of ``weights`` (R, N).
 
-    NaN where a row has one age only, or its errors do not vary.
+    NaN where a resample has a single age, or errors that do not vary.
     """
     total = weights.sum(1)
-    # Ages around 0 keep the digits.
+    # The variances below subtract squares: centred ages lose fewer digits.
     shift = ages.mean()
     y = ages - shift
     p = predictions - shift
@@ -148,121 +136,126 @@ def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) 
 
 
 def bootstrap_estimate(
-    value: float, drawn: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
+    value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """The bootstrap interval; no limits where resamples do not vary or are undefined."""
-    drawn = drawn[np.isfinite(drawn)]
-    if len(drawn) < 2 or not np.ptp(drawn):
+    """Return the value with its bootstrap interval, unless resamples are constant or undefined."""
+    resampled = resampled[np.isfinite(resampled)]
+    if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
-    return Estimate.of(reflected_interval(value, drawn.tolist(), lowest=lowest, highest=highest))
+    return Estimate.of(
+        reflected_interval(value, resampled.tolist(), lowest=lowest, highest=highest)
+    )
 
 
-FEWEST = 2  # participants of a side
+MIN_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
-    """One diagnosis beside the reference, the diagnosis that most training volumes have."""
+    """One diagnosis against the reference, the diagnosis that most training volumes have."""
 
     diagnosis: str
     reference: str
-    corrected: bool = Field(description="whether the gap is that of the corrected predictions")
+    corrected: bool = Field(description="whether the gap is of the corrected predictions")
     n: int = Field(description="test volumes with the diagnosis")
     n_reference: int = Field(description="test volumes of the reference")
     difference: Estimate = Field(description="of the mean gaps, years")
     adjusted: Estimate = Field(description="the same at equal age and sex, years")
     auc: Estimate = Field(
-        description="P(the gap of one with the diagnosis is the larger), ties half; ½ is chance"
+        description="P(a gap with the diagnosis is larger than a reference gap), ties half; ½ is "
+        "chance"
     )
 
 
 class GapRows(NamedTuple):
-    """The test volumes: gaps (N,), ages (N,), and who they are."""
+    """Gaps (predicted minus known age) and ages of the test volumes, (N,), and their subjects."""
 
     gaps: np.ndarray
     ages: np.ndarray
     sexes: Sequence[str]
-    diagnoses: Sequence[str]  # "" where it is not known
+    diagnoses: Sequence[str]  # "" where unknown
     people: Sequence[str]
 
 
 def measure_diagnosis_gaps(
     rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row a diagnosis of the test but the reference, in sorted order.
+    """Return one row per diagnosis of the test split except the reference, sorted by name.
 
-    train_diagnoses: of the training volumes. None where nobody of the test has the reference, and
-    for a diagnosis of fewer than two participants.
+    A diagnosis or a reference with fewer than ``MIN_PARTICIPANTS`` has no row.
     """
-    known = Counter(one for one in train_diagnoses if one)
-    if not known:
+    counts = Counter(diagnosis for diagnosis in train_diagnoses if diagnosis)
+    if not counts:
         return ()
-    reference = known.most_common(1)[0][0]
+    reference = counts.most_common(1)[0][0]
     names = np.array(rows.diagnoses, dtype=str)
     people = np.array(rows.people, dtype=str)
     measured = []
     for name in sorted(set(names) - {reference, ""}):
-        sides = [np.flatnonzero(names == one) for one in (name, reference)]
-        if any(len(set(people[side])) < FEWEST for side in sides):
+        cases = np.flatnonzero(names == name)
+        controls = np.flatnonzero(names == reference)
+        if any(len(set(people[side])) < MIN_PARTICIPANTS for side in (cases, controls)):
             continue
-        having, others = sides
         measured.append(
             DiagnosisGap(
                 diagnosis=name,
                 reference=reference,
                 corrected=corrected,
-                n=len(having),
-                n_reference=len(others),
-                **_compare_sides(rows, having, others),
+                n=len(cases),
+                n_reference=len(controls),
+                **_compare_sides(rows, cases, controls),
             )
         )
     return tuple(measured)
 
 
-def _compare_sides(rows: GapRows, having: np.ndarray, others: np.ndarray) -> dict[str, Estimate]:
+def _compare_sides(rows: GapRows, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
     weights = [
-        draw_resample_weights([rows.people[place] for place in side]) for side in (having, others)
+        draw_resample_weights([rows.people[place] for place in side]) for side in (cases, controls)
     ]
-    once = [np.ones((1, len(side))) for side in (having, others)]
-    whole, drawn = (
+    ones = [np.ones((1, len(side))) for side in (cases, controls)]
+    observed, resampled = (
         {
-            "difference": _mean(rows.gaps[having], first) - _mean(rows.gaps[others], second),
-            "adjusted": _adjusted_difference(rows, having, others, first, second),
-            "auc": _auc(rows.gaps[having], rows.gaps[others], first, second),
+            "difference": _mean(rows.gaps[cases], first) - _mean(rows.gaps[controls], second),
+            "adjusted": _adjusted_difference(rows, cases, controls, first, second),
+            "auc": _auc(rows.gaps[cases], rows.gaps[controls], first, second),
         }
-        for first, second in (once, weights)
+        for first, second in (ones, weights)
     )
     limits = {"auc": (0.0, 1.0)}
     return {
-        name: bootstrap_estimate(float(value[0]), drawn[name], *limits.get(name, ()))
-        for name, value in whole.items()
+        name: bootstrap_estimate(float(value[0]), resampled[name], *limits.get(name, ()))
+        for name, value in observed.items()
     }
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Under each row of weights (R, n), (R,)."""
+    """Return the mean of values (n,) under each row of weights (R, n)."""
     return weights @ values / weights.sum(axis=1)
 
 
 def _adjusted_difference(
-    rows: GapRows, having: np.ndarray, others: np.ndarray, first: np.ndarray, second: np.ndarray
+    rows: GapRows, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """The group's coefficient beside age and sex, under each pair of rows of weights, (R,)."""
-    chosen = np.concatenate([having, others])
-    group = np.repeat([1.0, 0.0], [len(having), len(others)])
+    """Return the coefficient of the group in a weighted least-squares fit of gaps, (R,).
+
+    The other regressors are age and sex: the raw gap depends on age.
+    """
+    chosen = np.concatenate([cases, controls])
+    group = np.repeat([1.0, 0.0], [len(cases), len(controls)])
     women = np.array([{"F": 0.5, "M": -0.5}.get(rows.sexes[place], 0.0) for place in chosen])
     ages = rows.ages[chosen] - rows.ages[chosen].mean()
     design = np.column_stack([np.ones(len(chosen)), group, ages, women])
     weights = np.concatenate([first, second], axis=1)
     products = np.einsum("rn,ni,nj->rij", weights, design, design)
     sums = np.einsum("rn,ni,n->ri", weights, design, rows.gaps[chosen])
-    # of least norm where a resample has one sex alone
+    # The pseudo-inverse: a resample with a single sex has a singular matrix.
     return np.einsum("rij,rj->ri", np.linalg.pinv(products, hermitian=True), sums)[:, 1]
 
 
 def _auc(
-    having: np.ndarray, others: np.ndarray, first: np.ndarray, second: np.ndarray
+    cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """P(having > others) + ½ P(equal) under each pair of rows of weights, (R,)."""
-    wins = (np.sign(having[:, None] - others[None]) + 1) / 2
+    """Return P(cases > controls) + ½ P(equal) under each pair of rows of weights, (R,)."""
+    wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
     pairs = first.sum(axis=1) * second.sum(axis=1)
     return ((first @ wins) * second).sum(axis=1) / pairs

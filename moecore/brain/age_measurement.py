@@ -1,7 +1,6 @@
-"""One model's predicted ages, their correction, and errors before and after it with intervals.
+"""Correct one model's predicted ages, and measure errors before and after the correction.
 
-N volumes of a split, in years. Intervals of single predictions: split conformal prediction, which
-holds whatever the model is (Lei et al. 2018, algorithm 2).
+N volumes of a split, in years.
 """
 
 import math
@@ -31,7 +30,7 @@ from moecore.tasks.regression import Regression, median_mae
 
 
 class Ages(NamedTuple):
-    """One model's predictions of all splits, and what they are compared with."""
+    """One model's predictions of all splits, with the data and the subjects of its volumes."""
 
     data: Prepared
     predicted: Mapping[str, np.ndarray]  # by split, (N,)
@@ -40,7 +39,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """Return them with subjects and hash from disk; UserError for NaN or infinite ones."""
+        """Read the subjects and the hash of the weights; UserError for non-finite predictions."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(
@@ -51,72 +50,69 @@ class Ages(NamedTuple):
         return cls(data, predicted, subjects, file_checksum(weights))
 
     def known(self, split: str) -> np.ndarray:
-        """The ages (N,)."""
         return np.asarray(getattr(self.data, split).labels, np.float64)
 
     def column(self, split: str, name: str) -> list[str]:
-        """One fact of every volume's subject, "" where it is unknown."""
+        """Return one column of the subjects table, one text per volume, "" where unknown."""
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
-        """The predictions of a split as they come and corrected."""
         sexes = self.column(split, "sex")
         return correct_ages(self.predicted[split], sexes, fitted, self.known(split))
 
 
 class CalibratorFit(NamedTuple):
-    """The calibrator, or why there is none, and how many pairs it was fitted to."""
+    """A fitted calibrator, or the reason of its refusal."""
 
     fitted: FittedCalibrator | None
     refused: str | None
-    n: int
+    n: int  # pairs of a predicted and a known age that it was fitted to
     split: FitOn
     kind: str = "linear"
 
     @property
     def uses_age(self) -> bool:
-        """Return whether what it corrects is the gap of a known age, and no prediction."""
+        """True if the calibrator corrects the gap to a known age, which predicts no age."""
         return self.fitted is not None and self.fitted.uses_age
 
 
 def fit_age_line(
     ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
-    """The calibrator fitted to the pairs that it names.
+    """Fit the calibrator on the split that it names.
 
-    out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
-    asks for it. Raises UserError where these are of other volumes, and where the fit is refused,
-    unless ``on_refusal`` is "report": then the reason stands in the result.
+    ``out_of_fold`` is that stage's predictions.csv. With ``on_refusal`` "report", a refused fit
+    gives its reason instead of raising UserError.
     """
     if calibrator.split == "out_of_fold":
         rows = _read_training_predictions(ages, out_of_fold)
         predicted = np.array([float(row["predicted_age"]) for row in rows])
-        known = np.array([float(row["age"]) for row in rows])
+        known_ages = np.array([float(row["age"]) for row in rows])
         sexes = [row["sex"] for row in rows]
     else:
         predicted = ages.predicted[calibrator.split]
-        known = ages.known(calibrator.split)
+        known_ages = ages.known(calibrator.split)
         sexes = ages.column(calibrator.split, "sex")
     try:
-        fitted = calibrator.fit(predicted, known, sexes)
+        fitted = calibrator.fit(predicted, known_ages, sexes)
     except UserError as error:
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return CalibratorFit(None, str(error), len(known), calibrator.split, calibrator.kind)
+        return CalibratorFit(None, str(error), len(known_ages), calibrator.split, calibrator.kind)
     fitted = fitted.model_copy(update={"predictor_sha256": ages.sha256})
-    return CalibratorFit(fitted, None, len(known), calibrator.split, calibrator.kind)
+    return CalibratorFit(fitted, None, len(known_ages), calibrator.split, calibrator.kind)
 
 
 def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:
     rows = read_predictions(path)
     predicted, trained = (
-        {(row["participant_id"], row["session_id"]) for row in some}
-        for some in (rows, ages.subjects["train"])
+        {(row["participant_id"], row["session_id"]) for row in table}
+        for table in (rows, ages.subjects["train"])
     )
     if predicted != trained:
         raise UserError(
-            f"{path}: its volumes are not those of the training split; run the stage `out_of_fold` "
+            f"{path}: its volumes differ from the training split's; run the stage `out_of_fold` "
             "again"
         )
     return rows
@@ -128,7 +124,7 @@ INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 PREDICTIONS = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
 METRICS = {
     "median_mae": Metric(
-        "Median predictor's MAE", note="of always answering with the median age of training"
+        "Median predictor's MAE", note="of always predicting the median age of the training split"
     ),
     "mae_of_median": Metric(
         "MAE / median predictor's",
@@ -143,25 +139,25 @@ METRICS = {
 }
 METRICS |= {
     f"corr_{name}": Metric(
-        f"Corr., {words}", note="of the error with age; 0 is no leaning", paper="ages"
+        f"Corr., {title}", note="of the error with age; 0 is no leaning", paper="ages"
     )
-    for name, words in PREDICTIONS.items()
+    for name, title in PREDICTIONS.items()
 }
 METRICS |= {
     f"corr_size_{name}": Metric(
-        f"|Corr.|, {words}",
+        f"|Corr.|, {title}",
         "lower",
         note="of the error with age, without its sign",
         paper="ages",
         detail=True,
     )
-    for name, words in PREDICTIONS.items()
+    for name, title in PREDICTIONS.items()
 }
 METRICS |= {
     f"{number}_{name}": Metric(
-        f"{number.title()}, {words}", note="of predicted on known age", paper="ages", detail=True
+        f"{number.title()}, {title}", note="of predicted on known age", paper="ages", detail=True
     )
-    for name, words in PREDICTIONS.items()
+    for name, title in PREDICTIONS.items()
     for number in ("slope", "intercept")
 }
 METRICS |= {
@@ -186,7 +182,7 @@ METRICS |= {
     "ridge_mae": Metric(
         "Ridge's MAE, years",
         "lower",
-        note="of ridge regression on the volumes of the three tissues, of the same data",
+        note="of ridge regression on the volumes of the three tissues, on the same data",
         paper="ages",
     ),
     "interval_radius": Metric(
@@ -207,8 +203,6 @@ METRICS |= {
 
 
 class AgePoints(NamedTuple):
-    """Every test volume, for pictures."""
-
     age: np.ndarray
     sex: list[str]
     raw: np.ndarray
@@ -219,33 +213,32 @@ class AgeResult(NamedTuple):
     """Errors of predicted ages before and after correction, in years."""
 
     kind: str  # of the calibrator
-    uses_age: bool  # whether the correction takes the known age: then it predicts none
+    uses_age: bool  # whether the correction uses the known age, and so predicts none
     unit: str
     simulated: bool
     n_test: int  # volumes
-    n_fit: int  # pairs that the line was fitted to
+    n_fit: int  # pairs of ages that the calibrator was fitted to
     fit_on: FitOn
-    refused: str | None  # why no line was fitted; None where one was
+    refused: str | None  # why the fit was refused; None if it was not
     raw: age_errors.AgeErrors
     pooled: age_errors.AgeErrors | None
     sex_specific: age_errors.AgeErrors | None
-    median_mae: float  # of always saying the training's median age
+    median_mae: float  # of always predicting the median age of the training split
     age_range: tuple[float, float]
     by_sex: tuple[age_errors.GroupErrors, ...]
     by_decade: tuple[age_errors.GroupErrors, ...]
     by_site: tuple[age_errors.GroupErrors, ...]
     by_diagnosis: tuple[age_errors.GroupErrors, ...]
-    # of each diagnosis against the one that most training volumes have
+    # each diagnosis against the diagnosis that most training volumes have
     diagnosis_gaps: tuple[age_errors.DiagnosisGap, ...]
     interval: ConformalInterval
     predictor_sha256: str
     points: AgePoints
-    absolute: dict[str, np.ndarray]  # of each variant that predicts, |error| of each volume
-    # the same data's ridge regression on tissue volumes; None: not asked for
-    tissue_ridge: RidgeResult | None = None
+    absolute: dict[str, np.ndarray]  # |error| of each volume (N,), per variant that predicts ages
+    tissue_ridge: RidgeResult | None = None  # ridge regression on tissue volumes, if set
 
     def put(self, out: Values) -> None:
-        """Put all numbers; facts: the other fields, as pages need them."""
+        """Put all metrics; the remaining fields become facts, which pages read."""
         out.put("median_mae", self.median_mae)
         if self.raw.mae is not None:
             ratio = Interval(self.raw.mae.value / self.median_mae)
@@ -260,24 +253,26 @@ class AgeResult(NamedTuple):
             out.put(f"corr_size_{name}", abs(errors.corr.value))
             out.put(f"slope_{name}", errors.slope.interval)
             out.put(f"intercept_{name}", errors.intercept.interval)
-        for one in self.diagnosis_gaps:
-            out.put("gap", one.difference.interval, diagnosis=one.diagnosis)
-            out.put("gap_adjusted", one.adjusted.interval, diagnosis=one.diagnosis)
-            out.put("gap_auc", one.auc.interval, diagnosis=one.diagnosis)
+        for gap in self.diagnosis_gaps:
+            out.put("gap", gap.difference.interval, diagnosis=gap.diagnosis)
+            out.put("gap_adjusted", gap.adjusted.interval, diagnosis=gap.diagnosis)
+            out.put("gap_auc", gap.auc.interval, diagnosis=gap.diagnosis)
         if (ridge := self.tissue_ridge) is not None and ridge.errors.mae is not None:
             mae = ridge.errors.mae.interval
             out.put("ridge_mae", mae if ridge.absolute is None else ridge.absolute, mae)
         out.put("interval_radius", self.interval.radius)
         if self.interval.coverage is not None:
             out.put("interval_coverage", self.interval.coverage.interval)
-        kept = {"raw", "pooled", "sex_specific", "median_mae", "absolute", "tissue_ridge"}
-        out.facts |= {name: value for name, value in self._asdict().items() if name not in kept}
+        metric_fields = {"raw", "pooled", "sex_specific", "median_mae", "absolute", "tissue_ridge"}
+        out.facts |= {
+            name: value for name, value in self._asdict().items() if name not in metric_fields
+        }
         if ridge is not None:
             out.facts["tissue_ridge"] = ridge._replace(absolute=None)
 
 
 def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
-    """Table S1 with intervals, the median predictor, errors by group, and the points."""
+    """Return table S1 of ERMoE with intervals, the median predictor and errors by group."""
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)
@@ -286,16 +281,18 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     corrected = [name for name in test.variants if name != "raw"]
     no_predictions = corrected if line.uses_age else []
     table = age_errors.measure_age_errors(test_ages, test.variants, people, no_predictions)
-    predictions = {name: said for name, said in test.variants.items() if name not in no_predictions}
-    by_one_line = {name: said for name, said in predictions.items() if name != "sex_specific"}
+    predictions = {
+        name: values for name, values in test.variants.items() if name not in no_predictions
+    }
+    by_one_line = {name: values for name, values in predictions.items() if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[age_errors.GroupErrors, ...]:
         return age_errors.measure_group_errors(groups, test_ages, by_one_line, people)
 
     diagnoses = ages.column("test", "diagnosis")
     corrects = test.pooled is not None
-    said = test.raw if test.pooled is None else test.pooled
-    gaps = age_errors.GapRows(said - test_ages, test_ages, sexes, diagnoses, people)
+    compared = test.raw if test.pooled is None else test.pooled
+    gaps = age_errors.GapRows(compared - test_ages, test_ages, sexes, diagnoses, people)
     return AgeResult(
         kind=line.kind,
         uses_age=line.uses_age,
@@ -320,13 +317,13 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         interval=fit_conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
         points=AgePoints(test_ages, sexes, test.raw, test.pooled),
-        absolute={name: np.abs(said - test_ages) for name, said in predictions.items()},
+        absolute={name: np.abs(values - test_ages) for name, values in predictions.items()},
     )
 
 
 def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval:
-    """The conformal interval from the validation split, and the share of test volumes inside."""
-    # Volumes of one person are not exchangeable with those of others: the first of each is taken.
+    """Return the conformal interval of the validation split, and its coverage of test volumes."""
+    # Volumes of one person are not exchangeable with other people's: only the first one counts.
     people = ages.column("validation", "participant_id")
     places = np.unique(people, return_index=True)[1]
     residuals = ages.correct_split("validation", line.fitted).best - ages.known("validation")
@@ -337,7 +334,7 @@ def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval
         coverage = Estimate.of(mean_share(errors <= radius, ages.data.test.people))
     method = "split conformal, |residuals| of one volume of each validation participant"
     if line.fitted is not None and line.split == "validation":
-        # Then the residuals are a little too small, and the interval too narrow.
+        # Residuals of the pairs that fitted the line are too small: the interval is too narrow.
         method += "; these also fitted the line"
     return ConformalInterval(
         level=INTERVAL_LEVEL, radius=radius, n=len(places), coverage=coverage, method=method
@@ -345,11 +342,11 @@ def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval
 
 
 def conformal_radius(residuals: np.ndarray, level: float) -> float | None:
-    """Half the width of the interval that holds a new value with probability ``level`` or more.
+    """Return half the width of the interval that covers new values with probability ≥ ``level``.
 
-    residuals: (n,) of volumes that took no part in training or calibration, one a participant. It
-    is the ⌈(n + 1)·level⌉-th smallest |residual|; None where n is too small (n < 9 for 90 %). Valid
-    on average over new volumes drawn like these (exchangeable).
+    It is the ⌈(n + 1)·level⌉-th smallest |residual| of (n,) residuals, one per participant, which
+    training must not have seen; None if n is too small (n < 9 for 90 %). Valid on average over new
+    volumes exchangeable with these, for any model (Lei et al. 2018, algorithm 2).
     """
     # In floating point 10 · 0.9 may be 9.000000000000002, whose ceiling is 10.
     rank = math.ceil((len(residuals) + 1) * level - 1e-9)

@@ -1,7 +1,4 @@
-"""Predict every training volume by a model that never saw its participant.
-
-For a calibration that is fitted on such predictions. N training volumes, in years.
-"""
+"""Predict every training volume by a model that never saw its participant, to fit calibrators."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,21 +23,21 @@ from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 
 BATCH = 8  # volumes per forward pass
-# Uses up what a training yields: the fold, its number of steps, the metrics.
+# Runs the training of a fold: called with the fold, its number of steps, and the metrics iterator.
 Follow = Callable[[int, int, Iterator[Metrics]], None]
 Log = Callable[[int, dict[str, float]], None]  # one point per name, at a step
 
 
 class OutOfFold(Config):
-    """How many models share the training split."""
+    """Settings of out-of-fold predictions."""
 
     folds: int = Field(
-        5, ge=2, description="Models that are trained, each without one part of the participants."
+        5, ge=2, description="Number of models, each trained without one part of the participants."
     )
 
 
 class FoldRecipe(NamedTuple):
-    """Recipe of each model's training: each as the stage ``pretrain`` trains on all volumes."""
+    """Recipe of each fold's training, equal to the stage ``pretrain`` except for its volumes."""
 
     backbone: Backbone
     training: Training
@@ -50,9 +47,9 @@ class FoldRecipe(NamedTuple):
 
 
 class OutOfFoldResult(Config):
-    """The error over all training volumes together."""
+    """The error over all training volumes."""
 
-    mae: float
+    mae: float  # years
 
 
 def train_and_predict_folds(
@@ -65,11 +62,9 @@ def train_and_predict_folds(
     log: Log,
     inputs: Inputs | None = None,
 ) -> OutOfFoldResult:
-    """Train a model for each fold on the volumes of all others, and predict the fold's with it.
+    """Train one model per fold without its volumes, predict them, and write predictions.csv.
 
-    work: where the checkpoints of a killed process lie; out: the folder that gets predictions.csv
-    of all training volumes, each by a model that never saw its participant; log: is told the error
-    of each fold; inputs: compared at every checkpoint.
+    work: folder of checkpoints, from which a killed process continues; out: the written folder.
     Raises UserError for a method whose teacher saw the held-out volumes.
     """
     if recipe.method.guided or recipe.method.upcycle:
@@ -89,10 +84,12 @@ def train_and_predict_folds(
         checkpoint = Checkpoint(home, inputs)
         learning = iterate_training(job, recipe.training, recipe.seed, runtime, checkpoint)
         follow(number, total_steps(job, recipe.training), learning)
-        held = np.flatnonzero(fold == number)
-        answers, _ = predict_in_batches(job.model, data.train.images[held], BATCH, routing=False)
-        predicted[held] = answers[:, 0].double().numpy()
-        log(number, {"mae": float(np.abs(predicted[held] - ages[held]).mean())})
+        held_out = np.flatnonzero(fold == number)
+        answers, _ = predict_in_batches(
+            job.model, data.train.images[held_out], BATCH, routing=False
+        )
+        predicted[held_out] = answers[:, 0].double().numpy()
+        log(number, {"mae": float(np.abs(predicted[held_out] - ages[held_out]).mean())})
     flags = [[f"fold {number}"] for number in fold]
     rows = prediction_rows(subjects, "train", correct_ages(predicted, [], None), None, flags)
     with whole_folder(out) as folder:
@@ -103,7 +100,7 @@ def train_and_predict_folds(
 def build_fold_job(
     recipe: FoldRecipe, data: Prepared, rows: np.ndarray, runtime: Runtime
 ) -> TrainingJob:
-    """The training on the volumes ``rows`` (indices) of the training split."""
+    """Return a training on the volumes with indices ``rows`` of the training split."""
     method = recipe.method
     torch.manual_seed(recipe.seed)
     model = method.merge_model_settings(recipe.backbone).build(
@@ -124,18 +121,14 @@ def build_fold_job(
 def assign_folds(
     participants: Sequence[str], ages: np.ndarray, folds: int, seed: int
 ) -> np.ndarray:
-    """The fold (N,) int64 of each volume.
+    """Return the fold (N,) int64 of each volume.
 
-    Participants are sorted by mean age, each ``folds`` neighbours shuffled over the folds.
-    participants: (N,) ids; ages: (N,). Raises UserError where there are fewer participants than
-    folds.
+    Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
     """
     names, person = np.unique(np.array(participants, dtype=str), return_inverse=True)
     if len(names) < folds:
-        raise UserError(
-            f"out_of_fold.folds: found {folds}; allowed: at most the {len(names)} participants of "
-            "the training split"
-        )
+        allowed = f"at most {len(names)}, the participants of the training split"
+        raise UserError.at("out_of_fold.folds", found=folds, allowed=allowed)
     means = np.bincount(person, weights=np.asarray(ages, np.float64)) / np.bincount(person)
     generator = np.random.default_rng(seed)
     fold = np.empty(len(names), np.int64)

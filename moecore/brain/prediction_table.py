@@ -1,7 +1,6 @@
-"""The table ``predictions.csv``: one row per volume, with what one should know before using it.
+"""The table ``predictions.csv``, one row per volume, and flags of volumes unlike the training's.
 
-A model's error is known only for volumes like those that it was tested on: the ranges of the
-training cohort are kept, and a new volume outside of them is flagged.
+A model's error is known only for volumes like its test volumes.
 """
 
 import csv
@@ -28,7 +27,7 @@ class QuantityRange(Config):
 
 
 class PreparationFacts(Config):
-    """The facts of the data card that new volumes need to be prepared and compared."""
+    """The facts of the data card that are needed to prepare and compare new volumes."""
 
     size: tuple[int, ...]
     voxel_mm: tuple[float, ...]
@@ -40,17 +39,15 @@ class ConformalInterval(Config):
 
     level: float
     radius: float | None = Field(description="half its width, years; null: too few participants")
-    n: int = Field(description="validation participants behind it")
+    n: int = Field(description="validation participants that it was computed from")
     coverage: Estimate | None = Field(description="share of the test volumes inside")
     method: str
 
 
 class TrainingCohortRanges(Config):
-    """Content of ``reference.json``, beside a calibrator."""
+    """Content of ``reference.json``."""
 
-    ranges: dict[str, QuantityRange] = Field(
-        description="of each quantity over the training volumes"
-    )
+    ranges: dict[str, QuantityRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
     data: PreparationFacts
     interval: ConformalInterval
@@ -58,7 +55,7 @@ class TrainingCohortRanges(Config):
 
 
 def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
-    """The quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
+    """Return quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
     inside = volume[volume > 0].astype(np.float64)
     return {
         "intensity_mean": float(inside.mean()),
@@ -70,12 +67,12 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
 def collect_training_ranges(
     data: Prepared, interval: ConformalInterval, sha256: str
 ) -> TrainingCohortRanges:
-    """The ranges over the training volumes, and the card's facts; sha256: of the weights."""
+    """Return the ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
     ranges = {}
     for name in quantities[0]:
-        values = [one[name] for one in quantities]
+        values = [row[name] for row in quantities]
         ranges[name] = QuantityRange(low=min(values), high=max(values))
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
     return TrainingCohortRanges(
@@ -84,7 +81,7 @@ def collect_training_ranges(
 
 
 def out_of_range_flags(volume: np.ndarray, reference: TrainingCohortRanges) -> list[str]:
-    """One flag for each quantity of a prepared volume that lies outside that of training."""
+    """Return a flag per quantity of a prepared volume that is outside the training range."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
     return [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
@@ -96,7 +93,7 @@ def out_of_range_flags(volume: np.ndarray, reference: TrainingCohortRanges) -> l
 def age_range_flags(
     predicted: float, age: float | None, reference: TrainingCohortRanges
 ) -> list[str]:
-    """Flags where the prediction or the known age lies outside the ages of training."""
+    """Return a flag if the prediction is outside the training ages, and one if the age is."""
     low, high = reference.data.target_range
     values = {"predicted age": predicted, "age": age}
     return [
@@ -107,11 +104,11 @@ def age_range_flags(
 
 
 def unknown_site_flags(site: str, reference: TrainingCohortRanges) -> list[str]:
-    """A flag where a site is named that training did not have."""
+    """Return a flag if the site is known and not in the training split."""
     return [f"site {site} not in training"] if site and site not in reference.sites else []
 
 
-NO_GROUP = "none"  # where nothing is corrected
+NO_GROUP = "none"  # calibration group of an uncorrected prediction
 
 
 class PredictionRow(NamedTuple):
@@ -130,7 +127,7 @@ class PredictionRow(NamedTuple):
     brain_pad_pooled: float | None
     interval_low: float | None
     interval_high: float | None
-    calibration_group: str  # whose line corrected it
+    calibration_group: str  # the sex whose line corrected it, or pooled
     qc_flags: str
 
 
@@ -138,10 +135,10 @@ COLUMNS = PredictionRow._fields
 
 
 class CorrectedAges(NamedTuple):
-    """Predictions of N volumes in years, each (N,): as they come, and corrected.
+    """Predictions of N volumes in years, (N,), raw and corrected; None without a calibrator.
 
-    ``groups`` says whose line corrected each per sex. Without a calibrator: None. ``uses_age``: the
-    known age stands in what is corrected, which is NaN where none is known.
+    ``groups``: the calibration group of each volume. ``uses_age``: the correction used the known
+    age; corrected values are NaN where it is unknown.
     """
 
     raw: np.ndarray
@@ -152,15 +149,12 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """The predictions that intervals are around: the pooled correction, else the raw ones.
-
-        The raw ones, too, where the correction takes the age: that is no prediction.
-        """
+        """The predictions that intervals are around: pooled, or raw without a corrected one."""
+        # A correction that uses the known age is not a prediction.
         return self.raw if self.pooled is None or self.uses_age else self.pooled
 
     @property
     def variants(self) -> dict[str, np.ndarray]:
-        """The predictions that there are, by name."""
         named = {"raw": self.raw, "pooled": self.pooled, "sex_specific": self.sex_specific}
         return {name: values for name, values in named.items() if values is not None}
 
@@ -171,10 +165,7 @@ def correct_ages(
     fitted: FittedCalibrator | None,
     ages: np.ndarray | None = None,
 ) -> CorrectedAges:
-    """Raw predictions (N,) with both corrections.
-
-    ages: (N,), NaN where unknown; looked at only by a calibrator that ``uses_age``.
-    """
+    """Correct raw predictions (N,); ages (N,), NaN where unknown, for one that ``uses_age``."""
     raw = np.asarray(raw, np.float64)
     if fitted is None:
         return CorrectedAges(raw, None, None, None)
@@ -187,15 +178,14 @@ def _correct_by_age(
     raw: np.ndarray, sexes: Sequence[str], fitted: Any, ages: np.ndarray | None
 ) -> CorrectedAges:
     ages = np.full(len(raw), np.nan) if ages is None else np.asarray(ages, np.float64)
-    known = np.isfinite(ages)
-    known_sexes = [sex for sex, there in zip(sexes, known, strict=True) if there]
-    pooled, own = np.full((2, len(raw)), np.nan)
-    pooled[known] = fitted.apply(raw[known], None, ages[known])
-    own[known] = fitted.apply(raw[known], known_sexes, ages[known])
-    groups = [
-        group if there else NO_GROUP for group, there in zip(fitted.used(sexes), known, strict=True)
-    ]
-    return CorrectedAges(raw, pooled, own, groups, uses_age=True)
+    has_age = np.isfinite(ages)
+    sexes_of_aged = [sex for sex, aged in zip(sexes, has_age, strict=True) if aged]
+    pooled, sex_specific = np.full((2, len(raw)), np.nan)
+    pooled[has_age] = fitted.apply(raw[has_age], None, ages[has_age])
+    sex_specific[has_age] = fitted.apply(raw[has_age], sexes_of_aged, ages[has_age])
+    pairs = zip(fitted.used(sexes), has_age, strict=True)
+    groups = [group if aged else NO_GROUP for group, aged in pairs]
+    return CorrectedAges(raw, pooled, sex_specific, groups, uses_age=True)
 
 
 def prediction_rows(
@@ -205,19 +195,18 @@ def prediction_rows(
     radius: float | None,
     flags: Sequence[Sequence[str]],
 ) -> list[PredictionRow]:
-    """One row a subject, in order; an unknown age leaves the brain-PADs empty.
+    """Return one row per subject, in order; brain-PADs are empty where the age is unknown.
 
-    subjects: with participant_id, session_id, sex, site, age (text; "" is unknown) and qc_flags;
-    radius: half the interval's width in years, None: no interval; flags: (N,) more flags of each
-    volume, added to the subject's own.
+    subjects: rows of the prepared data's subjects table; radius: half the interval's width in
+    years; flags: (N,) additional flags of each volume.
     """
     rows = []
-    nothing = [None] * len(subjects)
-    for subject, raw, pooled, own, group, centre, more in zip(
+    empty = [None] * len(subjects)
+    for subject, raw, pooled, sex_specific, group, centre, added in zip(
         subjects,
         corrected.raw.tolist(),
-        nothing if corrected.pooled is None else corrected.pooled.tolist(),
-        nothing if corrected.sex_specific is None else corrected.sex_specific.tolist(),
+        empty if corrected.pooled is None else corrected.pooled.tolist(),
+        empty if corrected.sex_specific is None else corrected.sex_specific.tolist(),
         corrected.groups or [NO_GROUP] * len(subjects),
         corrected.best.tolist(),
         flags,
@@ -225,8 +214,8 @@ def prediction_rows(
     ):
         age = float(subject["age"]) if subject["age"] else None
         if corrected.uses_age and age is None:
-            pooled = own = None
-            more = (*more, "not corrected: the correction takes the age, which is unknown")
+            pooled = sex_specific = None
+            added = (*added, "not corrected: the correction uses the age, which is unknown")
         row = PredictionRow(
             participant_id=subject["participant_id"],
             session_id=subject["session_id"],
@@ -236,13 +225,13 @@ def prediction_rows(
             age=age,
             predicted_age=raw,
             predicted_age_pooled=pooled,
-            predicted_age_sex_specific=own,
+            predicted_age_sex_specific=sex_specific,
             brain_pad_raw=_subtract(raw, age),
             brain_pad_pooled=_subtract(pooled, age),
             interval_low=_subtract(centre, radius),
             interval_high=None if radius is None else centre + radius,
             calibration_group=group,
-            qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *more) if flag),
+            qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *added) if flag),
         )
         rows.append(row)
     return rows
@@ -253,17 +242,19 @@ def write_predictions(
     rows: Iterable[PredictionRow],
     left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
 ) -> None:
-    """Write the rows as CSV under the names of ``COLUMNS``; numbers have four decimals.
+    """Write the rows as CSV with the columns ``COLUMNS``; numbers have four decimals.
 
-    left_out: subjects without a prediction, and why: they come last, with the reason in a column
-    ``error``; None: there is no such column.
+    left_out: subjects without a prediction, and why. They come last, with the reason in a column
+    ``error``, which is not written for None.
     """
     lines = [[_cell_text(value) for value in row] for row in rows]
     columns = [*COLUMNS]
     if left_out is not None:
         columns.append("error")
         lines = [[*line, ""] for line in lines]
-        lines += [[*(subject.get(name, "") for name in COLUMNS), why] for subject, why in left_out]
+        lines += [
+            [*(subject.get(name, "") for name in COLUMNS), reason] for subject, reason in left_out
+        ]
         lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
     with atomic_text_file(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
@@ -272,7 +263,7 @@ def write_predictions(
 
 
 def read_predictions(path: str | Path) -> list[dict[str, str]]:
-    """The rows by column, all values text; UserError where the file is missing."""
+    """Return the rows by column, all values text; UserError if the file is missing."""
     try:
         with open(path, newline="", encoding="utf-8") as handle:
             return list(csv.DictReader(handle))

@@ -1,26 +1,23 @@
-"""The baseline that knows three numbers of a brain, and ComBat for the sites that they come from.
-
-Ridge regression on tissue volumes: white matter, grey matter and fluid in mL, of N volumes of a
-split. The penalty is chosen by leave-one-out error on the training split.
+"""Ridge regression of age on tissue volumes, the baseline of brain age, with ComBat for sites.
 
 ComBat: additive and multiplicative site effects, adjusted for age and sex. Feature v of person j at
-site i:  y = α_v + x_ij·β_v + γ_iv + δ_iv·ε,  ε of variance σ_v². α, β and σ are fitted to all sites
-of the training part by least squares; with z = (y − α_v − x·β_v) / σ_v a site has γ̂ = mean z and
-δ̂² = var z, which are shrunk over its features (γ ~ N(γ̄, τ²), δ² ~ inverse gamma(λ, θ), by moments),
-until nothing changes:
+site i is  y = α_v + x_ij·β_v + γ_iv + δ_iv·ε,  with var ε = σ_v². Least squares over all training
+sites gives α, β and σ. Of z = (y − α_v − x·β_v) / σ_v, a site has mean γ̂ and variance δ̂². Both are
+shrunk over its features, with γ ~ N(γ̄, τ²) and δ² ~ inverse gamma(λ, θ) fitted by moments, by
+iterating
     γ* = (n τ² γ̂ + δ*² γ̄) / (n τ² + δ*²)
     δ*² = (θ + ½ Σ (z − γ*)²) / (n/2 + λ − 1)
-Sources: Johnson et al. 2007, §3; Fortin et al. 2018. N people, V ≥ 2 features, P covariates.
+until convergence. Sources: Johnson et al. 2007, §3; Fortin et al. 2018. N people, V ≥ 2 features,
+P covariates.
 
-What is legitimate: everything is fitted to the training part alone. Without covariates only
-y − σ_v γ* is taken, so that no age is needed of whom a model predicts the age of. δ* takes it
-(y − x·β is what is stretched): for features of people whose age is known, never to predict it. A
-site that the training part lacks is refused, unless a part of it, with known ages, is declared as
-its reference: that part is then no test. Where ages of two sites hardly overlap, β cannot tell age
-from site, and nothing here can.
+Ages must not leak: everything is fitted to the training split. To predict ages, only σ_v γ* is
+subtracted, which needs no covariates; scaling by δ* needs the known age. A site that is missing in
+training is refused, unless some of its people, with known ages, are declared as its reference and
+leave the test. If the ages of two sites barely overlap, no method can separate age from site.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,44 +31,46 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 
-FEWEST = 3  # people of a site, of whom a variance is worth anything
-SAME = 1e-8  # relative change of γ* and δ*² below which they are found
-MOST_STEPS = 1000
+MIN_PEOPLE = 3  # per site, to estimate a variance
+TOLERANCE = 1e-8  # change of γ*, and relative change of δ*², at convergence
+MAX_ITERATIONS = 1000
 
 
 class SiteEffect(NamedTuple):
-    """What a site adds, and by what it stretches, in units of σ: (V,) each."""
+    """Additive and multiplicative effect of a site, in units of σ."""
 
-    location: np.ndarray  # γ*
-    scale: np.ndarray  # δ*
+    location: np.ndarray  # γ* (V,)
+    scale: np.ndarray  # δ* (V,)
 
 
 class SiteHarmonisation(NamedTuple):
-    """α (V,), β (P, V) and σ (V,) of the training part, and the effect of each of its sites."""
+    """ComBat, fitted to the training split."""
 
-    mean: np.ndarray
-    slopes: np.ndarray
-    deviation: np.ndarray
-    effects: dict[str, SiteEffect]
+    mean: np.ndarray  # α (V,)
+    slopes: np.ndarray  # β (P, V)
+    deviation: np.ndarray  # σ (V,)
+    effects: dict[str, SiteEffect]  # by site
 
     @classmethod
     def fit(
         cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]
     ) -> "SiteHarmonisation":
-        """Fit all to the training part.
+        """Fit to features (N, V) and covariates (N, P) of the training split.
 
-        features: (N, V); covariates: (N, P), numbers such as age and 0/1 for sex; sites: (N,).
-        Raises UserError for one site, one without a name, or with fewer than ``FEWEST`` people.
+        Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
         """
         names, place, counts = np.unique(
             np.array(sites, dtype=str), return_inverse=True, return_counts=True
         )
         if len(names) < 2 or "" in names:
-            listed = ", ".join(name or "none given" for name in names)
-            raise UserError(f"harmonise: found the sites {listed}; allowed: two or more, of all")
-        if few := [name for name, count in zip(names, counts, strict=True) if count < FEWEST]:
+            listed = ", ".join(name or "(no name)" for name in names)
             raise UserError(
-                f"harmonise: too few training people at {', '.join(few)}; allowed: {FEWEST} a site"
+                f"harmonise: found the sites {listed}; allowed: two or more sites, all with names"
+            )
+        if few := [name for name, count in zip(names, counts, strict=True) if count < MIN_PEOPLE]:
+            raise UserError(
+                f"harmonise: found too few training people at {', '.join(few)}; allowed: "
+                f"{MIN_PEOPLE} or more per site"
             )
         centre = covariates.mean(axis=0)
         design = np.concatenate([np.eye(len(names))[place], covariates - centre], axis=1)
@@ -85,62 +84,61 @@ class SiteHarmonisation(NamedTuple):
         return blank._replace(effects=effects)
 
     def standardise(self, features: np.ndarray, covariates: np.ndarray) -> np.ndarray:
-        """z = (y − α − x·β) / σ, (N, V)."""
+        """Return z = (y − α − x·β) / σ, (N, V)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
     def with_site(
         self, name: str, features: np.ndarray, covariates: np.ndarray
     ) -> "SiteHarmonisation":
-        """Return it with a site more, from the people of its declared reference part.
-
-        Raises UserError for fewer than ``FEWEST``.
-        """
-        if len(features) < FEWEST:
-            problem = f"found {len(features)} people in the reference part of the site {name}"
-            raise UserError(f"harmonise: {problem}; allowed: {FEWEST} or more")
+        """Return a copy with one more site, fitted to its declared reference people."""
+        if len(features) < MIN_PEOPLE:
+            people = f"{len(features)} people in the reference part of the site {name}"
+            raise UserError.at("harmonise", found=people, allowed=f"{MIN_PEOPLE} or more")
         effect = shrink_site_effect(self.standardise(features, covariates))
         return self._replace(effects=self.effects | {name: effect})
 
     def harmonise(
         self, features: np.ndarray, sites: Sequence[str], covariates: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return features (N, V) without what their sites add: y − σ γ*.
+        """Return features (N, V) without additive site effects: y − σ γ*.
 
-        With covariates also without what they stretch: σ (z − γ*) / δ* + α + x·β; these are of
-        people whose age is known. Raises UserError for a site without an effect.
+        With covariates, also without multiplicative ones: σ (z − γ*) / δ* + α + x·β. Raises
+        UserError for a site without an effect.
         """
-        if strange := sorted(set(sites) - set(self.effects)):
-            known = ", ".join(sorted(self.effects))
+        if missing := sorted(set(sites) - set(self.effects)):
+            sites_of_training = ", ".join(sorted(self.effects))
             raise UserError(
-                f"harmonise: training has nobody of {', '.join(map(repr, strange))}; allowed: "
-                f"{known}, or a declared reference part of such a site (tissue_ridge.reference)"
+                f"harmonise: found no training people at {', '.join(map(repr, missing))}; allowed: "
+                f"{sites_of_training}, or a declared reference part of such a site "
+                "(tissue_ridge.reference)"
             )
         location = np.stack([self.effects[site].location for site in sites])
         if covariates is None:
             return features - self.deviation * location
         scale = np.stack([self.effects[site].scale for site in sites])
-        left = (self.standardise(features, covariates) - location) / scale
-        return left * self.deviation + self.mean + covariates @ self.slopes
+        harmonised = (self.standardise(features, covariates) - location) / scale
+        return harmonised * self.deviation + self.mean + covariates @ self.slopes
 
 
 def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
-    """γ* and δ* of one site; residuals: z (n, V)."""
+    """Return γ* and δ* of a site from its residuals z (n, V), shrunk over features."""
     n = len(residuals)
     gamma = residuals.mean(axis=0)
     variance = residuals.var(axis=0, ddof=1)
     gamma_mean, gamma_variance = gamma.mean(), gamma.var(ddof=1)
     mean, spread = variance.mean(), variance.var(ddof=1)
-    shape = (2 * spread + mean**2) / spread  # λ, of which mean and variance are those of δ̂²
-    rate = (mean * spread + mean**3) / spread  # θ
+    # λ and θ: the inverse gamma distribution with the mean and the variance of δ̂²
+    shape = (2 * spread + mean**2) / spread
+    rate = (mean * spread + mean**3) / spread
     location, squared = gamma, variance
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_ITERATIONS):
         weight = n * gamma_variance
         new = (weight * gamma + squared * gamma_mean) / (weight + squared)
         sums = ((residuals - new) ** 2).sum(axis=0)
         new_squared = (rate + sums / 2) / (n / 2 + shape - 1)
         moved = max(np.abs(new - location).max(), np.abs(new_squared / squared - 1).max())
         location, squared = new, new_squared
-        if moved < SAME:
+        if moved < TOLERANCE:
             break
     return SiteEffect(location, np.sqrt(squared))
 
@@ -149,23 +147,20 @@ PENALTIES = np.logspace(-3, 3, 25)
 
 
 class RidgeResult(NamedTuple):
-    """How well tissue volumes alone tell age, in years."""
+    """Errors of ages predicted from tissue volumes, in years."""
 
     errors: AgeErrors
-    penalty: float  # of features and ages in their deviations
+    penalty: float  # for standardised features
     n_train: int  # volumes
-    n_test: int  # volumes, without those of reference parts
-    # site → its participants that harmonisation used, who are not in the error
-    reference: dict[str, int]
+    n_test: int  # volumes, without reference parts
+    reference: dict[str, int]  # site → participants of its reference part, not in the errors
     harmonise: str
-    absolute: np.ndarray | None  # |error| of each volume, where all of the test are in it
+    absolute: np.ndarray | None  # |error| of each test volume (N,); None with reference parts
 
 
 class SplitFeatures(NamedTuple):
-    """What is known of the volumes of a split: features (N, 3) mL, ages (N,), and who they are."""
-
-    features: np.ndarray
-    ages: np.ndarray
+    features: np.ndarray  # (N, 3): white matter, grey matter and fluid, mL
+    ages: np.ndarray  # (N,)
     sexes: list[str]
     sites: list[str]
     people: list[str]
@@ -177,22 +172,15 @@ class SplitFeatures(NamedTuple):
         return np.column_stack([self.ages, women])
 
     def select(self, chosen: np.ndarray) -> "SplitFeatures":
-        """Return the volumes of which ``chosen`` (N,) bool is true."""
-        words = [
-            [one for one, there in zip(column, chosen, strict=True) if there]
-            for column in (self.sexes, self.sites, self.people)
-        ]
-        return SplitFeatures(self.features[chosen], self.ages[chosen], *words)
+        """Return the volumes where ``chosen`` (N,) bool is true."""
+        columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
+        return SplitFeatures(self.features[chosen], self.ages[chosen], *columns)
 
 
 def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
-    """Fit to the training split, and return the errors on the test split.
-
-    Raises UserError for data without tissue maps, for sites that cannot be harmonised, and where
-    reference parts leave no test.
-    """
+    """Fit the ridge regression to the training split, and return its errors on the test split."""
     train, test = read_split_features(data, "train"), read_split_features(data, "test")
-    learned, said_of = train.features, test
+    train_features, tested = train.features, test
     reference: dict[str, int] = {}
     if settings.harmonise == "combat":
         fitted = SiteHarmonisation.fit(train.features, train.covariates, train.sites)
@@ -202,29 +190,29 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
                 part = test.select(in_reference & (np.array(test.sites) == site))
                 fitted = fitted.with_site(site, part.features, part.covariates)
                 reference[site] = len(set(part.people))
-            said_of = test.select(~in_reference)
-        if not said_of.people:
-            raise UserError(
-                f"tissue_ridge.reference: found {settings.reference}, which leaves nobody for the "
-                "test; allowed: less"
+            tested = test.select(~in_reference)
+        if not tested.people:
+            reference_size = f"{settings.reference}, which leaves no test volumes"
+            raise UserError.at(
+                "tissue_ridge.reference", found=reference_size, allowed="a smaller number"
             )
-        learned = fitted.harmonise(train.features, train.sites)
-        said_of = said_of._replace(features=fitted.harmonise(said_of.features, said_of.sites))
-    ridge = fit_ridge(learned, train.ages)
-    said = np.asarray(ridge.predict(said_of.features))
+        train_features = fitted.harmonise(train.features, train.sites)
+        tested = tested._replace(features=fitted.harmonise(tested.features, tested.sites))
+    ridge = fit_ridge(train_features, train.ages)
+    predicted = np.asarray(ridge.predict(tested.features))
     return RidgeResult(
-        errors=measure_age_errors(said_of.ages, {"ridge": said}, said_of.people)["ridge"],
+        errors=measure_age_errors(tested.ages, {"ridge": predicted}, tested.people)["ridge"],
         penalty=float(ridge[-1].alpha_),
         n_train=len(train.ages),
-        n_test=len(said_of.ages),
+        n_test=len(tested.ages),
         reference=reference,
         harmonise=settings.harmonise,
-        absolute=None if reference else np.abs(said - said_of.ages),
+        absolute=None if reference else np.abs(predicted - tested.ages),
     )
 
 
 def fit_ridge(features: np.ndarray, ages: np.ndarray) -> "Pipeline":
-    """Return ridge regression of ages (N,) on standardised features (N, F)."""
+    """Fit ages (N,) to standardised features (N, V); leave-one-out error chooses the penalty."""
     from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -233,21 +221,20 @@ def fit_ridge(features: np.ndarray, ages: np.ndarray) -> "Pipeline":
 
 
 def read_split_features(data: Prepared, split: str) -> SplitFeatures:
-    """Return the volumes of each tissue, in mL, and ages, sexes, sites and ids of a split."""
+    """Read the tissue volumes and subjects of a split; tissue maps are bytes, 255 is all tissue."""
     millilitres = float(np.prod(data.card["voxel_mm"])) / 1000 / 255
     volumes = [part.sum(axis=(1, 2, 3), dtype=np.int64) for part in data.regions(split)]
     rows = data.subjects(split)
-    words = [[row[name] for row in rows] for name in ("sex", "site", "participant_id")]
+    columns = [[row[name] for row in rows] for name in ("sex", "site", "participant_id")]
     ages = np.asarray(getattr(data, split).labels, np.float64)
-    return SplitFeatures(np.stack(volumes) * millilitres, ages, *words)
+    return SplitFeatures(np.stack(volumes) * millilitres, ages, *columns)
 
 
-def new_site_reference_mask(test: SplitFeatures, known: set[str], number: int) -> np.ndarray:
-    """Return which volumes (N,) are of the first ``number`` participants, in the order of their
-    ids, of each site that training lacks.
-    """
+def new_site_reference_mask(test: SplitFeatures, trained: set[str], number: int) -> np.ndarray:
+    """Return a mask (N,) of the first ``number`` participants, by id, of each untrained site."""
     chosen = set()
-    for site in set(test.sites) - known:
-        own = {who for who, place in zip(test.people, test.sites, strict=True) if place == site}
-        chosen |= set(sorted(own)[:number])
-    return np.array([who in chosen for who in test.people])
+    for site in set(test.sites) - trained:
+        pairs = zip(test.people, test.sites, strict=True)
+        people = {name for name, place in pairs if place == site}
+        chosen |= set(sorted(people)[:number])
+    return np.array([name in chosen for name in test.people])

@@ -1,4 +1,4 @@
-"""Traces: routing records in files, of any model, and what they say (``moecore lens``)."""
+"""Traces: files with routing records of any model, and their analysis (``moecore lens``)."""
 
 from moecore.lens.analyses import analyse_trace as analyse_trace
 from moecore.lens.traces import LayerRouting as LayerRouting

@@ -1,8 +1,6 @@
-"""What the routing of a trace is like, layer by layer: every measure that needs records alone.
+"""Analyse a trace: all metrics that need only routing records, per layer, and example tokens.
 
-N items, T tokens of one, E experts; chosen, probs and combine are (N, T, E). Also what a trace
-knows of each token, and the tokens that stand for an expert: those of the highest probability, and
-drawn ones.
+N items, T tokens per item, E experts; chosen, probs and combine are (N, T, E).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,38 +36,40 @@ from moecore.statistics.intervals import Interval
 
 
 class TokenLabels:
-    """Labels of some items of a trace, read once; ``remarks`` say what is left out, and why."""
+    """Labels of the tokens of some items, read once; ``remarks`` give the reason of omissions."""
 
-    def __init__(self, trace: Trace, places: np.ndarray) -> None:
-        """``places``: of the items, (N,)."""
+    def __init__(self, trace: Trace, items: np.ndarray) -> None:
+        """``items``: their indices (N,)."""
         self.layers = trace.card.layers
-        self.items = len(places)
-        self.known: dict[str, Tensor] = {}
+        self.items = len(items)
+        self.values: dict[str, Tensor] = {}
         self.remarks: list[str] = []
         for name, kind in (("positions", "position"), ("labels", "label"), ("tokens", "word")):
-            values = trace.beside(name, places)
+            values = trace.beside(name, items)
             if values is not None:
-                self.known[kind] = values
-        if "word" in self.known:
-            self.known["word"] = torch.from_numpy(mask_rare_words(self.known["word"].numpy()))
+                self.values[kind] = values
+        if "word" in self.values:
+            self.values["word"] = torch.from_numpy(mask_rare_words(self.values["word"].numpy()))
         if self.items < FEWEST:
-            problem = f"found {self.items} items; allowed: {FEWEST} and more, as they are exchanged"
             self.remarks.append(
-                f"purity, and what experts tell of labels and words: {problem} to know chance"
+                "purity, and what experts tell about labels and words: found "
+                f"{self.items} items; allowed: {FEWEST} or more, as chance is computed by "
+                "permuting items"
             )
-        elif "label" in self.known and len(self.known["label"].clamp_min(-1).unique()) < 2:
-            self.remarks.append("purity: found one label; allowed: two and more")
+        elif "label" in self.values and len(self.values["label"].clamp_min(-1).unique()) < 2:
+            self.remarks.append("purity: found one label; allowed: two or more")
 
-    def by_kind(self, number: int, before: Tensor | None) -> dict[str, Tensor]:
+    def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
         """Return kind → labels of a layer's tokens, (N or 1, T or 1), −1 where unknown.
 
-        before: first experts of the layer before it, (N, T') or None.  Labels of other tokens than
-        this layer's are left out, and of too few items all but positions.
+        previous_experts: first experts of the previous layer's tokens, (N, T').
         """
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
-        given = self.known if before is None else self.known | {"layer_before": before}
-        for kind, values in given.items():
+        by_kind = dict(self.values)
+        if previous_experts is not None:
+            by_kind["layer_before"] = previous_experts
+        for kind, values in by_kind.items():
             values = values[:, None] if values.ndim == 1 else values
             fits = values.shape[1] in (1, tokens)
             if fits and values.max() >= 0 and (kind == "position" or self.items >= FEWEST):
@@ -78,108 +78,110 @@ class TokenLabels:
 
 
 def number_from_zero(labels: Tensor) -> Tensor:
-    """Return labels of any size as 0, 1, …, in their order, and −1 for those below 0."""
-    known = labels >= 0
-    places = torch.full_like(labels, -1)
-    places[known] = labels[known].unique(return_inverse=True)[1]
-    return places
+    """Renumber labels as 0, 1, … in ascending order; negative labels become −1."""
+    is_known = labels >= 0
+    numbers = torch.full_like(labels, -1)
+    numbers[is_known] = labels[is_known].unique(return_inverse=True)[1]
+    return numbers
 
 
-EXAMPLES = 8  # of an expert, of each kind
-AROUND = 4  # words before and after an example
+EXAMPLES = 8  # per expert and kind
+CONTEXT = 4  # words before and after an example
 
 
-class KeptTokens(NamedTuple):
-    """Of each expert the tokens of the highest keys, one an item, the highest first, (K, E)."""
+class TopTokens(NamedTuple):
+    """The tokens with the highest keys of each expert, at most one per item, best first, (K, E)."""
 
     keys: Tensor  # −1: no token
     items: Tensor
     patches: Tensor
-    probabilities: Tensor  # that the router gave the expert
+    probabilities: Tensor  # of the expert
 
 
 class Example(NamedTuple):
-    """A token that chose an expert, and what stands there."""
+    """A token that chose an expert, with its picture or its words."""
 
-    token: FavouritePatch  # its patch is one of the finest layer's
+    token: FavouritePatch  # with the index of a patch in the finest layer
     crop: Tensor | None  # uint8 (C, h, w); None without pictures
-    words: tuple[str, str, str]  # before it, it, after it; of a token without a word its place
+    words: tuple[str, str, str]  # before the token, of it (or its position), and after it
 
 
-def keep_highest(
-    kept: KeptTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
-) -> KeptTokens:
-    """Return the EXAMPLES highest of what is kept and of new items: of each item and expert that
-    of its patches that chose it with the highest key; the first of equal ones.
+def update_top_tokens(
+    top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
+) -> TopTokens:
+    """Return the ``EXAMPLES`` best of ``top`` and of new items (N,), which follow earlier ones.
 
-    keys: (N, T, E or 1), from 0.  items: their places, (N,), above those that are kept.
+    An item gives each expert its patch with the highest key (N, T, E or 1), keys ≥ 0; among equal
+    keys the first one wins.
     """
-    own = torch.where(record.chosen, keys, -1)[:, layout.special :]
-    highest, patches = own.max(dim=1)
+    chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
+    highest, patches = chosen_keys.max(dim=1)
     probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]
-    places = torch.from_numpy(items)[:, None].expand_as(patches)
-    pairs = zip(kept, (highest, places, patches, probabilities), strict=True)
+    indices = torch.from_numpy(items)[:, None].expand_as(patches)
+    pairs = zip(top, (highest, indices, patches, probabilities), strict=True)
     joined = [torch.cat([before.to(new.dtype), new]) for before, new in pairs]
     order = joined[0].sort(dim=0, descending=True, stable=True).indices[:EXAMPLES]
-    return KeptTokens(*(one.gather(0, order) for one in joined))
+    return TopTokens(*(field.gather(0, order) for field in joined))
 
 
 def read_examples(
-    trace: Trace, kept: KeptTokens, layout: TokenLayout, fine: TokenLayout
+    trace: Trace, top: TopTokens, layout: TokenLayout, fine: TokenLayout
 ) -> list[list[Example]]:
-    """Return for each expert of a layer the tokens that are kept, with what stands there.
-
-    fine: the layout of the finest layer.
-    """
-    experts: list[list[Example]] = [[] for _ in range(kept.keys.shape[1])]
-    items = kept.items[kept.keys >= 0].unique().numpy()
+    """Read the examples of each expert of a layer; ``fine`` is the layout of the finest layer."""
+    experts: list[list[Example]] = [[] for _ in range(top.keys.shape[1])]
+    items = top.items[top.keys >= 0].unique().numpy()
     if not len(items):
         return experts
     pictures, tokens = (trace.beside(name, items) for name in ("pictures", "tokens"))
     covers = coarse_patch_indices(layout, fine)
-    for rank, expert in (kept.keys >= 0).nonzero().tolist():
-        item, patch = (int(field[rank, expert]) for field in (kept.items, kept.patches))
+    for rank, expert in (top.keys >= 0).nonzero().tolist():
+        item, patch = (int(field[rank, expert]) for field in (top.items, top.patches))
         row = int(np.searchsorted(items, item))
         token = FavouritePatch(
             image=item,
             patch=int((covers == patch).nonzero()[0]),
-            probability=round(float(kept.probabilities[rank, expert]), 4),
+            probability=round(float(top.probabilities[rank, expert]), 4),
         )
-        words = ("", f"item {item}, token {patch + 1}", "")
+        context = ("", f"item {item}, token {patch + 1}", "")
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
-            words = words_around(trace, tokens[row].tolist(), layout.special + patch)
+            context = words_around(trace, tokens[row].tolist(), layout.special + patch)
         crop = None
-        if pictures is not None:  # a copy: the crop is a view of the whole picture
+        if pictures is not None:  # a copy: a view would keep all pictures in memory
             crop = patch_crop(pictures[row], patch, layout).clone()
-        experts[expert].append(Example(token, crop, words))
+        experts[expert].append(Example(token, crop, context))
     return experts
 
 
 def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
-    """Return the words of tokens; without a vocabulary their numbers."""
+    """Return the words of tokens, or their numbers without a vocabulary."""
     vocabulary = trace.card.vocabulary
-    return [vocabulary[one] if vocabulary else str(one) for one in tokens]
+    return [vocabulary[token] if vocabulary else str(token) for token in tokens]
 
 
 def words_around(trace: Trace, tokens: Sequence[int], place: int) -> tuple[str, str, str]:
-    """Return words of an item's tokens: before a place, there and after it."""
-    words = words_of_tokens(trace, tokens[max(0, place - AROUND) : place + AROUND + 1])
-    there = min(place, AROUND)
-    return " ".join(words[:there]), words[there], " ".join(words[there + 1 :])
+    """Return words of an item's tokens: before, at and after an index."""
+    words = words_of_tokens(trace, tokens[max(0, place - CONTEXT) : place + CONTEXT + 1])
+    middle = min(place, CONTEXT)
+    return " ".join(words[:middle]), words[middle], " ".join(words[middle + 1 :])
 
 
-# Of chosen, probs and combine of one layer: quantities by name, one value an item, (N,), whose
-# mean is the quantity.
+# Of chosen, probs and combine of one layer: name → values (N,), one per item, whose mean is the
+# quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
-PROBABILITIES = 2**23  # of a layer that is read at once: 32 MiB
-ROLES = expert_roles.ExpertRoles()  # windows of neighbours, and items of a batch, as in our studies
+PROBABILITIES = 2**23  # of one layer in memory, 32 MiB
+ROLES = expert_roles.ExpertRoles()
 
 
 class LayerNumbers(NamedTuple):
-    """One layer's quantities by name, what chance gives for some of them, and shares of the load.
+    """Quantities of one layer.
 
-    coverage: of the choices, the share that the m most used experts have, m = 1 … E.  partners: of
-    each expert that of the other trace, (E,); nothing where there is none.
+    Attributes:
+        quantities: by name.
+        chances: expectation under chance, by name of a quantity.
+        load: share of the choices per expert, (E,).
+        coverage: share of the choices of the m most used experts, m = 1 … E.
+        roles: result of the measurement ``expert_roles``.
+        partners: matched expert of the other trace, (E,); empty without another trace.
     """
 
     quantities: dict[str, Interval]
@@ -191,45 +193,52 @@ class LayerNumbers(NamedTuple):
 
 
 class TraceNumbers(NamedTuple):
-    """What was found of a trace."""
+    """Quantities of a trace.
+
+    Attributes:
+        items: number of analysed items.
+        mean: each quantity's mean over the layers that have it.
+        chances: expectation under chance, the mean over layers.
+        layers: quantities per layer.
+        remarks: omitted quantities, and why.
+    """
 
     items: int
-    mean: dict[str, Interval]  # of each quantity, over the layers that have it
-    chances: dict[str, float]  # the same
+    mean: dict[str, Interval]
+    chances: dict[str, float]
     layers: list[LayerNumbers]
-    remarks: list[str]  # what could not be said, and why
+    remarks: list[str]
 
 
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return load, entropies and confidence by item; k is what a token chose at most."""
+    """Return load, entropies and confidence by item; k is the most experts that a token chose."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
     return use_metrics_by_image(record, None, int(chosen.sum(dim=-1).max()))
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
-    """Return a record for what reads no logits: probabilities stand in their place."""
+    """Return a record with probabilities instead of logits, for metrics that read no logits."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
 def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return the share of the choices that no expert had room for, by item."""
-    lost, every = (
+    """Return the share of the choices beyond the experts' capacity, by item."""
+    dropped, choices = (
         mask.flatten(1).sum(dim=1).double().numpy() for mask in (chosen & (combine == 0), chosen)
     )
-    return {"dropped": torch.from_numpy(linearize_ratio(lost, every))}
+    return {"dropped": torch.from_numpy(linearize_ratio(dropped, choices))}
 
 
 def coverage_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return the share of the choices that the most used quarter of the experts has, by item."""
+    """Return the share of the choices of the most used quarter of the experts, by item."""
     counts = chosen.sum(dim=1).double()
-    most = counts.sum(dim=0).topk(most_used_quarter(chosen.shape[-1])).indices
-    share = linearize_ratio(counts[:, most].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
+    most_used = counts.sum(dim=0).topk(quarter_of_experts(chosen.shape[-1])).indices
+    share = linearize_ratio(counts[:, most_used].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
     return {"coverage": torch.from_numpy(share)}
 
 
-def most_used_quarter(experts: int) -> int:
-    """Return how many experts are a quarter of them."""
+def quarter_of_experts(experts: int) -> int:
     return max(1, experts // 4)
 
 
@@ -242,41 +251,49 @@ def analyse_trace(
     against: Trace | None = None,
     analyses: Sequence[Analysis] = ANALYSES,
 ) -> TraceNumbers:
-    """Return the quantities of all layers, with 95 % intervals over items, beside chance.
+    """Return the quantities of all layers, with 95 % intervals over items, and chance.
 
-    items: so many at most, evenly spread; None: as many as PROBABILITIES allow.  against: a trace
-    of the same items, whose experts are matched with these on half of the items and compared on
-    the others.  What experts tell of positions, words, labels and the expert before is compared
-    with permutations; of too few items it is left out, as ``remarks`` say.  Raises UserError where
-    the traces differ, or are of too few items to be matched.
+    Information about positions, words, labels and the previous layer's expert is compared with
+    permutations. It is omitted for too few items.
+
+    Args:
+        trace: the trace.
+        items: largest number of items, evenly spread; None: as many as fit into memory.
+        against: a trace of the same items. Its experts are matched on half of the items and
+            compared on the other half.
+        analyses: functions of chosen, probs and combine (N, T, E) of a layer, which return
+            values (N,) by name.
+
+    Raises:
+        UserError: the traces differ in items or layers, or have too few items to match experts.
     """
     largest = max(layer.tokens * layer.experts for layer in trace.card.layers)
-    places = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
+    indices = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
     if against is not None:
-        check_same_items(trace, against, places)
-    labels = TokenLabels(trace, places)
+        check_same_items(trace, against, indices)
+    labels = TokenLabels(trace, indices)
     layers: list[LayerNumbers] = []
-    every: list[expert_roles.ByImage] = []
-    before: Tensor | None = None
-    beside = expert_roles.NOTHING_BESIDE
+    values_by_layer: list[expert_roles.ByImage] = []
+    previous_experts: Tensor | None = None
+    context = expert_roles.NOTHING_BESIDE
     for number in range(len(trace.card.layers)):
-        routing = trace.layer(number, places)
-        theirs = None if against is None else against.layer(number, places)
+        routing = trace.layer(number, indices)
+        theirs = None if against is None else against.layer(number, indices)
         layout = trace.card.layers[number].layout()
-        known = labels.by_kind(number, before)
-        if beside.before is not None and beside.before.shape[1] != routing.chosen.shape[1]:
-            beside = expert_roles.NOTHING_BESIDE
-        layer, by_item = analyse_layer(routing, layout, known, theirs, analyses, beside)
+        layer_labels = labels.by_kind(number, previous_experts)
+        if context.before is not None and context.before.shape[1] != routing.chosen.shape[1]:
+            context = expert_roles.NOTHING_BESIDE
+        layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
-        every.append(by_item)
-        before = first_choices(record_of_layer(routing))
-        beside = expert_roles.BesideRecord(before=routing.chosen)
+        values_by_layer.append(by_item)
+        previous_experts = first_choices(record_of_layer(routing))
+        context = expert_roles.BesideRecord(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
     }
-    mean = average_quantities(layers, every)
-    return TraceNumbers(len(places), mean, chances, layers, labels.remarks)
+    mean = average_quantities(layers, values_by_layer)
+    return TraceNumbers(len(indices), mean, chances, layers, labels.remarks)
 
 
 def analyse_layer(
@@ -285,19 +302,20 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    beside: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
+    context: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
-    """Return one layer's numbers, and the values by item, (N,), of those that have any.
+    """Return a layer's numbers, and values (N,) of the quantities that have one per item.
 
-    layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
-    T or 1), −1 where unknown.  theirs: the layer in another trace.
-    beside: what its tokens chose in the layer before.
+    labels: kind → (N or 1, T or 1), −1 where unknown; theirs: the layer in another trace; context:
+    choices of the previous layer.
     """
     record = record_of_layer(routing)
     counts = expert_counts(routing.chosen)
     dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
-    by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
-    roles, values = expert_roles.layer_roles(record, layout, labels, ROLES, beside)
+    by_item: dict[str, np.ndarray] = {}
+    for analyse in analyses:
+        by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
+    roles, values = expert_roles.layer_roles(record, layout, labels, ROLES, context)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:
@@ -308,63 +326,66 @@ def analyse_layer(
         partners, matched, by_chance = compare_matched(routing, theirs)
         by_item |= matched
         chances |= by_chance
-    quantities = {name: item_mean(one) for name, one in by_item.items()}
+    quantities = {name: item_mean(values) for name, values in by_item.items()}
     quantities |= {"dead": dead, **quantities_without_interval(roles)}
     load = tuple((counts / counts.sum()).tolist())
     return LayerNumbers(quantities, chances, load, roles.coverage, roles, partners), by_item
 
 
 def average_quantities(
-    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.ByImage]
+    layers: Sequence[LayerNumbers], values_by_layer: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
-    """Return each quantity's mean over the layers that have it, with an interval where they do.
-
-    every: the layers' values by item.  Those that are tests, ``p_…``, have no mean.
-    """
+    """Return each quantity's mean over its layers; p values, ``p_…``, are not averaged."""
     mean = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
         having = [number for number, layer in enumerate(layers) if name in layer.quantities]
-        if name in every[having[0]]:
-            mean[name] = item_mean(np.mean([every[number][name] for number in having], axis=0))
+        if name in values_by_layer[having[0]]:
+            mean[name] = item_mean(
+                np.mean([values_by_layer[number][name] for number in having], axis=0)
+            )
         elif not name.startswith("p_"):
             mean[name] = Interval(fmean(layers[number].quantities[name].value for number in having))
     return mean
 
 
-def check_same_items(trace: Trace, against: Trace, places: np.ndarray) -> None:
-    """Raise UserError where experts cannot be matched: other layers or tokens, too few items."""
+def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
+    """Raise UserError if layers, tokens or labels differ, or there are too few items to match."""
     if against.shape != trace.shape:
-        problem = f"found items, and (tokens, experts) of layers, {against.shape}"
-        raise UserError(f"{against.folder}: {problem}; allowed: {trace.shape}")
+        shape = f"items, and (tokens, experts) of layers, {against.shape}"
+        raise UserError.at(against.folder, found=shape, allowed=trace.shape)
     for name in ("tokens", "labels"):
-        ours, theirs = trace.beside(name, places), against.beside(name, places)
+        ours, theirs = trace.beside(name, indices), against.beside(name, indices)
         if ours is not None and theirs is not None and not torch.equal(ours, theirs):
-            problem = f"found other {name} than in {trace.folder}"
-            raise UserError(f"{against.folder}: {problem}; allowed: a trace of the same items")
-    check_exchangeable(len(places))
+            raise UserError.at(
+                against.folder,
+                found=f"other {name} than in {trace.folder}",
+                allowed="a trace of the same items",
+            )
+    check_exchangeable(len(indices))
 
 
 def item_mean(values: np.ndarray) -> Interval:
-    """Return the mean of (N,) values and its interval over items; that of one item has none."""
+    """Return the mean of values (N,) and its interval over items, if there are several."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()
 
 
 def chances_of_layer(roles: expert_roles.RolesLayer, choices: int) -> dict[str, float]:
-    """Return what chance gives for a layer's quantities: even random choices, exchanged items."""
+    """Return expectations under chance: uniform random choices, or permuted items."""
     experts = len(roles.share)
     return {
         **roles.chances,
         "max_violation": chance_violation(choices, experts),
         "load_cv2": (experts - 1) / choices,
-        "coverage": most_used_quarter(experts) / experts,
-        **{f"information_{name}": 0.0 for name in roles.labels},  # it is taken off
+        "coverage": quarter_of_experts(experts) / experts,
+        # Chance is already subtracted from the information.
+        **{f"information_{name}": 0.0 for name in roles.labels},
     }
 
 
 def quantities_without_interval(roles: expert_roles.RolesLayer) -> dict[str, Interval]:
-    """Return what has no value an item: a quantile, a mean over batches, p of permutations."""
+    """Return quantities without values per item: a quantile, a mean over batches, p values."""
     names = ("smallest_margin", "batch_violation")
     values = {name: roles.values[name] for name in names if name in roles.values}
     values |= {f"p_{name}": told.p for name, told in roles.labels.items()}
@@ -372,10 +393,9 @@ def quantities_without_interval(roles: expert_roles.RolesLayer) -> dict[str, Int
 
 
 def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return how pure a token's first expert is, one value an item (N,), and by chance.
+    """Return the purity of tokens' first experts (N, T) by item (N,), and with permuted labels.
 
-    first: (N, T), −1 for none.  labels: (N, 1 or T), −1 where unknown.  By chance: with the labels
-    of other items.
+    −1: no expert; an unknown label (N, 1 or T).
     """
     chosen, kinds = first.numpy(), labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
@@ -387,7 +407,10 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
 def compare_matched(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
-    """Return partners, how far they agree, one value an item of a drawn half, and by chance."""
+    """Match experts on a random half of the items, and compare them on the other half.
+
+    Returns partners (E,), agreement by item of the other half, and agreement by chance.
+    """
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2

@@ -1,8 +1,4 @@
-"""What is said of a trace: a table in the terminal, and one HTML file that needs nothing else.
-
-Its pictures, of a trace of images: the patches of every expert, and the experts of every patch. N
-items, T tokens of a layer, E experts.
-"""
+"""Show a trace: a table in the terminal, and one self-contained HTML file with pictures."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -23,7 +19,7 @@ from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
-from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
+from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_word_counts
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.figures.expert_figures import patch_experts_tile
@@ -35,60 +31,65 @@ from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, 
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
-SHOWN = 300  # words of a page
+MAX_WORDS = 300  # of the page
 HEAD = (
     "Which expert gets which token?",
-    "Every patch or word is tinted and numbered by the expert that weighs most in it. Point at "
-    "one, or move with the arrow keys, to see what the router thinks of it; click an expert to see "
-    "what it gets.",
+    "Every patch or word has the colour and the number of the expert with most weight. Point at "
+    "one, or move with the arrow keys, to see its router probabilities. Click an expert to see "
+    "which tokens it gets.",
 )
-FEW = 16  # experts whose shares are printed into the picture
-TOLD = {**LABELS, "label": "label"}
+MAX_ANNOTATED = 16  # experts; the shares of more experts would not fit into the figure
+LABEL_NAMES = {**LABELS, "label": "label"}
 NO_INTERVAL = "no interval"
-LOCAL = ExpertRoles.metrics["consistency"]
+CONSISTENCY = ExpertRoles.metrics["consistency"]
 LENS_METRICS = {
-    "dropped": Metric("Dropped", "", "share", note="choices that no expert had room for"),
+    "dropped": Metric("Dropped", "", "share", note="choices beyond the experts' capacity"),
     "information_label": Metric("Experts tell the label", "", "share", note=TELLS),
     "specialisation_label": Metric("Specialisation by label", "", "share", note=SPECIAL),
-    "purity": Metric("Purity", "", "share", note="of the commonest label of their first expert"),
+    "purity": Metric(
+        "Purity", "", "share", note="tokens with the most common label of their first expert"
+    ),
     "matched_correlation": Metric(
         "Matched experts, correlation",
-        note="of which tokens chose an expert and its partner in the other trace; matched on half "
-        "of the items, compared on the others",
+        note="between the tokens of an expert and of its partner in the other trace; matched on "
+        "half of the items, compared on the other half",
     ),
     "matched_overlap": Metric(
         "Matched experts, shared choices",
         form="share",
-        note="experts of a token whose partner the other trace chose too; of the same items",
+        note="experts of a token whose partner was chosen in the other trace, on the same items",
     ),
     **{
         f"p_{name}": Metric(
-            f"p, {words}",
-            note=f"share of permutations that tell as much; {NO_INTERVAL}, no mean: a test a layer",
+            f"p, {title}",
+            note="share of permutations with as much information; one test per layer, so "
+            f"{NO_INTERVAL} and no mean",
         )
-        for name, words in TOLD.items()
+        for name, title in LABEL_NAMES.items()
     },
     **{
         f"consistency_{window}": Metric(
-            LOCAL.label.format(window), "", LOCAL.form, note=LOCAL.note.format(window)
+            CONSISTENCY.label.format(window),
+            "",
+            CONSISTENCY.form,
+            note=CONSISTENCY.note.format(window),
         )
         for window in ROLES.windows
     },
 }
-WITHOUT_INTERVAL = {  # name → why
-    "dead": "an expert that no item chose is in no other sample of them",
+WITHOUT_INTERVAL = {  # name → reason
+    "dead": "resampled items never choose an expert that no item chose",
     "smallest_margin": "a quantile over tokens",
-    "batch_violation": f"batches of {ROLES.batch} items, which have none each",
+    "batch_violation": f"computed over batches of {ROLES.batch} items",
 }
 
 
 def write_lens_page(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
-    """Print what the routing of a trace is like, and write the page, and the explorer beside it.
+    """Analyse a trace (see ``analyse_trace``), print its quantities, and write its pages.
 
-    See ``analyse_trace``.  The explorer counts all items, where ``items`` is None, and shows both
-    traces; one that an earlier trace left there is removed where this one has none.
+    The explorer is written next to ``page``; if the trace has none, an old explorer is removed.
     """
     trace = Trace(folder)
     other = None if against is None else Trace(against)
@@ -106,46 +107,50 @@ def write_lens_page(
     else:
         page.with_name(explorer).unlink(missing_ok=True)
         explorer = ""
-        numbers.remarks.append(trace_explorer.UNLIKE)
+        numbers.remarks.append(trace_explorer.NOT_EXPLORABLE)
     print_numbers(numbers)
     write_whole(page, render_lens(trace, numbers, explorer))
 
 
 def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
-    """Return what is known of the quantities that any layer has, each p behind what it is of."""
-    known = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
+    """Return the metrics of all layers' quantities, each p value after its information."""
+    by_name = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
     names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
     ordered = [
-        one
+        shown
         for name in names
         if not name.startswith("p_")
-        for one in (name, name.replace("information_", "p_"))
-        if one in names
+        for shown in (name, name.replace("information_", "p_"))
+        if shown in names
     ]
     metrics = {}
     for name in dict.fromkeys(ordered):
-        metric = known.get(name, Metric(name.replace("_", " ").capitalize()))
-        if why := WITHOUT_INTERVAL.get(name):
-            metric = metric._replace(note=f"{metric.note}; {NO_INTERVAL}: {why}")
+        metric = by_name.get(name, Metric(name.replace("_", " ").capitalize()))
+        if reason := WITHOUT_INTERVAL.get(name):
+            metric = metric._replace(note=f"{metric.note}; {NO_INTERVAL}: {reason}")
         metrics[name] = metric
     return metrics
 
 
 def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
-    """Return a row a quantity: all layers together, then each from 1, with chance and limits."""
-    sides = [(numbers.mean, numbers.chances)]
-    sides += [(layer.quantities, layer.chances) for layer in numbers.layers]
+    """Return a table with one row per quantity: all layers together, then each layer."""
+    columns = [(numbers.mean, numbers.chances)]
+    columns += [(layer.quantities, layer.chances) for layer in numbers.layers]
     lines = []
     for name, metric in quantity_metrics(numbers).items():
-        form = NumberFormat.of(metric.form, [own[name] for own, _ in sides if name in own])
-        cells = [format_quantity(form, own.get(name), chances.get(name)) for own, chances in sides]
+        intervals = [quantities[name] for quantities, _ in columns if name in quantities]
+        form = NumberFormat.of(metric.form, intervals)
+        cells = [
+            format_quantity(form, quantities.get(name), chances.get(name))
+            for quantities, chances in columns
+        ]
         lines.append(TableRow(PageCell(metric.label, note=metric.note), cells))
-    layers = [f"Layer {number}" for number in range(1, len(sides))]
+    layers = [f"Layer {number}" for number in range(1, len(columns))]
     return PageTable(["Quantity", "All layers", *layers], lines)
 
 
 def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
-    """Return a cell: the value, what chance gives, and the limits or a dash."""
+    """Return a cell with the value, its expectation under chance, and its interval."""
     if value is None:
         return NONE
     note = "" if chance is None else f"chance {form.value(chance)}"
@@ -153,7 +158,7 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
 
 
 def print_numbers(numbers: TraceNumbers) -> None:
-    """Print the quantities over all layers, with their limits and what chance gives."""
+    """Print the mean quantities with their intervals, and their expectations under chance."""
     for name, metric in quantity_metrics(numbers).items():
         if interval := numbers.mean.get(name):
             form = NumberFormat.of(metric.form, [interval])
@@ -166,7 +171,7 @@ def print_numbers(numbers: TraceNumbers) -> None:
 
 
 def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
-    """Return the whole page. explorer: the address of that page, where there is one."""
+    """Return the page; ``explorer`` is the address of the explorer, if there is one."""
     words = read_words_with_experts(trace)
     layers = trace.card.layers
     return (
@@ -201,13 +206,16 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
 
 
 def draw_loads(numbers: TraceNumbers) -> Figure:
-    """Return each expert's share of its layer's choices; the darkest cell has most of all."""
+    """Draw each expert's share of its layer's choices; the darkest cell has the largest share."""
     experts = max(len(layer.load) for layer in numbers.layers)
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    texts = percent_annotations(shares) if experts <= FEW else np.full(shares.shape, "")
-    columns = [str(n) if n % max(1, experts // FEW) == 0 else "" for n in range(experts)]
+    texts = np.full(shares.shape, "")
+    if experts <= MAX_ANNOTATED:
+        texts = percent_annotations(shares)
+    step = max(1, experts // MAX_ANNOTATED)
+    columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
     labels = Labels("Share of the choices, %", rows, columns, "Expert", "MoE layer")
     size = (min(10.0, 2.0 + 0.4 * experts), 1.2 + 0.25 * len(shares))
@@ -215,77 +223,77 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
 
 
 def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
-    """Return the first words of the trace with their experts; of layers of other tokens, none."""
-    first = np.arange(min(trace.items, ceil(SHOWN / trace.card.layers[0].tokens)))
+    """Return the first words of the trace with their experts in the layers of these tokens."""
+    first = np.arange(min(trace.items, ceil(MAX_WORDS / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
     if tokens is None or not trace.card.vocabulary:
         return []
     layers = []
-    for number, known in enumerate(trace.card.layers):
-        combine = trace.layer(number, first).combine.flatten(0, 1)[:SHOWN]
-        fits = known.tokens == tokens.shape[1]
-        layers.append(experts_by_weight(combine, MOST) if fits else [[]] * SHOWN)
-    numbers = tokens.flatten()[:SHOWN].tolist()
+    for number, shape in enumerate(trace.card.layers):
+        combine = trace.layer(number, first).combine.flatten(0, 1)[:MAX_WORDS]
+        fits = shape.tokens == tokens.shape[1]
+        layers.append(experts_by_weight(combine, MAX_EXPERTS) if fits else [[]] * MAX_WORDS)
+    numbers = tokens.flatten()[:MAX_WORDS].tolist()
     return [
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
         for place, number in enumerate(numbers)
     ]
 
 
-PATCHES = 8  # of an expert
-ROWS = 16  # experts of a layer, those that are used most
-IMAGES = 6  # that are shown with the experts of their patches
-EXAMINED = 2000  # items among which an expert's patches are looked for
-SQUARE = 1.35  # inches of an image
-CROP = 0.75  # inches of a patch
+PATCHES = 8  # per expert
+EXPERTS = 16  # per layer, the most used ones
+IMAGES = 6  # shown with the experts of their patches
+EXAMINED = 2000  # items from which an expert's patches are chosen
+IMAGE_SIZE = 1.35  # inches
+CROP_SIZE = 0.75  # inches
 CAPTION = (
-    "Of each of the most used experts those patches, one an image, to which the router gave the "
-    "highest probability; each in the middle of what is around it."
+    "The patches with the highest router probability of each of the most used experts, one per "
+    "image, with their surroundings."
 )
 
 
 def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
-    """Yield what a page shows of a trace with pictures, by name: a figure, then one a layer."""
-    places = evenly_spaced_indices(trace.items, EXAMINED)
-    pictures = trace.beside("pictures", places)
+    """Yield names and figures of a trace with pictures: one of all layers, then one per layer."""
+    items = evenly_spaced_indices(trace.items, EXAMINED)
+    pictures = trace.beside("pictures", items)
     if pictures is None:
         return
     yield "Experts of patches", draw_experts_of_patches(trace)
     for number, shape in enumerate(trace.card.layers):
         layout = shape.layout(pictures.shape[2:])
-        record = record_of_layer(trace.layer(number, places))
+        record = record_of_layer(trace.layer(number, items))
         no_kinds = torch.zeros(*record.chosen.shape[:2], 0, dtype=torch.bool)
         use = expert_use_by_image(record, layout.special, no_kinds)
-        most = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:ROWS].tolist()
+        most_used = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:EXPERTS].tolist()
         rows = {
             expert: [
                 Tile(displayable_image(patch_crop(pictures[item], patch, layout).numpy()))
                 for item, patch in patches
             ]
-            for expert in sorted(most)
+            for expert in sorted(most_used)
             if (patches := typical_patches(use, expert))
         }
         name = f"Patches of experts, layer {number + 1}"
         labels = SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
-        yield name, sheet(list(rows.values()), labels, CROP, CROP)
+        yield name, sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
 def typical_patches(use: ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
-    """Return items and patches of the highest probability that chose the expert, one an item."""
+    """Return (item, patch) of an expert's patches with the highest probability, one per item."""
     highest = use.highest[:, expert]
     order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
     return [(item, int(use.patch[item, expert])) for item in order if highest[item] >= 0]
 
 
 def draw_experts_of_patches(trace: Trace) -> Figure:
-    """Draw a few items, and below them the expert with most weight in each patch, a row a layer."""
-    places = evenly_spaced_indices(trace.items, IMAGES)
-    pictures = trace.beside("pictures", places)
-    assert pictures is not None, "asked for where there are pictures"
+    """Draw a few images, and below them, per layer, the expert with most weight in each patch."""
+    items = evenly_spaced_indices(trace.items, IMAGES)
+    pictures = trace.beside("pictures", items)
+    assert pictures is not None, "only called for a trace with pictures"
     images = pictures.numpy()
     tiles = [[Tile(displayable_image(image)) for image in images]]
     for number, shape in enumerate(trace.card.layers):
-        combine = trace.layer(number, places).combine[:, shape.special :]
+        combine = trace.layer(number, items).combine[:, shape.special :]
         best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
         colours = expert_colours(shape.experts)
         grids = best.unflatten(1, shape.grid).numpy()
@@ -294,4 +302,5 @@ def draw_experts_of_patches(trace: Trace) -> Figure:
         )
     names = ["Image", *(f"Layer {number}" for number in range(1, len(tiles)))]
     caption = "The expert with the largest weight in each patch."
-    return sheet(tiles, SheetLabels("Experts of patches", names, caption=caption), SQUARE, SQUARE)
+    labels = SheetLabels("Experts of patches", names, caption=caption)
+    return sheet(tiles, labels, IMAGE_SIZE, IMAGE_SIZE)

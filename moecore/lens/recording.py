@@ -1,4 +1,4 @@
-"""The routing of a model becomes a trace: of ours in its folder, or of what a Python file names."""
+"""Record the trace of a trained model in its folder, or of a model that a Python file defines."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,45 +22,46 @@ from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routing_traces import finest_layout
 from moecore.training.artifacts import load_model
 
-BATCH = 64  # items a forward pass
-IMAGES = 4  # axes of a batch of images; volumes have more
-Batch = tuple[Any, Mapping[str, Tensor]]  # what a model is called with, and what is known of it
+BATCH = 64  # items per forward pass
+IMAGE_AXES = 4  # of a batch of images; volumes have more
+Batch = tuple[Any, Mapping[str, Tensor]]  # inputs of a model, and item tensors of the trace
 
 
 def record_trained_model(folder: Path, data: Path, out: Path, items: int | None = None) -> int:
-    """Write the trace ``out`` of our model in ``folder`` and the test items of the prepared folder
-    ``data``, so many at most, evenly spread; return their number.
-    """
+    """Write the trace ``out`` of up to ``items`` test items, evenly spread; return their number."""
     model = load_model(folder)
-    words = read_vocabulary(folder, model.image.outputs) if model.image.task.long else []
+    vocabulary = read_vocabulary(folder, model.image.outputs) if model.image.task.long else []
     batches = prepared_batches(model, Prepared.open(data), items)
-    return record_batches(out, str(folder), model, batches, vocabulary=words, layouts=model.layouts)
+    return record_batches(
+        out, str(folder), model, batches, vocabulary=vocabulary, layouts=model.layouts
+    )
 
 
 def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterator[Batch]:
-    """Yield images, or blocks of words, with their labels and tokens; words' labels are kinds."""
+    """Yield batches of test items with tokens, labels (of words: their kinds) and pictures."""
     task, truth = model.image.task, model.image.truth
-    where = evenly_spaced_indices(len(data.test.labels), items)
-    labels = torch.as_tensor(data.test.labels[where])
+    indices = evenly_spaced_indices(len(data.test.labels), items)
+    labels = torch.as_tensor(data.test.labels[indices])
     first = 0
-    for inputs in image_batches(data.test.images[where], round_batch_to_groups(model, BATCH)):
-        beside: dict[str, Tensor] = {}
+    for inputs in image_batches(data.test.images[indices], round_batch_to_groups(model, BATCH)):
+        item_tensors: dict[str, Tensor] = {}
         if task.long:
-            beside["tokens"] = inputs[:, model.image.channels - 1]
+            item_tensors["tokens"] = inputs[:, model.image.channels - 1]
         if task.long and truth:
-            beside["labels"] = inputs[:, -1] - 1
+            item_tensors["labels"] = inputs[:, -1] - 1
         if task.needs_classes("one_class") is None:
-            beside["labels"] = labels[first : first + len(inputs)]
-        if inputs.ndim == IMAGES and model.moe is not None:
+            item_tensors["labels"] = labels[first : first + len(inputs)]
+        if inputs.ndim == IMAGE_AXES and model.moe is not None:
             grid = finest_layout(model.layouts).grid
-            beside["pictures"] = shrink_to_pictures(inputs[:, : model.image.channels], grid)
-        yield inputs, beside
+            item_tensors["pictures"] = shrink_to_pictures(inputs[:, : model.image.channels], grid)
+        yield inputs, item_tensors
         first += len(inputs)
 
 
 def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    """Return images in [0, 1], (N, C, H, W), as bytes, gray or coloured, with sides of SIDE at most
-    that are multiples of a ``grid`` of patches (rows, columns).
+    """Return images (N, C, H, W) in [0, 1] as bytes with 1 or 3 channels and sides ≤ ``SIDE``.
+
+    Sides are multiples of the ``grid`` of patches (rows, columns).
     """
     pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1]
     pairs = zip(pixels.shape[2:], grid, strict=True)
@@ -71,41 +72,38 @@ def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 def record_python_file(path: Path, out: Path) -> int:
-    """Write the trace ``out`` of what a Python file names; return the number of items.
+    """Write the trace ``out`` of the model that a Python file defines; return the number of items.
 
-    ``model``: a module, as for ``trace``, and its ``adapters`` if it needs any.  ``batches``: an
-    iterable of what it is called with, a tensor or a mapping of arguments, or of pairs of that and
-    a mapping of tokens, positions, labels and pictures; input_ids are tokens.  ``vocabulary``: the
-    word of each token's number.  ``layouts``: see ``write_trace``.  ``name``: of the model.
+    The file defines ``model``, a module, and ``batches``, an iterable of inputs: a tensor, a
+    mapping of arguments, or a pair of inputs and a mapping of item tensors. ``input_ids`` are
+    tokens. Optional: ``adapters`` (see ``moecore.trace``), ``vocabulary`` and ``layouts`` (see
+    ``write_trace``), and ``name``, of the model.
     """
-    given = load_python_globals(path)
-    model, batches = given.get("model"), given.get("batches")
+    names = load_python_globals(path)
+    model, batches = names.get("model"), names.get("batches")
     if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):
-        problem = f"found {type(model).__name__} model, {type(batches).__name__} batches"
-        raise UserError(f"{path}: {problem}; allowed: a torch module, an iterable")
-    name = given.get("name", type(model).__name__)
-    more = {key: given[key] for key in ("adapters", "vocabulary", "layouts") if key in given}
-    return record_batches(out, name, model, iterate_batches(batches, path), file=path, **more)
+        types = f"{type(model).__name__} model, {type(batches).__name__} batches"
+        raise UserError.at(path, found=types, allowed="a torch module, an iterable")
+    name = names.get("name", type(model).__name__)
+    options = {key: names[key] for key in ("adapters", "vocabulary", "layouts") if key in names}
+    return record_batches(out, name, model, iterate_batches(batches, path), file=path, **options)
 
 
 def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
-    """Yield the batches of a file as pairs. Raises UserError for what is none, and its errors."""
+    """Yield the batches of a file as pairs; UserError for other types, and for errors in it."""
     with errors_in_file(path):
         for batch in batches:
             pair = batch if isinstance(batch, tuple) else (batch, {})
             if len(pair) != 2 or not isinstance(pair[1], Mapping):
-                kinds = ", ".join(type(one).__name__ for one in pair)
+                kinds = ", ".join(type(value).__name__ for value in pair)
                 allowed = "what the model is called with, or a pair of that and a mapping of labels"
-                raise UserError(f"{path}: batches: found a tuple of {kinds}; allowed: {allowed}")
+                raise UserError.at(f"{path}: batches", found=f"a tuple of {kinds}", allowed=allowed)
             yield pair
 
 
 @contextmanager
 def errors_in_file(path: Path | None) -> Iterator[None]:
-    """Raise UserError, a line with its place in the file or beside it, for any error in the block.
-
-    path: a file of the user's; None: errors are ours, and stay as they are.
-    """
+    """Raise any error of a user's file as a UserError with its line; None: leave errors alone."""
     try:
         yield
     except UserError:
@@ -126,43 +124,41 @@ def record_batches(
     layouts: Any = (),
     file: Path | None = None,
 ) -> int:
-    """Write the trace ``out`` of a model in evaluation mode; return the number of items.
-
-    file: that defines the model, see ``errors_in_file``.
-    """
+    """Write the trace ``out`` of a model in evaluation mode; return the number of items."""
     items = 0
     with write_trace(out, name, vocabulary, layouts) as trace, eval_mode(model), torch.no_grad():
-        for inputs, beside in batches:
+        for inputs, item_tensors in batches:
             with routing_collector(model, adapters) as records, errors_in_file(file):
                 if isinstance(inputs, Mapping):
-                    beside = {**tokens_of_arguments(inputs), **beside}
+                    item_tensors = {**tokens_of_arguments(inputs), **item_tensors}
                     model(**inputs)
                 else:
                     model(inputs)
-            trace.add(records, **beside)
+            trace.add(records, **item_tensors)
             items += len(records[0].probs)
     return items
 
 
 def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens among the arguments of a model of transformers; UserError for padding."""
+    """Return the tokens among the arguments of a transformers model; UserError for padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and not mask.all():
-        mend = "cut texts to parts of one length, without padding"
-        raise UserError(f"attention_mask: found 0; allowed: 1; {mend}")
-    if "input_ids" not in inputs or "decoder_input_ids" in inputs:  # whose layers are mixed
+        allowed = "1; cut texts to parts of one length, without padding"
+        raise UserError.at("attention_mask", found=0, allowed=allowed)
+    # Layers of an encoder and of a decoder have different tokens.
+    if "input_ids" not in inputs or "decoder_input_ids" in inputs:
         return {}
     return {"tokens": inputs["input_ids"]}
 
 
 def load_python_globals(path: Path) -> dict[str, Any]:
-    """Return the names that a Python file defines; what lies beside it may be imported there."""
+    """Return the names that a Python file defines; it may import modules of its folder."""
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        problem = f"{path}: {error.strerror}"
-        raise UserError(f"{problem}; allowed: a model's folder, a Python file") from None
+        allowed = "a model's folder, a Python file"
+        raise UserError(f"{path}: {error.strerror}; allowed: {allowed}") from None
     except UnicodeError as error:
         raise UserError(f"{path}: {error}; allowed: a Python file") from None
     sys.path.append(str(path.parent.resolve()))

@@ -1,7 +1,7 @@
-"""The explorer of a trace: its result from records alone, gathered as the files of the trace come.
+"""The explorer of a trace, an interactive page, computed file by file from records alone.
 
-In memory are one layer of one file, counts, and the examples that are kept of each expert.
-N items, T tokens of one, E experts, V numbers of words or of labels.
+Memory holds one layer of one file, counts, and each expert's examples. N items, T tokens per item,
+E experts, V different words or labels.
 """
 
 import json
@@ -34,146 +34,166 @@ from moecore.nn.routing_traces import (
 from moecore.report.page.expert_answers import PARTNERS, roles_answers
 from moecore.report.page.explorer_page import PageHead, intern_texts, render_explorer
 
-MOST_BYTES = 3_000_000  # of the page
-SHARES = (1, 2, 4, 8, 16)  # by which fewer items and examples are shown until it is as small
+MAX_BYTES = 3_000_000  # of the page
+DIVISORS = (1, 2, 4, 8, 16)  # of the numbers of items and examples, until the page is small enough
 ITEMS = 24
-TOKENS = 256  # of a text that are shown, the first ones
-KINDS = 255  # of tokens, as a byte numbers them
+MAX_TOKENS = 256  # shown of each text
+MAX_KIND = 255  # labels of tokens are stored as bytes
 NUMBERED = ("tokens", "labels")
-UNLIKE = "explorer: found layers of other tokens; allowed: the same of all, or grids of two axes"
+NOT_EXPLORABLE = (
+    "explorer: found layers with different tokens; allowed: the same in all, or grids of two axes"
+)
 
 
-class SeenLayer(NamedTuple):
-    """The experts of one MoE layer, and for each the examples: the surest, and drawn ones."""
+class ExploredLayer(NamedTuple):
+    """The experts of one MoE layer, and their examples: most probable, and random ones."""
 
     profiles: list[ExpertProfile]
-    places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None of a text
+    places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None for texts
     examples: list[tuple[list[analyses.Example], list[analyses.Example]]]
 
 
 class TraceExplorer:
-    """What is shown of a trace, whose layers ``can_explore``."""
+    """Counts and examples of a trace for which ``can_explore`` is true."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
-        """``items``: so many are counted at most, evenly spread; None: all."""
+        """Read up to ``items`` items, evenly spread; None: all."""
         self.trace = trace
         self.parts = split_places_by_file(trace, items)
         shapes = trace.card.layers
-        size = finest_layout([one.layout() for one in shapes]).grid  # of no picture: a pixel each
+        size = finest_layout([shape.layout() for shape in shapes]).grid  # one pixel per patch
         pictures, labels = (trace.beside(name, np.arange(1)) for name in ("pictures", "labels"))
         if pictures is not None:
             size = tuple(pictures.shape[2:])
-        self.layouts = [one.layout(size) for one in shapes]
+        self.layouts = [shape.layout(size) for shape in shapes]
         self.fine = finest_layout(self.layouts)
         self.is_text = len(self.fine.grid) == 1
         self.has_pictures = pictures is not None
         self.has_kinds = labels is not None and labels.ndim == 2
         self.numbers = {name: count_numbers(trace, name, self.parts) for name in NUMBERED}
-        self.layers = [self._see_layer(number) for number in range(len(shapes))]
+        self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
     def page_data(
-        self, numbers: analyses.TraceNumbers, name: str, pool: dict[str, int], items: int, most: int
+        self,
+        numbers: analyses.TraceNumbers,
+        name: str,
+        pool: dict[str, int],
+        items: int,
+        examples: int,
     ) -> dict[str, Any]:
-        """Return what the page knows of the trace; packed texts are places in ``pool``.
-
-        Of so many items at most, and of an expert of so many examples.
-        """
-        known = roles_answers([layer.roles for layer in numbers.layers], min(most, PARTNERS))
-        for of_layer, seen in zip(known, self.layers, strict=True):
-            of_layer["surest"] = [len(surest[:most]) for surest, _ in seen.examples]
+        """Return the page's data of the trace; packed texts are indices into ``pool``."""
+        answers = roles_answers([layer.roles for layer in numbers.layers], min(examples, PARTNERS))
+        for answer, layer in zip(answers, self.layers, strict=True):
+            answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
             if not self.has_pictures:
-                cut = [surest[:most] + drawn[:most] for surest, drawn in seen.examples]
-                of_layer["contexts"] = [[one.words for one in examples] for examples in cut]
-        model = intern_texts(self.result(items, most).model_dump(mode="json"), pool)
-        return {"name": name, "model": model, "known": {"layers": known, "open": []}}
+                answer["contexts"] = [
+                    [example.words for example in probable[:examples] + random[:examples]]
+                    for probable, random in layer.examples
+                ]
+        model = intern_texts(self.result(items, examples).model_dump(mode="json"), pool)
+        return {"name": name, "model": model, "known": {"layers": answers, "open": []}}
 
-    def result(self, items: int = ITEMS, most: int = analyses.EXAMPLES) -> Result:
-        """Return what is shown: so many items, and of an expert so many examples and words."""
+    def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
+        """Return the explorer's result with up to ``items`` items, and ``examples`` per expert."""
         trace, fine = self.trace, self.fine
         places = np.sort(spread_places(trace.items, items))
         if self.is_text:
-            fine = fine._replace(grid=(min(fine.grid[0], TOKENS),))
-        there = slice(fine.special + prod(fine.grid))
+            fine = fine._replace(grid=(min(fine.grid[0], MAX_TOKENS),))
+        shown_tokens = slice(fine.special + prod(fine.grid))
         layers = []
         for number, layout in enumerate(self.layouts):
             record = analyses.record_of_layer(trace.layer(number, places))
             record = record_on_finer_grid(record, layout, self.fine)
-            layers.append(encode_top_experts(record.map_tensors(lambda field: field[:, there])))
+            shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
+            layers.append(encode_top_experts(shown_record))
         pictures, labels, tokens = (
             trace.beside(name, places) for name in ("pictures", "labels", "tokens")
         )
-        nothing = [()] * len(places)
+        empty = [()] * len(places)
         variant = ShownVariant(
             kind="clean",
             label="clean",
             picture=None if pictures is None else encode_thumbnails(pictures / 255),
             origins=None,
-            trace=ImageTraces(answers=nothing, values=nothing, layers=layers),
+            trace=ImageTraces(answers=empty, values=empty, layers=layers),
         )
-        words, of_items, kinds = None, nothing, None
+        texts, item_labels, kinds = None, empty, None
         if tokens is not None and self.is_text:
-            words = [analyses.words_of_tokens(trace, row) for row in tokens[:, there].tolist()]
+            rows = tokens[:, shown_tokens].tolist()
+            texts = [analyses.words_of_tokens(trace, row) for row in rows]
         if labels is not None and not self.has_kinds:
-            of_items = [[label] * (label >= 0) for label in labels.tolist()]
+            item_labels = [[label] if label >= 0 else [] for label in labels.tolist()]
         if labels is not None and labels.shape[1:] == record.probs.shape[1:2]:
-            known = (labels[:, there] + 1).clamp(min=0)
-            kinds = encode_arrays(known.where(known <= KINDS, 0).numpy().astype(np.uint8))
+            numbers = (labels[:, shown_tokens] + 1).clamp(min=0)
+            kinds = encode_arrays(numbers.where(numbers <= MAX_KIND, 0).numpy().astype(np.uint8))
         return Result(
             special=fine.special,
             grid=fine.grid,
             images=places.tolist(),
-            labels=of_items,
-            words=words,
+            labels=item_labels,
+            words=texts,
             kinds=kinds,
-            layers=[gallery_of_layer(seen, most) for seen in self.layers],
+            layers=[gallery_of_layer(layer, examples) for layer in self.layers],
             shown=[variant],
         )
 
-    def _see_layer(self, number: int) -> SeenLayer:
-        """Count what one layer did with all items, and keep examples of each expert."""
+    def _explore_layer(self, number: int) -> ExploredLayer:
+        """Count the choices of one layer over all items, and collect each expert's examples."""
         trace, layout = self.trace, self.layouts[number]
         experts = trace.card.layers[number].experts
-        surest = drawn = analyses.KeptTokens(*torch.zeros(4, 0, experts).unbind())
+        top_tokens = random_tokens = analyses.TopTokens(*torch.zeros(4, 0, experts).unbind())
         at_place = torch.zeros(prod(layout.grid), experts)
-        uses = {name: torch.zeros(1 + len(of), experts).int() for name, of in self.numbers.items()}
+        uses = {
+            name: torch.zeros(1 + len(counts), experts).int()
+            for name, counts in self.numbers.items()
+        }
         load = torch.zeros(experts).double()
         draws = np.random.default_rng((SEED, number))
         for places in self.parts:
             record = analyses.record_of_layer(trace.layer(number, places))
             keys = torch.from_numpy(draws.random(record.chosen.shape[:2]))[..., None]
-            surest = analyses.keep_highest(surest, record, record.probs, layout, places)
-            drawn = analyses.keep_highest(drawn, record, keys, layout, places)
+            top_tokens = analyses.update_top_tokens(
+                top_tokens, record, record.probs, layout, places
+            )
+            random_tokens = analyses.update_top_tokens(random_tokens, record, keys, layout, places)
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
-            for name, of in uses.items():
-                add_uses(of, trace.beside(name, places), record.chosen)
+            for name, counts in uses.items():
+                add_uses(counts, trace.beside(name, places), record.chosen)
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
         profiles = self._profiles(load, places, uses)
-        sides = [analyses.read_examples(trace, kept, layout, self.fine) for kept in (surest, drawn)]
-        return SeenLayer(profiles, places, list(zip(*sides, strict=True)))
+        examples = [
+            analyses.read_examples(trace, top, layout, self.fine)
+            for top in (top_tokens, random_tokens)
+        ]
+        return ExploredLayer(profiles, places, list(zip(*examples, strict=True)))
 
     def _profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[ExpertProfile]:
-        """Return the experts of a layer. load: (E,); places: see SeenLayer; uses: see add_uses."""
+        """Return the profiles of experts from load (E,), places and uses (see ``add_uses``)."""
         counts = torch.from_numpy(self.numbers["tokens"])
         common = (counts >= RARE).nonzero().flatten()
-        words = uses["tokens"][1:][common].double() / counts[common, None]
+        shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
         labels = uses["labels"][1:].double()
         labels /= labels.sum(dim=0).clamp(min=1)
         peaks = torch.zeros(len(load)) if places is None else places.flatten(1).amax(dim=1)
         profiles = []
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
-            told = largest_shares(labels[:, expert])
-            often = largest_shares(words[:, expert], WORDS)
-            names = analyses.words_of_tokens(self.trace, [int(common[place]) for place, _ in often])
+            label_shares = largest_shares(labels[:, expert])
+            word_shares = largest_shares(shares_by_word[:, expert], WORDS)
+            names = analyses.words_of_tokens(
+                self.trace, [int(common[place]) for place, _ in word_shares]
+            )
             profiles.append(
                 ExpertProfile(
                     load=round(share, 5),
-                    classes=() if self.has_kinds else told,
-                    kinds=[(label + 1, part) for label, part in told] if self.has_kinds else (),
-                    words=list(zip(names, [part for _, part in often], strict=True)),
+                    classes=() if self.has_kinds else label_shares,
+                    kinds=[(label + 1, part) for label, part in label_shares]
+                    if self.has_kinds
+                    else (),
+                    words=list(zip(names, [part for _, part in word_shares], strict=True)),
                     peak=round(float(peaks[expert]), 4),
                     favourites=(),
                 )
@@ -182,27 +202,24 @@ class TraceExplorer:
 
 
 class ExploredTrace(NamedTuple):
-    """A trace on the page: what is shown of it, and what was found."""
+    """A trace on the page, with its analysis."""
 
     explorer: TraceExplorer
     numbers: analyses.TraceNumbers
 
 
 def render_traces(ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None = None) -> str:
-    """Return the page of a trace, beside another of the same items that it was compared with.
-
-    The more experts and layers, the less of each is shown.
-    """
+    """Return the page of one trace, or of two compared ones; large pages show fewer items."""
     page = ""
-    for share in SHARES:
-        page = _render_part(ours, head, theirs, ITEMS // share, analyses.EXAMPLES // share)
-        if len(page.encode()) <= MOST_BYTES:
+    for divisor in DIVISORS:
+        page = _render_part(ours, head, theirs, ITEMS // divisor, analyses.EXAMPLES // divisor)
+        if len(page.encode()) <= MAX_BYTES:
             break
     return page
 
 
 def _render_part(
-    ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None, items: int, most: int
+    ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None, items: int, examples: int
 ) -> str:
     pool: dict[str, int] = {}
     trace = ours.explorer.trace
@@ -223,7 +240,7 @@ def _render_part(
         "source": "trace",
         "kinds": {"name": "label", "first": 0},
         "methods": [
-            side.explorer.page_data(side.numbers, name, pool, items, most)
+            side.explorer.page_data(side.numbers, name, pool, items, examples)
             for name, side in zip(names, sides, strict=True)
         ],
         "matches": matches,
@@ -233,36 +250,35 @@ def _render_part(
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:
-    """Return whether all layers have the same tokens, or patches of grids of one picture."""
+    """Return whether all layers have the same tokens, or grids of patches of one picture."""
     layouts = [layer.layout() for layer in layers]
     rows = {layout for layout in layouts if len(layout.grid) == 1}
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
 def split_places_by_file(trace: Trace, items: int | None) -> list[np.ndarray]:
-    """Return the places of so many items, evenly spread, as each file of the trace has them."""
+    """Return indices of up to ``items`` items, evenly spread, split by file of the trace."""
     places = evenly_spaced_indices(trace.items, items)
     ends = np.cumsum([chunk.items for chunk in trace.card.chunks])
     return [part for part in np.split(places, np.searchsorted(places, ends[:-1])) if len(part)]
 
 
 def count_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return how often each number from 0 is there, (V,); nothing where the trace has none."""
+    """Count each number from 0 in an item tensor, (V,); empty if the trace does not have it."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.beside(name, places)
         if values is None:
             break
-        more = np.bincount(values[values >= 0].numpy(), minlength=len(counts))
-        counts = more + np.pad(counts, (0, len(more) - len(counts)))
+        counts_of_part = np.bincount(values[values >= 0].numpy(), minlength=len(counts))
+        counts = counts_of_part + np.pad(counts, (0, len(counts_of_part) - len(counts)))
     return counts
 
 
 def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add to (1 + V, E) the tokens of each number that chose each expert; to row 0 those of none.
+    """Add chosen (N, T, E) to uses (1 + V, E): row 1 + n for tokens of number n, row 0 unknown.
 
-    numbers: (N,) or (N, T); those of another layer's tokens, and None, add nothing.  chosen:
-    (N, T, E) bool.
+    Numbers (N,) or (N, T) of another layer's tokens are ignored.
     """
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):
         of_tokens = numbers.view(len(numbers), -1).expand(chosen.shape[:2])
@@ -270,20 +286,20 @@ def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
         uses.index_add_(0, rows, chosen.flatten(0, 1).int())
 
 
-def gallery_of_layer(seen: SeenLayer, most: int) -> LayerGallery:
-    """Return a layer's experts with so many words, and examples of each kind, at most."""
-    cut = [surest[:most] + drawn[:most] for surest, drawn in seen.examples]
+def gallery_of_layer(layer: ExploredLayer, number: int) -> LayerGallery:
+    """Return a layer's experts with up to ``number`` words, and examples of each kind."""
+    examples = [probable[:number] + random[:number] for probable, random in layer.examples]
     experts = []
-    for profile, examples in zip(seen.profiles, cut, strict=True):
-        favourites = tuple(one.token for one in examples)
-        more = {"words": profile.words[:most], "favourites": favourites}
-        experts.append(profile.model_copy(update=more))
-    crops = [one.crop for one in chain.from_iterable(cut) if one.crop is not None]
+    for profile, of_expert in zip(layer.profiles, examples, strict=True):
+        favourites = tuple(example.token for example in of_expert)
+        changes = {"words": profile.words[:number], "favourites": favourites}
+        experts.append(profile.model_copy(update=changes))
+    crops = [example.crop for example in chain.from_iterable(examples) if example.crop is not None]
     places = None
-    if seen.places is not None:
-        axes = tuple(range(1, seen.places.ndim))
-        peaks = seen.places.amax(dim=axes, keepdim=True).clamp(min=1e-9)
-        places = encode_thumbnails(seen.places / peaks)
+    if layer.places is not None:
+        axes = tuple(range(1, layer.places.ndim))
+        peaks = layer.places.amax(dim=axes, keepdim=True).clamp(min=1e-9)
+        places = encode_thumbnails(layer.places / peaks)
     return LayerGallery(
         experts=experts,
         places=places,

@@ -1,6 +1,5 @@
-"""A user's predictions with a trained model: of pictures, volumes, captions and texts.
+"""Predictions with a trained model: of pictures, captions, volumes and texts.
 
-``folder_predictions`` takes a folder and writes the table and the page of what ``pictures`` (also
-with captions) and ``ages`` (of volumes) say; ``continuation`` goes on with a text; ``export``
-writes a model as one file.
+``folder_predictions`` writes a table and a page for a folder, with ``pictures`` (and captions) or
+``ages`` (of volumes); ``continuation`` continues a text; ``export`` writes a model as one file.
 """

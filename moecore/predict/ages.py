@@ -1,7 +1,6 @@
-"""Ages of new volumes by a trained and calibrated model, with flags for volumes unlike training.
+"""Predict ages of new volumes with a calibrated model; flag volumes unlike the training's.
 
-N volumes, in years. They are found in a folder in BIDS form, or in any folder of NIfTI or .mgz
-files, and prepared as the training data were.
+N volumes, in years, from a BIDS folder, or any folder of NIfTI or .mgz files.
 """
 
 import re
@@ -23,35 +22,33 @@ from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
 ENDINGS = (".nii.gz", ".nii", ".mgz")
-# At the end of a brain mask's name, in the place of _T1w or after the whole name.
+# Ends of a brain mask's name, instead of _T1w or after the volume's full name.
 MASKS = ("_desc-brain_mask", "_mask")
 Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
 
 
 class NewVolumeFile(NamedTuple):
-    """One volume of a folder, and what is known of its subject."""
+    """One volume of a folder, and its subject."""
 
     path: Path
     mask: Path | None  # None: the brain is where the volume is above 0
-    subject: dict[str, str]  # as a row of predictions.csv; an age "" is unknown
-    root: Path  # the folder; no link leads out of it
+    subject: dict[str, str]  # as a row of predictions.csv; "" is unknown
+    root: Path  # the folder; links that leave it are refused
 
 
 def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
-    """Every T1-weighted volume below ``folder``, in the order of their names.
+    """Return every T1-weighted volume of a folder, by name.
 
-    BIDS form: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz that is directly in
-    the folder and is no mask. participants.tsv may give age, sex and site by participant_id (and
-    session_id): in a plain folder that is the file's name without its ending.
-    Raises UserError where there is no volume, or where participants.tsv has an age that is no
-    number or a sex that is unknown.
+    BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
+    that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
+    folder the file's name without its ending) and session_id.
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.glob("sub-*/**/*_T1w.nii*") if _stem(path))
     bids = bool(paths)
     if not bids:
-        every = [path for path in folder.glob("*") if _stem(path)]
-        paths = sorted(path for path in every if not _stem(path).endswith(MASKS))
+        named = [path for path in folder.glob("*") if _stem(path)]
+        paths = sorted(path for path in named if not _stem(path).endswith(MASKS))
     if not paths:
         raise UserError(
             f"{folder}: no volumes; allowed: sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz "
@@ -64,18 +61,20 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
 def prepare_volumes(
     new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
 ) -> tuple[list[np.ndarray], list[str]]:
-    """Return the usable volumes, float16 (1, D, H, W), and for each of all why not, or ""."""
-    edge, *others = set(reference.data.voxel_mm)
-    if others:
-        raise UserError("reference.json: found voxel_mm of unlike axes; allowed: one edge for all")
+    """Return the usable volumes, float16 (1, D, H, W), and per volume why it is not, or ""."""
+    edge, *other_edges = set(reference.data.voxel_mm)
+    if other_edges:
+        raise UserError.at(
+            "reference.json", found="different voxel_mm per axis", allowed="one edge for all axes"
+        )
     grid = Grid(voxel_mm=edge, size=reference.data.size)
     volumes = []
     reasons = []
-    for one in new_volumes:
+    for volume in new_volumes:
         try:
-            for path in filter(None, (one.path, one.mask)):
-                join_below_root(one.root, path)
-            volumes.append(read_volume(one.path, grid, one.mask))
+            for path in filter(None, (volume.path, volume.mask)):
+                join_below_root(volume.root, path)
+            volumes.append(read_volume(volume.path, grid, volume.mask))
             reasons.append("")
         except UserError as error:
             reasons.append(str(error))
@@ -83,7 +82,7 @@ def prepare_volumes(
 
 
 def _stem(path: Path) -> str:
-    """The name without .nii, .nii.gz or .mgz; "" for another file, or a hidden one."""
+    """Return the name without .nii, .nii.gz or .mgz; "" for another file, or a hidden one."""
     if path.name.startswith(".") or not path.name.endswith(ENDINGS):
         return ""
     return path.name.removesuffix(".mgz").removesuffix(".gz").removesuffix(".nii")
@@ -106,12 +105,12 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
     named = re.search(r"_(ses-[^_]+)", stem) if bids else None
     session = named[1] if named else ""
     facts = table.get((participant, session)) or table.get((participant, "")) or {}
-    known = {"age": "", "sex": "", "site": "", "qc_flags": ""} | facts
-    return {"participant_id": participant, "session_id": session} | known
+    details = {"age": "", "sex": "", "site": "", "qc_flags": ""} | facts
+    return {"participant_id": participant, "session_id": session} | details
 
 
 def _participants(path: Path) -> Participants:
-    """Age, sex, site as in predictions.csv; {} where there is no such file."""
+    """Read age, sex and site as in predictions.csv; {} without such a file."""
     if not join_below_root(path.parent, path).exists():
         return {}
     columns, rows = read_delimited_table(path)
@@ -138,42 +137,43 @@ def _participants(path: Path) -> Participants:
 
 
 class Calibration(NamedTuple):
-    """What the stage ``calibrate`` left beside a model."""
+    """Files of the stage ``calibrate``."""
 
     reference: prediction_table.TrainingCohortRanges
-    fitted: FittedCalibrator | None  # None where its fit was refused
+    fitted: FittedCalibrator | None  # None if its fit was refused
 
 
 class NewAges(NamedTuple):
-    """What is said of the volumes of a folder."""
+    """Predictions of the volumes of a folder."""
 
-    rows: list[prediction_table.PredictionRow]  # of those that could be used
-    volumes: np.ndarray  # of these, (N, 1, D, H, W)
-    routing: tuple[RoutingRecord, ...]  # of these, one per MoE layer
-    left_out: list[tuple[NewVolumeFile, str]]  # and why
+    rows: list[prediction_table.PredictionRow]  # one per usable volume
+    volumes: np.ndarray  # usable volumes, (N, 1, D, H, W)
+    routing: tuple[RoutingRecord, ...]  # of usable volumes, one per MoE layer
+    left_out: list[tuple[NewVolumeFile, str]]  # unusable volumes, and why
 
 
 def predict_ages(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
 ) -> NewAges:
-    """Write predictions.csv of every volume below ``folder``, and return what it says.
+    """Predict every volume below ``folder``, and write predictions.csv.
 
-    A volume that cannot be used keeps a line, with the reason in the column ``error``. Raises
-    UserError for another model's calibrator, or if no volume can be used.
+    An unusable volume has a line with the reason in the column ``error``. Raises UserError for
+    another model's calibrator, or if no volume is usable.
     """
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
     volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
-    used = [one for one, why in zip(new_volumes, reasons, strict=True) if not why]
-    left_out = [(one, why) for one, why in zip(new_volumes, reasons, strict=True) if why]
+    used = [volume for volume, why in zip(new_volumes, reasons, strict=True) if not why]
+    left_out = [(volume, why) for volume, why in zip(new_volumes, reasons, strict=True) if why]
     if not used:
         count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
     usable = np.stack(volumes)
     model = load_model(model_folder).to(tune_runtime().device)
-    said, routing = predict_in_batches(model, usable, batch)
-    rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
-    prediction_table.write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
+    outputs, routing = predict_in_batches(model, usable, batch)
+    rows = new_age_rows(used, usable, outputs[:, 0].double().numpy(), calibration)
+    lines_left_out = [(volume.subject, why) for volume, why in left_out]
+    prediction_table.write_predictions(out, rows, lines_left_out)
     return NewAges(rows, usable, routing, left_out)
 
 
@@ -183,41 +183,41 @@ def new_age_rows(
     raw: np.ndarray,
     calibration: Calibration,
 ) -> list[prediction_table.PredictionRow]:
-    """Return the rows of predictions.csv, with flags for all in which a volume is unlike training.
-
-    volumes: (N, 1, D, H, W); raw: (N,).
-    """
+    """Return rows of predictions.csv with flags, from volumes (N, 1, D, H, W) and raw ages (N,)."""
     reference = calibration.reference
-    subjects = [one.subject for one in new_volumes]
+    subjects = [volume.subject for volume in new_volumes]
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
-    known = np.array([np.nan if age is None else age for age in ages])
-    said = prediction_table.correct_ages(raw, sexes, calibration.fitted, known)
+    known_ages = np.array([np.nan if age is None else age for age in ages])
+    corrected = prediction_table.correct_ages(raw, sexes, calibration.fitted, known_ages)
     flags = [
         [
             *prediction_table.out_of_range_flags(volume, reference),
             *prediction_table.age_range_flags(float(best), age, reference),
             *prediction_table.unknown_site_flags(subject["site"], reference),
         ]
-        for subject, volume, best, age in zip(subjects, volumes, said.best, ages, strict=True)
+        for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
     ]
-    return prediction_table.prediction_rows(subjects, "new", said, reference.interval.radius, flags)
+    return prediction_table.prediction_rows(
+        subjects, "new", corrected, reference.interval.radius, flags
+    )
 
 
 def calibrator_folder(model_folder: Path) -> Path:
-    """artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
+    """Return artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
     above = model_folder.absolute().parent
     phase = above.parent
     return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
+    """Read the files of ``calibrate``; UserError if they are damaged, or of another model."""
     place = folder / "reference.json"
     if not place.is_file():
-        problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
-        ways = "the stage `calibrate` writes it, --calibrator names another folder"
-        raise UserError(f"{problem} and what is usual; {ways}")
+        raise UserError(
+            f"{folder}: holds no reference.json, with the preparation and the ranges of training "
+            "volumes; the stage `calibrate` writes it, --calibrator names another folder"
+        )
     reference = read_json_settings(place, prediction_table.TrainingCohortRanges, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:

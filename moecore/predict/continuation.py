@@ -1,4 +1,4 @@
-"""How a language model goes on with a prompt, and which expert every word went to.
+"""Continue a prompt with a language model, and show the experts of every word.
 
 V words, E experts.
 """
@@ -25,15 +25,13 @@ from moecore.report.page.templating import template_environment
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-MOST = 2  # experts of a word that are shown
+MAX_EXPERTS = 2  # shown per word
 
 
 class Sampling(NamedTuple):
-    """How words are drawn."""
-
     words: int = 50
-    temperature: float = 0.0  # divides the logits; 0: always the likeliest word
-    top_p: float = 1.0  # the likeliest words with this much probability together
+    temperature: float = 0.0  # divides the logits; 0: always the most probable word
+    top_p: float = 1.0  # draw among the most probable words with this total probability
     seed: int = 0
 
 
@@ -48,18 +46,16 @@ class WordWithExperts(NamedTuple):
 
     word: str
     given: bool  # of the prompt
-    experts: list[list[int]]  # a layer: those that process it, most weight first
+    experts: list[list[int]]  # per layer: the experts that process it, most weight first
 
 
 class Continued(NamedTuple):
-    """The prompt and what the model added."""
-
     words: list[WordWithExperts]
     remarks: list[str]
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    """Print how the prompt goes on, and on stderr what there is to know of it."""
+    """Print the continuation of the prompt, and remarks on stderr."""
     continuation = continue_file(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.words if not word.given))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
@@ -67,14 +63,12 @@ def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling
 
 
 def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
-    """Continue the text of a file, and write the page ``out``.
-
-    Raises UserError for a model that is none of text, and for a prompt that cannot be read.
-    """
+    """Continue the text of a file, and write the page ``out``."""
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
-        problem = f"{folder}: found a model of images"
-        raise UserError(f"{problem}; --prompt takes one of text, and others take FOLDER")
+        raise UserError(
+            f"{folder}: found a model of images; --prompt takes one of text, and others take FOLDER"
+        )
     if model.moe is not None and "truth" in model.moe.router.wants:
         raise UserError(f"{folder}: is routed by the truth, which a prompt does not say")
     vocabulary = read_vocabulary(folder, model.image.outputs)
@@ -86,7 +80,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
 
 
 def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
-    """Return the words of a prompt, as the text of the model in ``folder`` was read."""
+    """Read the words of a prompt in the way in which the model's training text was read."""
     try:
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,15 +88,16 @@ def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    known = read_json_settings(folder / "text.json", WordSplittingSettings, "the reading of a text")
-    return split_prompt_words(text, known.reading)
+    path = folder / "text.json"
+    settings = read_json_settings(path, WordSplittingSettings, "the reading of a text")
+    return split_prompt_words(text, settings.reading)
 
 
 @torch.no_grad()
 def continue_words(
     model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
 ) -> Continued:
-    """Return the words with those that the model adds, one after another, from an empty cache."""
+    """Return the words of a prompt, followed by words that the model adds one by one."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in words if word not in numbers))
     device = model.positions.device
@@ -114,13 +109,13 @@ def continue_words(
     for part in tokens.split(model.image.shape[0]):
         ahead, records, states = _read_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
-        shown += _words_with_experts(names, records, given=True)
+        shown += _words_with_experts(names, records, is_prompt=True)
     for _ in range(sampling.words):
         token = sample_token(ahead, sampling, drawing)
         part = torch.tensor([token], device=device)
         ahead, records, states = _read_tokens(model, part, states)
-        shown += _words_with_experts([vocabulary[token]], records, given=False)
-    how = "the likeliest word each time"
+        shown += _words_with_experts([vocabulary[token]], records, is_prompt=False)
+    how = "the most probable word each time"
     if sampling.temperature:
         how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
     remarks = [f"{how}, seed {sampling.seed}"]
@@ -132,18 +127,17 @@ def continue_words(
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """Return, after tokens (M,), the logits of the next one (V,), their routing, and the cache."""
+    """Return the logits (V,) of the token after tokens (M,), their routing, and the cache."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
 
 def _words_with_experts(
-    words: Sequence[str], records: Sequence[RoutingRecord], given: bool
+    words: Sequence[str], records: Sequence[RoutingRecord], is_prompt: bool
 ) -> list[WordWithExperts]:
-    """Return M words with their experts in every layer."""
-    layers = [experts_by_weight(record.combine[0].cpu(), MOST) for record in records]
+    layers = [experts_by_weight(record.combine[0].cpu(), MAX_EXPERTS) for record in records]
     return [
-        WordWithExperts(word, given, [layer[place] for layer in layers])
+        WordWithExperts(word, is_prompt, [layer[place] for layer in layers])
         for place, word in enumerate(words)
     ]
 
@@ -152,18 +146,18 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     """Return a word's number from logits (V,)."""
     if not sampling.temperature:
         return int(logits.argmax())
-    # from the largest: a tiny temperature leaves it, and no infinity less another
-    above = (logits.double() - logits.max()) / sampling.temperature
-    probs, order = above.softmax(dim=0).sort(descending=True)
-    before = probs.cumsum(dim=0) - probs  # the likeliest word always stays
-    kept = torch.where(before < sampling.top_p, probs, 0)
-    return int(order[torch.multinomial(kept, 1, generator=generator)])
+    # Relative to the largest: with a tiny temperature, ∞ − ∞ would be NaN.
+    scaled = (logits.double() - logits.max()) / sampling.temperature
+    probs, order = scaled.softmax(dim=0).sort(descending=True)
+    mass_before = probs.cumsum(dim=0) - probs  # 0 for the most probable word, which always stays
+    top_p_probs = torch.where(mass_before < sampling.top_p, probs, 0)
+    return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
 
 
 def render_continuation(model: str, continuation: Continued, experts: int) -> str:
-    """Return the page: the text once a layer, every word in the colour of its first expert.
+    """Return the page: the text once per layer, words in the colour of their first expert.
 
-    experts: of a layer; 0 of a dense model.
+    experts: per layer; 0 for a dense model.
     """
     layers = [
         {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
@@ -177,6 +171,6 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
 def expert_word_counts(
     words: Sequence[WordWithExperts], layer: int, expert: int
 ) -> list[tuple[str, int]]:
-    """Return the words whose first expert this is, with how often, most often first."""
+    """Return the words whose first expert is ``expert``, with counts, most frequent first."""
     counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
     return counts.most_common()

@@ -1,7 +1,7 @@
-"""A trained model as one file that runs without moecore: a program of torch.export, or ONNX.
+"""Export a trained model to one file that runs without moecore: torch.export, or ONNX.
 
-Every expert is kept and computes every token, so a file holds for batches of any size; what routing
-saves in time is lost. B images, T tokens, E experts.
+In the file, every expert computes every token: batches of any size work, but routing saves no time.
+B images, T tokens, E experts.
 """
 
 import warnings
@@ -25,15 +25,15 @@ from moecore.training.guide import GuidedModel
 
 Run = Callable[[Tensor], Iterable[Tensor]]
 Format = Literal["onnx", "torch"]
-FIELDS = ("logits", "probs", "load", "chosen", "combine")  # of a record, those of use
-NEEDED = {"onnx": ("onnx", "onnxscript"), "torch": ()}  # packages that are not moecore's
-TRACED = 2  # inputs of the batch that is traced
-COMPARED = (1, 5)  # inputs of the batches that are compared
+FIELDS = ("logits", "probs", "load", "chosen", "combine")  # exported fields of a record
+NEEDED = {"onnx": ("onnx", "onnxscript"), "torch": ()}  # additional packages
+TRACED = 2  # batch size of the traced inputs
+COMPARED = (1, 5)  # batch sizes for the comparison
 TOLERANCE = 1e-5  # relative and absolute
 
 
 class TensorsOnly(nn.Module):
-    """A model that returns a tuple of tensors: the prediction, then its records where wanted."""
+    """A model that returns a tuple of tensors: the prediction and, optionally, its records."""
 
     def __init__(self, model: Model, records: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TensorsOnly(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
         output = self.model(inputs)
         routing = output.routing if self.records else ()
-        return output.prediction, *(getattr(one, name) for one in routing for name in FIELDS)
+        return output.prediction, *(getattr(record, name) for record in routing for name in FIELDS)
 
     def output_names(self) -> list[str]:
         """Return ``prediction``, then ``moe_1_logits`` and so on, each (B, T, E)."""
@@ -55,18 +55,18 @@ class TensorsOnly(nn.Module):
 def export_model(
     folder: Path, to: Format, out: Path, records: bool = False, packages: Sequence[str] = ()
 ) -> str:
-    """Write the model of ``folder`` to the file ``out``; returns what was written, in words.
+    """Write the model of ``folder`` to the file ``out``, and return a description of the file.
 
-    records: also give each MoE layer's routing record.  packages: see ``load_model``.  Raises
-    UserError for models that cannot be exported, and where the file's numbers are not the model's.
+    records: add outputs with each MoE layer's routing record. Raises UserError for models that
+    cannot be exported, and if outputs of the file differ from the model's.
     """
-    if lacking := [name for name in NEEDED[to] if find_spec(name) is None]:
-        raise UserError(f"--to {to}: needs {', '.join(lacking)}; pip install 'moecore[export]'")
+    if missing := [name for name in NEEDED[to] if find_spec(name) is None]:
+        raise UserError(f"--to {to}: needs {', '.join(missing)}; pip install 'moecore[export]'")
     model = load_model(folder, packages)
     refuse_unexportable(folder, model)
     wrapped = TensorsOnly(model, records).eval()
-    wrapped(draw_inputs(model, TRACED))  # a hash router draws what it keeps at its first call
-    with warnings.catch_warnings(), _errors_in_words(folder, to), whole_file(out) as path:
+    wrapped(draw_inputs(model, TRACED))  # a hash router draws its table at the first call
+    with warnings.catch_warnings(), _explain_export_errors(folder, to), whole_file(out) as path:
         warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
         program = trace_model(wrapped)
         run = _write_torch(program, path) if to == "torch" else _write_onnx(program, path, wrapped)
@@ -76,42 +76,44 @@ def export_model(
 
 
 def refuse_unexportable(folder: Path, model: Model) -> None:
-    """Raise UserError where a prediction needs more than the input itself."""
+    """Raise UserError if a prediction depends on more than its input."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
     if isinstance(model, GuidedModel):
-        why = "asks a teacher about every input"
+        why = "needs a teacher's routing of every input"
     elif "truth" in wants:
-        why = "is told the truth, which new data do not have"
+        why = "needs the truth, which new data do not have"
     elif (group := coupled_image_count(model)) > 1:
         why = f"lets {group} inputs share experts' places (eval_capacity_factor)"
     if why is not None and model.moe is not None:
-        problem = f"cannot be exported: the router {model.moe.router.kind} {why}"
-        raise UserError(f"{folder}: {problem}; allowed: routers that look at one input alone")
+        raise UserError(
+            f"{folder}: cannot be exported: the router {model.moe.router.kind} {why}; allowed: "
+            "routers that look at one input alone"
+        )
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:
-    """Return inputs of noise for a model, (number, C, *pixels) in [0, 1], or words of a text."""
+    """Return random inputs of a model, (number, C, *pixels) in [0, 1], or words of a text."""
     image = model.image
-    drawn = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(number)
     if image.task.long:
         shape = (number, image.stored_channels, *image.shape)
-        return torch.randint(image.outputs, shape, generator=drawn)
-    return torch.rand(number, image.channels, *image.shape, generator=drawn)
+        return torch.randint(image.outputs, shape, generator=generator)
+    return torch.rand(number, image.channels, *image.shape, generator=generator)
 
 
 def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
-    """Return the program of a model, for a batch of any size, without what no output needs."""
+    """Trace a model for batches of any size, without operations that no output needs."""
     with exportable_moe_layers(wrapped):
         program = torch.export.export(
             wrapped,
             (draw_inputs(wrapped.model, TRACED),),
             dynamic_shapes=({0: torch.export.Dim("batch")},),
-            strict=True,  # in the other way ``len`` of a tensor would fix the batch's size
+            strict=True,  # else ``len`` of a tensor would fix the batch size
         ).run_decompositions({})
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is metadata_assertion_operator():  # it would keep the rows' order alive
+        if node.target is metadata_assertion_operator():  # it would keep dead code alive
             graph.erase_node(node)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
@@ -144,9 +146,9 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return how far the outputs of a file are from a model's; UserError beyond ``TOLERANCE``.
+    """Return the largest difference of a file's outputs; UserError beyond ``TOLERANCE``.
 
-    run: computes what the file says of inputs; None where nothing here can.
+    run: runs the file; None if no installed package can.
     """
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
@@ -156,21 +158,24 @@ def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
         for name, ours, theirs in zip(
             wrapped.output_names(), wrapped(inputs), run(inputs), strict=True
         ):
-            apart = (ours.double() - theirs.double()).abs() / ours.double().abs().clamp_min(1)
-            largest = max(largest, float(apart.max()))
-            if not largest <= TOLERANCE:
-                problem = f"{name} of the file and of the model are {float(apart.max()):.2g} apart"
-                raise UserError(f"export: {problem}; nothing is written; allowed: {TOLERANCE:g}")
+            difference = (ours.double() - theirs.double()).abs() / ours.double().abs().clamp_min(1)
+            largest = max(largest, float(difference.max()))
+            if not largest <= TOLERANCE:  # also NaN
+                raise UserError(
+                    f"export: {name} of the file and of the model are "
+                    f"{float(difference.max()):.2g} apart; nothing is written; allowed: "
+                    f"{TOLERANCE:g}"
+                )
     return f"at most {largest:.1g} from the model's"
 
 
 @contextmanager
-def _errors_in_words(folder: Path, to: Format) -> Iterator[None]:
-    """Say in a line which operation torch cannot export."""
+def _explain_export_errors(folder: Path, to: Format) -> Iterator[None]:
+    """Raise a UserError of one line that names the operation that torch cannot export."""
     try:
         yield
     except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
-        while isinstance(error.__cause__, Exception):  # the first of them names the operation
+        while isinstance(error.__cause__, Exception):  # the innermost error names the operation
             error = error.__cause__
         why = str(error).strip().split("\n")[0]
         raise UserError(f"{folder}: cannot be exported to {to}: {why}") from error

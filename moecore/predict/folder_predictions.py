@@ -1,7 +1,6 @@
-"""Predictions of a trained model for the files of a folder: a table, and a page that shows them.
+"""Predict the files of a folder, pictures or volumes, and write a table and a page.
 
-What a folder may hold depends on the model: pictures here, volumes in ``moecore.predict.ages``.
-A file that cannot be read keeps its row, which says why.
+A file that cannot be read has a row with the reason.
 """
 
 import math
@@ -25,8 +24,6 @@ TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>
 
 
 class PredictionRequest(NamedTuple):
-    """What the command line says of a folder of files."""
-
     model: Path
     folder: Path
     out: Path
@@ -35,37 +32,38 @@ class PredictionRequest(NamedTuple):
     texts: Path | None = None
 
 
-def predict_folder(given: PredictionRequest) -> int:
-    """Write the table ``out`` and a page beside it, of texts also a table of their best pictures;
-    returns how many files have no prediction.
+def predict_folder(request: PredictionRequest) -> int:
+    """Write the table ``out`` and a page; return the number of files without a prediction.
 
-    Says on stdout what was written, on stderr which files have no prediction. Raises UserError
-    before anything is computed where the model, the folder or the table cannot be used.
+    With texts, also write a table of their best pictures. Prints the written files, and on stderr
+    the files without a prediction. Raises UserError before anything is computed.
     """
-    model, folder, out = given.model, given.folder, given.out
+    model, folder, out = request.model, request.folder, request.out
     card = load_trained_model_card(model)
     if card.image.task.long:
         raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
     has_texts = isinstance(card.image.task, ImageText)
-    if has_texts and given.texts is None:
-        problem = f"{model}: found a model that compares pictures with texts"
-        raise UserError(f"{problem}; it takes --texts FILE, with one text per line")
-    if not has_texts and given.texts is not None:
+    if has_texts and request.texts is None:
+        raise UserError(
+            f"{model}: found a model that compares pictures with texts; it takes --texts FILE, "
+            "with one text per line"
+        )
+    if not has_texts and request.texts is not None:
         raise UserError(f"{model}: found a model without a text tower; it takes no --texts")
-    if given.texts is not None and given.calibrator is not None:
+    if request.texts is not None and request.calibrator is not None:
         raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
-    beside = out.with_suffix(".html")
-    if beside == out:
-        raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")
-    files = list_files(folder, (out, beside))
+    page = out.with_suffix(".html")
+    if page == out:
+        raise UserError(f"{out}: the page next to the table has this name; --out predictions.csv")
+    files = list_files(folder, (out, page))
     check_writable(out)
-    check_writable(beside)
-    content = _volumes(given, card) if len(card.image.shape) == 3 else _pictures(given, files)
+    check_writable(page)
+    content = _volumes(request, card) if len(card.image.shape) == 3 else _pictures(request, files)
     experts = 0 if card.moe is None else card.moe.experts.choices
-    write_whole(beside, pictures.render_predictions(content._replace(experts=experts)))
+    write_whole(page, pictures.render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
-    print(f"{out} and {beside}: {content.total} files")
+    print(f"{out} and {page}: {content.total} files")
     for failure in content.failures:
         print(f"{failure.name}: {failure.reason}", file=sys.stderr)
     if content.failures:
@@ -74,26 +72,32 @@ def predict_folder(given: PredictionRequest) -> int:
     return len(content.failures)
 
 
-def _pictures(given: PredictionRequest, files: Sequence[Path]) -> pictures.PredictedPage:
-    model = load_model(given.model).to(tune_runtime().device)
+def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.PredictedPage:
+    model = load_model(request.model).to(tune_runtime().device)
     towers = find_two_towers(model)
-    if towers is None or given.texts is None:
-        texts, reading = None, pictures.build_output_reader(given.model, given.calibrator)
+    if towers is None or request.texts is None:
+        texts, reader = None, pictures.build_output_reader(request.model, request.calibrator)
     else:
-        texts = pictures.read_texts(given.texts, towers, given.model)
-        reading = pictures.nearest_caption_reader(texts, towers.config.pairs)
-    rows, shown = pictures.predict_pictures(given.folder, files, model, reading, given.batch)
-    pictures.write_table(given.out, reading.columns, rows)
-    rows_of_pixels, columns = model.image.shape
-    about = f"pictures: the centre square at {rows_of_pixels} × {columns} pixels"
-    remarks = [reading.remark, f"{about}; transparent pixels stand on {BACKGROUND}"]
+        texts = pictures.read_texts(request.texts, towers, request.model)
+        reader = pictures.nearest_caption_reader(texts, towers.config.pairs)
+    rows, shown = pictures.predict_picture_files(
+        request.folder, files, model, reader, request.batch
+    )
+    pictures.write_table(request.out, reader.columns, rows)
+    height, width = model.image.shape
+    remarks = [
+        reader.remark,
+        f"pictures: the centre square at {height} × {width} pixels; transparent pixels are "
+        f"{BACKGROUND}",
+    ]
     failures = [pictures.Failure(row.file, row.error) for row in rows if row.error]
-    said = str(given.model), str(given.folder), remarks
-    content = pictures.PredictedPage(*said, shown, len(rows), failures)
+    content = pictures.PredictedPage(
+        str(request.model), str(request.folder), remarks, shown, len(rows), failures
+    )
     if towers is None or texts is None:
         return content
     matches = pictures.match_texts_to_pictures(texts, rows)
-    table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
+    table = request.out.with_name(f"{request.out.stem}_texts{request.out.suffix}")
     pictures.write_best_pictures(table, texts, matches)
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
@@ -103,16 +107,16 @@ def _pictures(given: PredictionRequest, files: Sequence[Path]) -> pictures.Predi
     )
 
 
-def _volumes(given: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
-    model, folder = given.model, given.folder
-    ages = predict_ages(model, folder, given.out, given.calibrator, given.batch)
+def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
+    model, folder = request.model, request.folder
+    ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
     failures = [
         pictures.Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out
     ]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",
-        f"{len(flagged)} of {len(ages.rows)} volumes are unlike those of the training "
+        f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes "
         "(qc_flags); read MODEL_CARD.md before using the ages",
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
@@ -142,35 +146,30 @@ def _slices(card: ModelCard, ages: NewAges) -> list[pictures.Shown]:
 
 
 def load_trained_model_card(folder: Path) -> ModelCard:
-    """Return the settings of the trained model in ``folder``.
-
-    Raises UserError that names ``folder`` where it is none, and where there may be one.
-    """
+    """Read the settings of a trained model; UserError with a hint for another folder."""
     models = sorted(Path("artifacts").glob("*/*/*/model.json"))
     hint = f", such as {models[0].parent}" if models else f": {TRAINED}"
     _check_folder(folder, f"MODEL is the folder of a trained model{hint}")
-    lacking = [name for name in NEEDED if not (folder / name).is_file()]
-    if lacking:
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    if missing:
         inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
         hint = hint if inner is None else f"; {inner} is one"
-        raise UserError(f"{folder}: not a trained model, lacks {' and '.join(lacking)}{hint}")
+        raise UserError(f"{folder}: not a trained model, lacks {' and '.join(missing)}{hint}")
     return load_card(folder)
 
 
 def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
-    """Return every file below ``folder`` that is not hidden, sorted; not those ``without``.
-
-    Raises UserError where there is none.
-    """
+    """Return the files below ``folder`` that are not hidden, sorted, except ``without``."""
     needed = "FOLDER is a folder with the files to predict"
     _check_folder(folder, needed)
-    left_out = {os.path.realpath(path) for path in without}  # of a link to itself, too
+    # Unlike Path.resolve, realpath accepts a link to itself.
+    excluded = {os.path.realpath(path) for path in without}
     files = [
         path
         for path in sorted(folder.rglob("*"))
-        if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # a link to nothing
+        if (path.is_file() or (path.is_symlink() and not path.is_dir()))  # also dangling links
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and os.path.realpath(path) not in left_out
+        and os.path.realpath(path) not in excluded
     ]
     if not files:
         raise UserError(f"{folder}: holds no files; {needed}")
@@ -179,12 +178,12 @@ def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
 
 def _check_folder(folder: Path, needed: str) -> None:
     if not folder.is_dir():
-        problem = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {problem}; {needed}")
+        state = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {state}; {needed}")
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError unless a file can be written at ``path``; what is there stays."""
+    """Raise UserError unless a file can be written at ``path``; an existing file is kept."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; --out is the file to write")
     probe = path.with_name(f".{path.name}.part")

@@ -1,9 +1,7 @@
-"""Predictions of a trained model for pictures of any size and mode, and the page that shows them.
+"""Predict pictures of any size and mode, and show them with their experts on a self-contained page.
 
-A file that is no picture keeps its row, which says why. A model with two towers compares the
-pictures with texts: T texts, M tokens of one, d numbers of an embedding. The page is one HTML file
-that needs nothing else, light or dark: every picture with its answer, and which experts processed
-its patches.
+A model with two towers compares pictures with texts: T texts, M tokens per text, d numbers per
+embedding.
 """
 
 import base64
@@ -39,32 +37,27 @@ from moecore.tasks.base import Task
 from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 from moecore.training.artifacts import load_card
 
-SHOWN = 500  # files of a page, at most: more would make it tens of megabytes
-SMALL = 96  # pixels: up to here a picture is kept as it is, above as JPEG
+SHOWN = 500  # files of the page, at most: more would make it tens of megabytes
+MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
 
 
 class Tile(NamedTuple):
-    """A picture as an address, and the experts of its patches in every layer.
+    """A picture, and the experts of its patches in every layer."""
 
-    experts: a layer → rows of patches → the experts of a patch, the first with most weight.
-    """
-
-    picture: str
-    experts: list[list[list[list[int]]]]
+    picture: str  # a data address
+    experts: list[list[list[list[int]]]]  # layer → row → column → experts, most weight first
     label: str = ""
 
 
 class Shown(NamedTuple):
-    """One file: its name, the answer, and its tiles (one of a picture, three of a volume)."""
-
     name: str
     answer: str
-    tiles: list[Tile]
+    tiles: list[Tile]  # one of a picture, three of a volume
     more: Sequence[str] = ()  # lines below the answer
 
 
 class RoutedText(NamedTuple):
-    """One text: its words with their experts per MoE layer, and the pictures that lie nearest."""
+    """A text: its words with their experts per MoE layer, and the nearest pictures."""
 
     text: str
     layers: list[list[tuple[str, list[int]]]]
@@ -73,28 +66,23 @@ class RoutedText(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A file without a prediction, and why."""
-
     name: str
     reason: str
 
 
 class PredictedPage(NamedTuple):
-    """All that the page says."""
-
     model: str
     data: str
     remarks: Sequence[str]
     shown: Sequence[Shown]
     total: int  # files
     failures: Sequence[Failure]
-    experts: int = 0  # of a layer; 0 of a dense model
+    experts: int = 0  # per layer; 0 for a dense model
     texts: Sequence[RoutedText] = ()
-    text_experts: int = 0  # of a layer of the text tower
+    text_experts: int = 0  # per layer of the text tower
 
 
 def render_predictions(content: PredictedPage) -> str:
-    """Return the whole page."""
     return (
         template_environment()
         .get_template("predicted.html.jinja")
@@ -102,7 +90,7 @@ def render_predictions(content: PredictedPage) -> str:
             page=content,
             routing={
                 "colours": expert_colours(content.experts),
-                "items": [[tile.experts for tile in one.tiles] for one in content.shown],
+                "items": [[tile.experts for tile in file.tiles] for file in content.shown],
             },
             layers=len(content.shown[0].tiles[0].experts) if content.shown else 0,
             colours=expert_colours(content.text_experts),
@@ -113,12 +101,9 @@ def render_predictions(content: PredictedPage) -> str:
 def picture_tile_with_experts(
     pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
 ) -> Tile:
-    """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
-
-    experts: a layer (rows, columns, k).
-    """
+    """Return a tile of pixels uint8 (1 or 3, H, W) and experts (rows, columns, k) per layer."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
-    kind = "png" if max(image.size) <= SMALL else "jpeg"
+    kind = "png" if max(image.size) <= MAX_PNG_SIDE else "jpeg"
     buffer = io.BytesIO()
     image.save(buffer, kind)
     address = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -126,10 +111,7 @@ def picture_tile_with_experts(
 
 
 def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
-    """Return the three middle slices of a volume (1, D, H, W) in [0, 1].
-
-    experts: a layer (d, h, w, k) of patches.
-    """
+    """Return the middle slices of a volume (1, D, H, W) in [0, 1]; experts: (d, h, w, k)."""
     tiles = []
     for axis, label in enumerate(("first axis", "second axis", "third axis")):
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
@@ -140,39 +122,38 @@ def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> lis
 
 
 class Row(NamedTuple):
-    """What is said of one file: the answer in words and the numbers behind it, or an error."""
+    """A row of the table: the answer of one file and its numbers, or an error."""
 
     file: str = ""
     prediction: str = ""
-    probability: float | None = None  # of the answer; None where there are no classes
-    numbers: tuple[float, ...] = ()  # the probability of every class, or the one number
+    probability: float | None = None  # of the answer; None without classes
+    numbers: tuple[float, ...] = ()  # the probability of every class, or the single output
     error: str = ""
-    more: Sequence[str] = ()  # what the page says below the answer
+    more: Sequence[str] = ()  # lines of the page below the answer
 
     @property
     def answer(self) -> str:
-        """Return the answer as the page says it."""
         if self.probability is None:
             return self.prediction
         return f"{self.prediction}, {100 * self.probability:.1f} %"
 
 
 class OutputReader(NamedTuple):
-    """What a model's output becomes."""
+    """Converts a model's outputs to rows."""
 
     columns: tuple[str, ...]  # of Row.numbers
-    row: Callable[[Tensor], Row]  # of an output (K,)
+    row: Callable[[Tensor], Row]  # from an output (K,)
     remark: str
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
-    """Return the reading of logits as calibrated probabilities of classes, or as a number.
+    """Return a reader of logits, as calibrated probabilities, or of a single number.
 
-    calibrator: the folder of calibrator.json; None: that of the model, where there is one.
+    calibrator: the folder of calibrator.json; None: the model's, if it exists.
     """
     task = load_card(model_folder).image.task
     if not task.classes:
-        remark = "predictions as they are: a number has no probability"
+        remark = "raw predictions: a number has no probability"
         return OutputReader(
             task.answers,
             lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),)),
@@ -191,8 +172,8 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
     def row(output: Tensor) -> Row:
         scaled = fitted.apply(output[None])[0]
-        one = task.needs_classes("one_class") is None
-        probs = scaled.softmax(dim=0) if one else scaled.sigmoid()
+        is_single_class = task.needs_classes("one_class") is None
+        probs = scaled.softmax(dim=0) if is_single_class else scaled.sigmoid()
         best = int(probs.argmax())
         return Row("", task.classes[best], float(probs[best]), tuple(probs.tolist()))
 
@@ -200,7 +181,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
 
 def _build_cell_reader(task: Task) -> OutputReader:
-    """Return the reading of a mosaic's logits (G² · K,) as the best class of each cell."""
+    """Return a reader of a mosaic's logits (G² · K,), as the best class of each cell."""
 
     def row(output: Tensor) -> Row:
         probs = output.unflatten(0, (task.cells, -1)).softmax(dim=-1)
@@ -212,13 +193,10 @@ def _build_cell_reader(task: Task) -> OutputReader:
     return OutputReader(columns, row, "probabilities are not calibrated: each cell has its own")
 
 
-def predict_pictures(
-    folder: Path, files: Sequence[Path], model: Model, reading: OutputReader, batch: int
+def predict_picture_files(
+    folder: Path, files: Sequence[Path], model: Model, reader: OutputReader, batch: int
 ) -> tuple[list[Row], list[Shown]]:
-    """Return a row per file, in order, and what a page shows of the first pictures.
-
-    Raises UserError for a model of other images than pictures.
-    """
+    """Return a row per file, in order, and the page's entries of the first pictures."""
     spec = model.image
     if spec.channels not in MODES:
         raise UserError(f"model: takes images of {spec.channels} channels; pictures have 1 or 3")
@@ -238,7 +216,7 @@ def predict_pictures(
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
             decoded = list(pool.map(decode_file, part))
-            pictures = [one for one in decoded if not isinstance(one, str)]
+            pictures = [pixels for pixels in decoded if not isinstance(pixels, str)]
             outputs = _outputs_with_experts(model, pictures, batch)
             for path, picture in zip(part, decoded, strict=True):
                 name = escape_control_letters(path.relative_to(folder))
@@ -246,17 +224,11 @@ def predict_pictures(
                     rows.append(Row(name, error=picture))
                     continue
                 output, experts = next(outputs)
-                row = reading.row(output)._replace(file=name)
+                row = reader.row(output)._replace(file=name)
                 rows.append(row)
                 if len(shown) < SHOWN:
-                    shown.append(
-                        Shown(
-                            name,
-                            row.answer,
-                            [picture_tile_with_experts(picture, experts)],
-                            row.more,
-                        )
-                    )
+                    tile = picture_tile_with_experts(picture, experts)
+                    shown.append(Shown(name, row.answer, [tile], row.more))
             bar.update(len(rows))
     return rows, shown
 
@@ -264,7 +236,7 @@ def predict_pictures(
 def _outputs_with_experts(
     model: Model, pictures: Sequence[np.ndarray], batch: int
 ) -> Iterator[tuple[Tensor, list[np.ndarray]]]:
-    """Yield the output (K,) for each picture, and its experts in every layer (``experts_of``)."""
+    """Yield each picture's output (K,), and its experts in every layer (``experts_of``)."""
     if not pictures:
         return
     outputs, records = predict_in_batches(model, np.stack(pictures), batch)
@@ -277,7 +249,7 @@ def _outputs_with_experts(
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write a line per file: file, prediction, probability, the number of each column, error."""
+    """Write a row per file: file, prediction, probability, the number of each column, error."""
     lines: list[Sequence[str]] = [("file", "prediction", "probability", *columns, "error")]
     for row in rows:
         numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(columns)
@@ -287,100 +259,101 @@ def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write rows whose texts no spreadsheet takes for formulas."""
+    """Write rows as CSV; texts that a spreadsheet would take for formulas are escaped."""
     with atomic_text_file(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerows(map(spreadsheet_cell, row) for row in rows)
 
 
 def escape_control_letters(path: Path) -> str:
-    """Return a file's name on one line of UTF-8: what is no letter is escaped, as \\n is."""
+    """Return a file's name on one line, with control characters and surrogates escaped."""
     return "".join(
         letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter
         for letter in path.as_posix()
     )
 
 
-def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], most: int = 2) -> np.ndarray:
-    """Return the experts that process each patch, the one with most weight first.
+def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
+    """Return the experts of each patch, most weight first, int16 (B, *grid, min(k, E)), -1: none.
 
-    combine: (B, special + patches of the grid, E). Returns int16 (B, *grid, min(most, E)); -1
-    where there is no such expert.
+    combine: (B, special + patches, E).
     """
-    weights, experts = combine[:, special:].topk(min(most, combine.shape[-1]))
+    weights, experts = combine[:, special:].topk(min(k, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
 
 
-MOST = 10_000  # texts: each is a column of the table
-LONGEST = 80  # letters of a text below a picture
-NEAREST = 5  # matches that are named, both ways
+MAX_TEXTS = 10_000  # each is a column of the table
+MAX_LETTERS = 80  # of a text below a picture
+NEAREST = 5  # shown matches per picture, and per text
 
 Match = tuple[str, float]  # a picture's name, and its cosine with a text
 
 
 class Texts(NamedTuple):
-    """The texts of a file, as the model reads them."""
+    """The texts of a file, tokenized and embedded."""
 
     texts: list[str]
     tokenizer: Tokenizer
     encoded: list[EncodedCaption]
     tokens: Tensor  # (T, M) int32
-    sides: Tensor  # (T, d + 3)
+    sides: Tensor  # (T, d + 3), the text tower's outputs
 
 
 def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
-    """Return a file's lines, each once, none blank. Raises UserError where there are none."""
+    """Read the different texts of a file, one per line; blank lines are ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
         raise UserError(f"{path}: {reason}; --texts is a file with one text per line") from None
     texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if not 1 <= len(texts) <= MOST:
-        allowed = f"1 to {MOST:,}, one per line"
-        raise UserError(f"{path}: found {len(texts):,} texts; allowed: {allowed}")
+    if not 1 <= len(texts) <= MAX_TEXTS:
+        allowed = f"1 to {MAX_TEXTS:,}, one per line"
+        raise UserError.at(path, found=f"{len(texts):,} texts", allowed=allowed)
     task = model.text.task
     tokenizer = load_tokenizer(folder, task)
     encoded = [tokenizer.encode(text, task.context) for text in texts]
-    tokens = torch.tensor([one.tokens for one in encoded], dtype=torch.int32)
+    tokens = torch.tensor([text.tokens for text in encoded], dtype=torch.int32)
     return Texts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
 
 
 def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return the reading of a picture's side: cosines, and the nearest text with its share."""
+    """Return a reader of image embeddings: cosines with all texts, and the nearest text."""
 
     def row(side: Tensor) -> Row:
-        near = cosine_matrix(side[None], texts.sides)[0]
+        cosines = cosine_matrix(side[None], texts.sides)[0]
         logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
-        order = near.argsort(descending=True, stable=True)[:NEAREST].tolist()
-        more = [f"{near[place]:.3f} {shorten(texts.texts[place], LONGEST)}" for place in order]
-        best = int(near.argmax())
-        return Row("", texts.texts[best], float(shares[best]), tuple(near.tolist()), "", more)
+        order = cosines.argsort(descending=True, stable=True)[:NEAREST].tolist()
+        more = [
+            f"{cosines[place]:.3f} {shorten(texts.texts[place], MAX_LETTERS)}" for place in order
+        ]
+        best = int(cosines.argmax())
+        return Row("", texts.texts[best], float(shares[best]), tuple(cosines.tolist()), "", more)
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
     remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
-    lost = sum(one.cut for one in texts.encoded)
-    if lost:
-        remark += f"; {lost} of {len(texts.texts)} texts are longer than the context and were cut"
+    cut = sum(text.cut for text in texts.encoded)
+    if cut:
+        remark += f"; {cut} of {len(texts.texts)} texts are longer than the context and were cut"
     return OutputReader(tuple(texts.texts), row, remark)
 
 
 def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
     """Return for each text the pictures with the largest cosines, best first."""
-    good = [row for row in rows if not row.error]
+    readable = [row for row in rows if not row.error]
     return [
         [
             (row.file, row.numbers[text])
-            for row in sorted(good, key=lambda row: -row.numbers[text])[:NEAREST]
+            for row in sorted(readable, key=lambda row: -row.numbers[text])[:NEAREST]
         ]
         for text in range(len(texts.texts))
     ]
 
 
 def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
-    """Write the best pictures of each text: text, place from 1 on, file, cosine."""
+    """Write the best pictures of each text: text, place from 1, file, cosine."""
     lines = [
         (text, str(place), file, f"{cosine:.6g}")
         for text, best in zip(texts.texts, matches, strict=True)
@@ -392,20 +365,21 @@ def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Mat
 def texts_with_experts(
     model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
 ) -> list[RoutedText]:
-    """Return each text with the experts of its words, and its best pictures."""
-    read = experts_by_word(model, texts.tokens, texts.tokenizer)
+    routed = experts_by_word(model, texts.tokens, texts.tokenizer)
     return [
         RoutedText(
-            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(one)
+            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(encoded)
         )
-        for text, layers, best, one in zip(texts.texts, read, matches, texts.encoded, strict=True)
+        for text, layers, best, encoded in zip(
+            texts.texts, routed, matches, texts.encoded, strict=True
+        )
     ]
 
 
 def _unread_words(encoded: EncodedCaption) -> str:
-    words = []
+    remarks = []
     if encoded.unknown:
-        words.append(f"{encoded.unknown} words that the vocabulary does not have")
+        remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
     if encoded.cut:
-        words.append("longer than the context: cut")
-    return "; ".join(words)
+        remarks.append("longer than the context: cut")
+    return "; ".join(remarks)

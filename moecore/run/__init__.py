@@ -1,8 +1,8 @@
-"""The life of a stage: from its command line to what it publishes.
+"""Run a stage, from its command line to its published record.
 
-``stage_entry`` starts it, ``training`` is one that trains, ``expert_reduction_run`` one that prunes
-or merges. ``inputs``: settings, code and artifacts that it read, compared at its checkpoints and at
-its end. ``history_file``, ``run_record``: the record of a run, and those of a study. ``resume``:
-what survives a kill. ``partial_comparison``: part of a study. ``progress``: its bar.
-``launch``, ``local_ranks``: other machines, several ranks.
+``stage_entry`` starts any stage; ``training``, ``expert_reduction_run`` and ``measurement_run`` are
+the work of some. ``inputs`` compares settings, code and artifacts at checkpoints and at the end.
+``history_file`` and ``run_record`` record a run, ``resume`` continues a killed one. ``progress``
+shows a bar. ``partial_comparison`` compares a part of a study. ``launch`` and ``local_ranks`` start
+stages on other machines, or as several ranks.
 """

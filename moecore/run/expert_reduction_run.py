@@ -1,4 +1,4 @@
-"""The work of the stages ``prune`` and ``merge``: a pretrained model with fewer experts."""
+"""Run the stages ``prune`` and ``merge``: reduce the experts of a pretrained model."""
 
 import time
 from pathlib import Path
@@ -17,9 +17,9 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 def record_expert_reduction(
     params: Config, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
-    """Reduce artifacts/pretrain/``method``/``seed`` by training images, and evaluate it.
+    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model.
 
-    The new model lies in artifacts/<stage>/<method>/<seed>; a dense one goes on as it is.
+    The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
     """
     stage = reduction.section
     start = Path("artifacts/pretrain", method, str(seed))
@@ -28,8 +28,8 @@ def record_expert_reduction(
     inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
     with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
-        whole = load_model(start).to(tune_runtime().device)
-        model = reduction.reduce_model(whole, data.train)
+        pretrained = load_model(start).to(tune_runtime().device)
+        model = reduction.reduce_model(pretrained, data.train)
         seconds = time.monotonic() - begun
         with whole_folder(target) as folder:
             save_model(folder, model)

@@ -1,12 +1,11 @@
-"""The file ``history.jsonl``: a JSON object per line, appended by a stage; readable after any kill.
+"""The file ``history.jsonl`` of a run: one JSON object per line, readable after any kill.
 
-The first line is the header. Then, in any order, lines with exactly one of ``values`` or
-``routing`` (both with ``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or
-``resumed``; the last one has ``status``. Each has ``t``, seconds since 1970, and ``clock``, seconds
-of a clock that nobody sets: durations are differences of two of one process.
+The first line is the header. Other lines have exactly one of ``values`` or ``routing`` (both with
+``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or ``resumed``; the last line has
+``status``. All have ``t``, seconds since 1970, and ``clock``, seconds of a monotonic clock, whose
+differences within one process are durations.
 
-``ExecutionHistory`` and what follows it: the histories of a study on disk, who still writes them,
-and which of them are up to date.
+From ``ExecutionHistory`` on: the histories of a study on disk, and which are up to date.
 """
 
 import hashlib
@@ -38,11 +37,10 @@ from moecore.study.document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
-PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
+PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
 
 
 def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
-    """Return the header of a new execution, with an id of its own."""
     settings = {}
     if params is not None:
         settings = to_jsonable(params)
@@ -65,7 +63,6 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
 
 
 def read_clocks() -> dict[str, float]:
-    """Return when a line is written: ``t`` and ``clock``."""
     return {"t": round(time.time(), 3), "clock": round(time.monotonic(), 3)}
 
 
@@ -75,7 +72,7 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 
 
 def _code_state() -> dict[str, Any]:
-    """The commit, and whether sources or settings differ from it; null outside a repository."""
+    """Return the commit, and whether sources or settings differ from it; null without one."""
     commit = _run_git("rev-parse", "HEAD")
     status = _run_git("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     if commit is None or status is None:
@@ -83,12 +80,12 @@ def _code_state() -> dict[str, Any]:
     return {"commit": commit, "dirty": status != ""}
 
 
-def _run_git(*words: str) -> str | None:
-    """Return what git prints; None where it is missing, too slow, or there is no repository."""
+def _run_git(*arguments: str) -> str | None:
+    """Return git's output; None if git is missing or too slow, or there is no repository."""
     try:
-        project = project_of(Path())  # a run folder has a git repository of its own, without code
+        project = project_of(Path())  # a study's run folder is a git repository without code
         done = subprocess.run(
-            ["git", *words], cwd=project, capture_output=True, text=True, timeout=10
+            ["git", *arguments], cwd=project, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -108,17 +105,17 @@ LINE_KINDS: dict[str, Any] = {
     **dict.fromkeys(("step", "pid"), int),
     "seed": (int, NoneType),
 }
-REQUIRED_KEYS = {  # of a line with this key
+REQUIRED_KEYS = {  # key → other keys of its line
     "uid": ("stage", "dvc_stage", "phase", "method", "seed", "params", "host", "pid"),
     **dict.fromkeys(("values", "routing"), ("step",)),
     "pid": ("host",),
     "status": ("seconds",),
 }
-MAX_TIME = 1e12  # seconds since 1970; refuses not-finite numbers, too
+MAX_TIME = 1e12  # seconds since 1970; also refuses non-finite numbers
 
 
 def is_history_line(line: Any) -> bool:
-    """Return whether a value is a line of a history, whose readers rely on these kinds."""
+    """Return whether a value has the keys and types of a history's line."""
     if not isinstance(line, dict) or "t" not in line:
         return False
     for key, value in line.items():
@@ -137,16 +134,16 @@ def is_history_line(line: Any) -> bool:
 
 
 class GrowingHistory:
-    """A history that is read while it grows: every ``read`` takes from the disk what is new."""
+    """A history that is read while it grows: every ``read`` reads only new lines."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, HISTORY_FILE)
         self._forget()
 
     def read(self) -> list[dict]:
-        """All complete lines, oldest first; a new list object where not only lines were added.
+        """Return all complete lines, oldest first; a new list object unless only lines were added.
 
-        Empty where there is no history. A torn last line is left out.
+        Empty without a history.
         """
         try:
             with open(self.path, "rb") as handle:
@@ -160,12 +157,12 @@ class GrowingHistory:
 
     def _forget(self) -> None:
         self.lines: list[dict] = []
-        self._size = 0  # bytes of the lines so far
-        self._last = b""  # the last of them
+        self._size = 0  # bytes of the lines
+        self._last = b""  # the last line
 
     def _take(self, handle: BinaryIO) -> None:
-        # A resumed run cuts its history at the checkpoint. Where the last line is still in its
-        # place, so are all before it: each has its own time.
+        # A resumed run truncates its history at the checkpoint. If the last line is still in its
+        # place, so are all earlier lines, because every line has a different time.
         handle.seek(self._size - len(self._last))
         if handle.read(len(self._last)) != self._last:
             self._forget()
@@ -177,12 +174,12 @@ class GrowingHistory:
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """The complete lines of a folder's history, oldest first; empty where there is none."""
+    """Return the complete lines of a folder's history, oldest first."""
     return GrowingHistory(folder).read()
 
 
 def lines_before_step(lines: list[dict], step: int) -> list[dict]:
-    """Return the lines up to the first point of ``step`` or later: what a resumed run keeps."""
+    """Return the lines before the first point of ``step`` or later, which a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
             return lines[:index]
@@ -190,25 +187,21 @@ def lines_before_step(lines: list[dict], step: int) -> list[dict]:
 
 
 def spent_seconds(lines: list[dict]) -> float:
-    """Return the seconds spent, without the time between a kill and the resume.
-
-    A line of an earlier version has no ``clock``.
-    """
+    """Return the seconds spent, without the time between a kill and the resume."""
     spans = []
     for line, after in pairwise(lines):
-        if "resumed" not in after:
+        if "resumed" not in after:  # earlier versions had no ``clock``
             name = "clock" if "clock" in line and "clock" in after else "t"
             spans.append(after[name] - line[name])
     return round(sum(spans, 0.0), 3)
 
 
 def encode_line(line: Mapping[str, Any]) -> str:
-    """Return a line of the file."""
     return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Yield (step, time, values) of every logged point; not-finite numbers as such."""
+    """Yield (step, time, values) of every logged point."""
     for line in lines:
         if "values" in line:
             values = {name: float(value) for name, value in line["values"].items()}
@@ -216,20 +209,20 @@ def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, flo
 
 
 def routing_points(lines: list[dict]) -> Iterator[tuple[float, RoutingPoint]]:
-    """Yield (time, point) of what a training saw of its routing."""
+    """Yield (time, point) of a training's routing."""
     for line in lines:
         if "routing" in line:
             yield line["t"], RoutingPoint.model_validate({"step": line["step"], **line["routing"]})
 
 
 def json_number(value: Any) -> float | str:
-    """Return a float as JSON has it: ``nan`` and ``inf`` as text."""
+    """Return a float for JSON; ``nan`` and ``inf`` become texts."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as dotted keys; lists of mappings count from 0."""
+    """Return nested mappings with dotted keys; items of lists are numbered from 0."""
     if isinstance(value, list) and any(isinstance(inner, (Mapping, list)) for inner in value):
         value = {str(index): inner for index, inner in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -242,18 +235,18 @@ def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings without lists and texts: the numbers that a table of metrics shows."""
-    kept = {}
+    """Return nested mappings without lists and texts."""
+    numbers = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):
             inner = keep_numbers(inner)
         if isinstance(inner, (int, float, dict)) and inner != {}:
-            kept[name] = inner
-    return kept
+            numbers[name] = inner
+    return numbers
 
 
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """Return the stages of a project's lock files; UserError for a damaged one."""
+    """Return the stages in a project's dvc.lock files; UserError for a damaged file."""
     stages: dict[str, dict[str, Any]] = {}
     for lock in list_project_dvc_files(folder, "dvc.lock"):
         stages |= _read_lock(lock)
@@ -265,20 +258,22 @@ def _read_lock(lock: Path) -> dict[str, dict[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
-            raise ValueError("empty, as a `dvc repro` leaves it that is killed while it writes")
+            raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
         stages = content.get("stages", {})
         for name, entry in stages.items():
             if not all("path" in file for kind in ("deps", "outs") for file in entry.get(kind, ())):
                 raise TypeError(f"a file of {name} without its path")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
-        mend = "delete it: what ran here is then taken from DVC's cache; or restore a committed one"
-        raise UserError(f"{lock}: is not as DVC writes it ({why}); {mend}") from error
+        raise UserError(
+            f"{lock}: is not as DVC writes it ({why}); delete it: what ran here is then taken from "
+            "DVC's cache; or restore a committed one"
+        ) from error
     return stages
 
 
 class ExecutionHistory(NamedTuple):
-    """One execution of a stage: its folder, and the lines that are there so far."""
+    """One execution of a stage: its folder, and its lines so far."""
 
     folder: Path
     lines: list[dict]
@@ -289,7 +284,7 @@ class ExecutionHistory(NamedTuple):
 
     @property
     def item(self) -> str:
-        """Its path in artifacts/history, and that of its result in artifacts/measured."""
+        """Path of the execution in artifacts/history, and of its result in artifacts/measured."""
         return execution_subpath(
             *(self.header[name] for name in ("stage", "phase", "method", "seed"))
         )
@@ -299,21 +294,18 @@ class ExecutionHistory(NamedTuple):
         return "status" in self.lines[-1]
 
     def run_state(self) -> tuple[str, float]:
-        """Return MLflow's status, and since when; KILLED where the process went without a word."""
+        """Return MLflow's status and its time; KILLED if the process has gone without a status."""
         end = self.lines[-1]
         if self.has_ended:
             return end["status"], end["t"]
         writer = next(line for line in reversed(self.lines) if "pid" in line)
-        return "RUNNING" if is_process_running(
-            writer["host"], writer["pid"], writer["t"]
-        ) else "KILLED", end["t"]
+        is_running = is_process_running(writer["host"], writer["pid"], writer["t"])
+        return "RUNNING" if is_running else "KILLED", end["t"]
 
 
 def is_process_running(host: str, pid: int, at: float) -> bool:
-    """Whether a process runs that was there ``at`` seconds since 1970; True on another host.
-
-    Numbers of ended processes are used again: one that began later is another.
-    """
+    """Return whether a process that ran ``at`` seconds since 1970 still runs; True elsewhere."""
+    # The system reuses process numbers: a process that began later is another one.
     if host != platform.node():
         return True
     try:
@@ -324,11 +316,11 @@ def is_process_running(host: str, pid: int, at: float) -> bool:
 
 
 def history_folders(study: Path) -> list[Path]:
-    """Return the folders of a study that hold a history, published ones first."""
+    """Return the folders of a study with a history, published ones first."""
     folders = []
     for place in PLACES:
         for folder, inner, files in os.walk(study / place):
-            # what is being written, or being removed, is not there
+            # skip folders that are being written or removed
             inner[:] = sorted(n for n in inner if not n.endswith((".part", ".removed")))
             if HISTORY_FILE in files:
                 inner.clear()
@@ -337,22 +329,22 @@ def history_folders(study: Path) -> list[Path]:
 
 
 def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
-    """Return by uid the history that says most: a resumed run's published one may be older.
+    """Return uid → its newest history; the published one of a resumed run may be older.
 
-    readers: what was read before, folder by folder; it is filled.
+    readers: by folder; new readers are added.
     """
     newest: dict[str, ExecutionHistory] = {}
     for folder in history_folders(study):
         lines = readers.setdefault(folder, GrowingHistory(folder)).read()
         if lines and "uid" in lines[0]:
-            known = newest.setdefault(lines[0]["uid"], ExecutionHistory(folder, lines))
-            if lines[-1]["t"] > known.lines[-1]["t"]:
+            newest_so_far = newest.setdefault(lines[0]["uid"], ExecutionHistory(folder, lines))
+            if lines[-1]["t"] > newest_so_far.lines[-1]["t"]:
                 newest[lines[0]["uid"]] = ExecutionHistory(folder, lines)
     return newest
 
 
 def paths_in_dvc_locks(study: Path) -> frozenset[str] | None:
-    """Return the folders in DVC's lock files; None where DVC was not used."""
+    """Return the paths of outputs in dvc.lock files; None without such files."""
     locks = list_project_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
@@ -367,17 +359,15 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
 
 
 def study_methods(study: Path) -> list[str]:
-    """Return the methods that params.yaml runs; none where it cannot be read."""
+    """Return the methods that params.yaml runs; [] if it cannot be read."""
     try:
         return list(load_yaml_document(study / "params.yaml").data["run"]["methods"])
     except (UserError, KeyError, TypeError):
-        return []  # `moecore check` says what is wrong with the file
+        return []  # `moecore check` reports the errors of the file
 
 
 def allow_study_packages(study: Path) -> None:
-    """Let this process import parts of the packages that a study lists; of none that cannot be
-    read. Its models have such parts, and its measurements such pages.
-    """
+    """Let this process import the parts of packages that a study lists; ignore unreadable ones."""
     try:
         document = load_yaml_document(study / "params.yaml")
     except UserError:

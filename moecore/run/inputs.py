@@ -1,13 +1,11 @@
-"""What a stage has read, compared again at its checkpoints and at its end.
+"""Refuse edits of settings, code and artifacts while a stage runs.
 
-DVC hashes settings and files after the command has ended, so a result could be filed under
-settings, code or artifacts that it was not made with.
+DVC hashes settings and files after the command has ended, and code when the stage ``code`` runs at
+the start of the pipeline. A result could be cached under inputs that it was not made with. So a
+stage compares its inputs after its imports, at every checkpoint, and at its end.
 
-Python is hashed by its syntax tree, so comments, docstrings and formatting change no hash. Words of
-metrics (moecore/measure/values.py) only change the hash for `compare`, which shows them. DVC files
-a stage's result under the hashes that the stage ``code`` wrote at the start of the pipeline, but
-the stage imports what is on the disk when it begins. So a stage compares the two: when its imports
-are done, at every checkpoint, and at its end.
+Python is hashed by its syntax tree: comments, docstrings and formatting change no hash. Words of
+metrics (moecore/measure/values.py) change only the hash for `compare`, which shows them.
 """
 
 import ast
@@ -32,9 +30,8 @@ from moecore.study.settings import params_keys_by_field, read_params
 from moecore.study.stages import list_code_hashes
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
-IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # they follow from the rest, or have no effect
-# keywords; the first argument is the label
-METRIC_WORDS = ("label", "note", "paper", "mean", "chance")
+IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # redundant, or without effect
+METRIC_WORDS = ("label", "note", "paper", "mean", "chance")  # the first argument is the label
 
 
 def params_path() -> str:
@@ -59,9 +56,9 @@ class StageInputs:
         hash_files: Sequence[Path] = (),
         **item: object,
     ) -> None:
-        """Take the hashes of all. Raises UserError where the code is not what was hashed.
+        """Hash all inputs; UserError if the code was edited after it was hashed.
 
-        hash_files: of ``stage_hash_files``. item: fills the templates of the settings' keys.
+        hash_files: of ``stage_hash_files``; item: fills the templates of the settings' keys.
         """
         self._code = StageCode(hash_files)
         self._code.refuse_edits()
@@ -72,21 +69,19 @@ class StageInputs:
         self._text: bytes | None = None  # of params.yaml, when its values were last equal
 
     def key(self) -> str:
-        """Return a hash of all: what was begun with other inputs is not continued."""
+        """Return a hash of all inputs; a stage continues only work with the same key."""
         assert self._params is not None, "a stage that is resumed has settings"
         text = json.dumps([self._params.model_dump(mode="json"), self._hashes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def refuse_edited_code(self) -> None:
-        """Raise UserError, naming the file, where it is not the code that was hashed."""
+        """Raise UserError with the file if the code was edited after it was hashed."""
         self._code.refuse_edits()
 
     def refuse_edited_settings(self) -> None:
-        """Raise UserError, naming the key, where params.yaml now has other values.
-
-        Where params.yaml is gone, nothing is raised: DVC then files no result.
-        """
+        """Raise UserError with the key if values of params.yaml have changed."""
         path = Path(params_path())
+        # Without params.yaml DVC caches no result.
         if self._params is None or not path.is_file():
             return
         if (text := path.read_bytes()) == self._text:
@@ -99,7 +94,7 @@ class StageInputs:
         self._text = text
 
     def refuse_all_edits(self) -> None:
-        """Raise UserError, naming what changed: code, artifacts or settings."""
+        """Raise UserError if code, artifacts or settings have changed."""
         self.refuse_edited_code()
         refuse_changed_inputs(self._hashes, self._artifacts)
         self.refuse_edited_settings()
@@ -112,30 +107,24 @@ def read_stage_inputs(
     phase: str | None = None,
     method: str | None = None,
 ) -> StageInputs:
-    """Return what a stage of this item reads; ``measure`` goes by the name of the measurement.
-
-    Raises UserError for edited code.
-    """
+    """Return the inputs of a stage; the name of ``measure`` is the measurement's."""
     files = stage_hash_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
 
 def stage_hash_files(stage: str, phase: str | None = None, method: str | None = None) -> list[Path]:
-    """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml.
-
-    Raises UserError where the stage ``code`` has not written that of the script.
-    """
-    own, *others = [CODE / path for path in list_code_hashes(stage, key=phase, method=method)]
-    if not own.is_file():
+    """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml."""
+    script, *parts = [CODE / path for path in list_code_hashes(stage, key=phase, method=method)]
+    if not script.is_file():
         raise UserError(
-            f"{own}: no such file; run `python -m moecore.stages.code`, which writes it"
+            f"{script}: no such file; run `python -m moecore.stages.code`, which writes it"
         )
-    files = [file for path in others for file in (sorted(path.glob("*.json")) or [path])]
-    return [own, *(file for file in files if file.is_file())]
+    files = [file for path in parts for file in (sorted(path.glob("*.json")) or [path])]
+    return [script, *(file for file in files if file.is_file())]
 
 
 def refuse_changed_document(before: Document) -> None:
-    """Raise UserError, naming the key, where the file of ``before`` holds other values now."""
+    """Raise UserError with the key if the file of ``before`` now has other values."""
     _refuse_changed_values(
         flatten_keys(before.data), flatten_keys(load_yaml_document(before.path).data)
     )
@@ -145,7 +134,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
     for key in {**before, **now}:
         if key in before and key in now and before[key] == now[key]:
             continue
-        was, is_now = (repr(side[key]) if key in side else "not there" for side in (before, now))
+        was, is_now = (repr(side[key]) if key in side else "missing" for side in (before, now))
         keys = [int(word) if word.isdigit() else word for word in key.split(".")]
         changed = f"was {was} when this stage read it, and is {is_now}"
         raise UserError(
@@ -154,7 +143,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def list_input_files(inputs: Iterable[str | Path]) -> list[Path]:
-    """Return the files that identify artifacts: all; of prepared data the card."""
+    """Return the files that identify artifacts: all files, or the card of prepared data."""
     return sorted(file for path in inputs for file in _identifying_files(Path(path)))
 
 
@@ -169,13 +158,13 @@ def _identifying_files(path: Path) -> Sequence[Path]:
 
 
 def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
-    """Return path → sha256 of the files that identify these artifacts."""
+    """Return path → sha256 of the files that identify artifacts."""
     files = list_input_files(inputs)
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path]) -> None:
-    """Raise UserError, naming the file, where artifacts are others than those hashed before."""
+    """Raise UserError with the file if artifacts differ from the hashes ``before``."""
     now = hash_inputs(inputs)
     for file in {**before, **now}:
         if before.get(file) != now.get(file):
@@ -183,18 +172,18 @@ def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path
 
 
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
-    """Return the sha256 of a syntax tree without what does nothing, alike on Python 3.11 to 3.13.
+    """Return the sha256 of a syntax tree, the same on Python 3.11 to 3.13.
 
-    What does nothing are statements that are mere strings, as docstrings are, and ``pass``. Unless
-    ``shown``, neither do the words of a call of ``Metric``, and all of a call of ``OnPage``.
+    String statements, such as docstrings, and ``pass`` are ignored, as are, without ``shown``, the
+    words of calls of ``Metric`` and all arguments of ``OnPage``.
     """
-    words: list[str] = []
-    _add_node(tree, words.append, shown)
-    return hashlib.sha256("".join(words).encode("ascii")).hexdigest()
+    pieces: list[str] = []
+    _add_node(tree, pieces.append, shown)
+    return hashlib.sha256("".join(pieces).encode("ascii")).hexdigest()
 
 
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
-    """Add the types of nodes, their fields where they hold something, and the constants."""
+    """Add types of nodes, their non-empty fields, and constants."""
     if node.__class__ is ast.Call and not shown:
         node = _without_shown_words(node)
     if node.__class__ is list:
@@ -215,7 +204,7 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
             fields = node._fields
         for name in fields:
             value = getattr(node, name, None)
-            # later versions add fields without a value, and leave some out
+            # Versions of Python differ in their empty fields.
             if value is not None and value != [] and name not in IGNORED_FIELDS:
                 add(name)
                 add("=")
@@ -227,14 +216,14 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
 
 
 def _without_shown_words(call: ast.Call) -> ast.Call:
-    """Return a call without the words that a metric, or a page, only shows."""
+    """Return a call without the words that pages only show."""
     name = getattr(call.func, "id", "")
     if name == "OnPage":
         return ast.Call(call.func, [], [])
     if name != "Metric":
         return call
-    kept = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
-    return ast.Call(call.func, call.args[1:], kept)
+    keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
+    return ast.Call(call.func, call.args[1:], keywords)
 
 
 def _does_nothing(item: Any) -> bool:
@@ -246,10 +235,9 @@ def _does_nothing(item: Any) -> bool:
 
 
 def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
-    """Return the hash of a file that is named by its package, such as ``my_lab/cosine.py``.
+    """Return the hash of a file named by its package, such as ``my_lab/cosine.py``.
 
-    shown: with the words of metrics. Raises UserError where it is gone, or is no Python though it
-    is named so.
+    shown: include the words of metrics.
     """
     if file.suffix == ".py":
         return hash_syntax(parse_source(read_source_text(file, root), file), shown)
@@ -262,13 +250,12 @@ def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
 
 
 def locate_source(file: Path, root: Path = ROOT) -> Path:
-    """Return the path of a file that is named by its package; ours lies below ``root``."""
-    top, *others = file.parts
-    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*others)
+    """Return the path of a file named by its package; moecore's is below ``root``."""
+    top, *inner = file.parts
+    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*inner)
 
 
 def read_source_text(file: Path, root: Path = ROOT) -> str:
-    """Return the text of a source file. Raises UserError where there is no such file."""
     try:
         return locate_source(file, root).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -276,7 +263,7 @@ def read_source_text(file: Path, root: Path = ROOT) -> str:
 
 
 def parse_source(text: str, file: Path) -> ast.Module:
-    """Return the syntax tree. Raises UserError with the line where the text is not Python."""
+    """Return the syntax tree; UserError with the line of a syntax error."""
     try:
         return ast.parse(text, str(file))
     except SyntaxError as error:
@@ -285,10 +272,10 @@ def parse_source(text: str, file: Path) -> ast.Module:
 
 @cache
 def wheel_record(package: str) -> dict[Path, str]:
-    """Return file → hash of an installed wheel's RECORD, of the files that are not Python.
+    """Return file → hash of an installed wheel's files other than Python, from its RECORD.
 
-    Empty for moecore and for a source tree. What a package writes into its own folder while it runs
-    is not in its RECORD.
+    Empty for moecore and for source trees. Files that a package writes into its folder at run time
+    are not in its RECORD.
     """
     if package == OUR_PACKAGE:
         return {}
@@ -309,7 +296,7 @@ _imported_by_server: dict[Path, _Imported] = {}
 
 
 def remember_imported_sources() -> None:
-    """Keep the hashes of all imported files of moecore, for the processes forked from this one.
+    """Remember the hashes of all imported files of moecore, for processes forked from this one.
 
     A forked stage runs the code that its server imported, which may be older than the files.
     """
@@ -322,10 +309,10 @@ def remember_imported_sources() -> None:
 
 
 class StageCode:
-    """The source files behind a stage's result, with the hashes under which DVC files it."""
+    """The source files of a stage, with the hashes under which DVC caches its result."""
 
     def __init__(self, hash_files: Iterable[Path]) -> None:
-        """hash_files: the files of artifacts/code/ that the stage depends on."""
+        """``hash_files``: the files of artifacts/code/ that the stage depends on."""
         self._recorded = {
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
@@ -336,10 +323,7 @@ class StageCode:
             self._verified[file] = imported.content
 
     def refuse_edits(self) -> None:
-        """Raise UserError, naming the file, where one is not the code that was hashed.
-
-        An edit of comments, docstrings or formatting alone is none.
-        """
+        """Raise UserError with the file if code, and not only its formatting, was edited."""
         for file, digest in self._recorded.items():
             try:
                 content = file_checksum(locate_source(file))
@@ -352,11 +336,12 @@ class StageCode:
 
 
 def _hashes_of(file: Path) -> tuple[str, str]:
-    """Return the hashes of a source file without and with the words of metrics."""
+    """Return the hashes of a source file, without and with the words of metrics."""
     return hash_source_file(file), hash_source_file(file, shown=True)
 
 
 def _edited_source(file: Path) -> UserError:
-    changed = "was edited after the stage `code` hashed it, so this stage would mix two versions"
-    mend = "undo the edit to resume this stage, or run again to use the new code"
-    return UserError(f"{locate_source(file)}: {changed}; {mend}")
+    return UserError(
+        f"{locate_source(file)}: was edited after the stage `code` hashed it, so this stage would "
+        "mix two versions; undo the edit to resume this stage, or run again to use the new code"
+    )

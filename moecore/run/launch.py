@@ -1,8 +1,8 @@
-"""Start a stage as several ranks, on this machine or on others: words before its command.
+"""Start stages with a launcher, such as ``MOECORE_LAUNCH="srun --ntasks={ranks}"``.
 
-DVC and its locks stay on one host. A launcher that runs a command in the foreground may start the
-stages elsewhere: ``MOECORE_LAUNCH="srun --ntasks={ranks}"``. A stage that trains consists of
-``MOECORE_RANKS`` processes. Without these two variables this module does nothing.
+DVC and its locks stay on one host; the launcher runs a command in the foreground, and may run it on
+other machines. A stage that trains has ``MOECORE_RANKS`` processes. Without these two variables
+this module does nothing.
 """
 
 import os
@@ -31,16 +31,16 @@ KEPT_SLURM_VARIABLES = {"SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM
 
 
 def is_launching() -> bool:
-    """Return whether stages are started by a launcher or as several ranks."""
     return LAUNCH in os.environ or RANKS in os.environ
 
 
 def requested_ranks(stage: Stage) -> int:
-    """Return the number of processes of a stage. Raises UserError for anything but a number."""
-    words = os.environ.get(RANKS, "1")
-    if not words.isdecimal() or int(words) < 1:
-        raise UserError(f"{RANKS}: found {words!r}; allowed: a number of processes, 1 or more")
-    return int(words) if stage.trains else 1
+    """Return the number of processes of a stage; UserError if MOECORE_RANKS is not a number."""
+    text = os.environ.get(RANKS, "1")
+    if not text.isdecimal() or int(text) < 1:
+        allowed = "a number of processes, 1 or more"
+        raise UserError.at(RANKS, found=repr(text), allowed=allowed)
+    return int(text) if stage.trains else 1
 
 
 def requested_gpus(stage: Stage) -> int:
@@ -49,63 +49,60 @@ def requested_gpus(stage: Stage) -> int:
 
 
 def launch_fields() -> set[str]:
-    """Return the placeholders of MOECORE_LAUNCH. Raises UserError where it is wrong."""
-    if FORMER in os.environ:  # unread, the stages would run on this machine
+    """Return the placeholders of MOECORE_LAUNCH; UserError if it is not a command."""
+    if FORMER in os.environ:  # if it were ignored, stages would run on this machine
         raise UserError(f"{FORMER}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
     launch = os.environ.get(LAUNCH, "")
     allowed = f"a command of this machine, with {{{'}, {'.join(LAUNCH_FIELDS)}}} filled in"
     try:
         fields = {name for _, name, _, _ in string.Formatter().parse(launch) if name is not None}
-        words = shlex.split(launch)
+        command = shlex.split(launch)
     except ValueError as error:
         raise UserError(f"{LAUNCH}: found {launch!r} ({error}); allowed: {allowed}") from None
-    if fields - set(LAUNCH_FIELDS) or (words and shutil.which(words[0]) is None):
-        raise UserError(f"{LAUNCH}: found {launch!r}; allowed: {allowed}")
+    if fields - set(LAUNCH_FIELDS) or (command and shutil.which(command[0]) is None):
+        raise UserError.at(LAUNCH, found=repr(launch), allowed=allowed)
     return fields
 
 
-def launch_command(words: Sequence[str]) -> list[str]:
-    """Return the command that starts ``python WORDS`` with the launcher.
-
-    Without ``{ranks}`` in MOECORE_LAUNCH, ``local_ranks`` starts the ranks.
-    """
+def launch_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts ``python ARGUMENTS`` with the launcher."""
     fields = launch_fields()
-    stage = STAGES[stage_of_command(words)]
+    stage = STAGES[stage_of_command(arguments)]
     ranks = requested_ranks(stage)
     launch = os.environ.get(LAUNCH, "")
     values = {"stage": stage.name, "ranks": ranks, "gpus": requested_gpus(stage)}
     python = [sys.executable]
-    if ranks > 1 and "ranks" not in fields:
+    if ranks > 1 and "ranks" not in fields:  # the launcher starts a single process
         python += ["-m", "moecore.run.local_ranks", str(ranks)]
-    return [*(word.format(**values) for word in shlex.split(launch)), *python, *words]
+    return [*(word.format(**values) for word in shlex.split(launch)), *python, *arguments]
 
 
 def hand_stage_to_launcher() -> None:
-    """Run this stage with the launcher and exit; in a launched process, set the rank instead."""
-    words = sys.orig_argv[1:]
+    """Run this stage with the launcher and exit; in a launched process, set the rank."""
+    arguments = sys.orig_argv[1:]
     if LAUNCHED in os.environ:
         os.environ.update(
             rank_variables_from_slurm(os.environ) | thread_variables_from_slurm(os.environ)
         )
     elif (
-        words[:1] == ["-m"]
-        and words[1].startswith(STAGE_MODULES)
-        and words[1] != f"{STAGE_MODULES}fork_server"
+        arguments[:1] == ["-m"]
+        and arguments[1].startswith(STAGE_MODULES)
+        and arguments[1] != f"{STAGE_MODULES}fork_server"
         and "RANK" not in os.environ  # whoever started this rank is the launcher
     ):
         end_with_parent()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            command = launch_command(words)
+            command = launch_command(arguments)
         except UserError as error:
             print(error, file=sys.stderr)
             sys.exit(1)
-        if command[1:] != words:
-            sys.exit(run_launcher(command, requested_ranks(STAGES[stage_of_command(words)])))
+        if command[1:] != arguments:
+            sys.exit(run_launcher(command, requested_ranks(STAGES[stage_of_command(arguments)])))
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Run a launcher, which ends with this process, and return its exit code."""
+    """Run a launcher, which is ended with this process, and return its exit code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
@@ -132,14 +129,14 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
     With them, ``srun`` would start a step of that job, and a rank would count as one of its tasks.
     """
     is_in_job = "SLURM_JOB_ID" in environment
-    told = {
+    variables = {
         name: value
         for name, value in environment.items()
         if not (is_in_job and name.startswith(("SLURM_", "SLURMD_")))
         or name in KEPT_SLURM_VARIABLES
     }
     # By default srun leaves the other tasks running when one fails
-    return {"SLURM_KILL_BAD_EXIT": "1"} | told
+    return {"SLURM_KILL_BAD_EXIT": "1"} | variables
 
 
 def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -156,7 +153,7 @@ def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a thread per core of the task, since not every cluster binds tasks to cores."""
+    """Return variables for one thread per core: not every cluster binds tasks to cores."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
         return {}

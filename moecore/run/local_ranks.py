@@ -1,6 +1,6 @@
-"""Start one training as several ranks of this machine, which meet in a file, not at a port.
+"""Start one training as several ranks of this machine, which meet in a file.
 
-Then gloo and NCCL listen on ports of 127.0.0.1; torchrun's own ports listen on all interfaces.
+With a file, gloo and NCCL listen on 127.0.0.1; torchrun listens on all interfaces.
 
 ``python -m moecore.run.local_ranks 2 -m moecore.stages.pretrain vmoe 0``
 """
@@ -21,10 +21,10 @@ POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
-def run_local_ranks(size: int, words: Sequence[str]) -> int:
-    """Run ``python WORDS`` as ``size`` ranks; the exit code of the first that fails, or 0.
+def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
+    """Run ``python ARGUMENTS`` as ``size`` ranks; return the first failure's exit code, or 0.
 
-    Where one fails, or this process is told to end, all others are ended.
+    If a rank fails, or this process gets SIGTERM, all ranks are ended.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
@@ -33,17 +33,17 @@ def run_local_ranks(size: int, words: Sequence[str]) -> int:
         running: list[subprocess.Popen] = []
         try:
             for rank in range(size):
-                own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                command = [sys.executable, *words]
+                environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, *arguments]
                 begin = set_parent_death_signal
-                running.append(subprocess.Popen(command, env=own, preexec_fn=begin))
+                running.append(subprocess.Popen(command, env=environment, preexec_fn=begin))
             return wait_for_exit_code(running)
         finally:
             end_ranks(running)
 
 
 def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
-    """Wait until one has failed, or all have ended well: its exit code, or 0."""
+    """Wait until a rank fails, and return its exit code, or until all succeed, and return 0."""
     while True:
         codes = [process.poll() for process in running]
         for rank, code in enumerate(codes):
@@ -51,12 +51,13 @@ def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
                 print(f"rank {rank} was ended by signal {-code}", file=sys.stderr)
                 return 128 - code
         if None not in codes or any(codes):
-            return min((code for code in codes if code), default=0)  # an error before a follower
+            # 1, an error, comes before 143, the code of a rank that ended because of it.
+            return min((code for code in codes if code), default=0)
         time.sleep(POLL)
 
 
 def end_ranks(running: Sequence[subprocess.Popen]) -> None:
-    """End what still runs: SIGTERM, and SIGKILL for what does not follow."""
+    """End running ranks by SIGTERM, and after ``GRACE`` seconds by SIGKILL."""
     for process in running:
         process.terminate()
     until = time.monotonic() + GRACE

@@ -21,13 +21,13 @@ from moecore.training.runtime import tune_runtime
 
 
 class MethodParams(Config):
-    """Settings that a measurement of region experts reads besides its own section."""
+    """Additional settings of measurements of region experts."""
 
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
-    """Measure a trained model, write the values or the reason to skip it, and return them."""
+    """Measure a trained model; write and return its values, or the reason to skip it."""
     measurement = find_measurement(what)
     params = read_section_as_params(what, measurement)
     with record_measurement(what, params, phase, method, seed) as (run, parts):
@@ -52,7 +52,7 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
 
 
 def open_subject(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> MeasuredModel:
-    """Return the trained model and its data, and its teacher where a measurement needs it."""
+    """Load the trained model and its data, and its teacher for a guided measurement."""
     device = tune_runtime(work=work).device
     model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
     data = Prepared.open(Path("artifacts/data") / phase)

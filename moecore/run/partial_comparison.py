@@ -1,4 +1,4 @@
-"""A study of which a part is run: which claims and questions wait for the rest."""
+"""Compare a study that was run in part: choose the claims and questions that it can answer."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,42 +14,44 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 def split_answerable_comparisons(
     comparisons: Iterable[AnyComparison], run: Selection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Return the claims and questions that ``run`` can answer, and those that wait."""
-    ready: list[AnyComparison] = []
+    """Split claims and questions by whether ``run`` has their methods, phase and seeds."""
+    answerable: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
-    for one in comparisons:
-        known = {one.method, one.against} <= set(run.methods) and one.phase in run.phases
-        enough = len(run.seeds) > 1 or not isinstance(one, Claim)
-        (ready if known and enough else waiting).append(one)
-    return ready, waiting
+    for comparison in comparisons:
+        methods = {comparison.method, comparison.against}
+        has_models = methods <= set(run.methods) and comparison.phase in run.phases
+        has_seeds = len(run.seeds) > 1 or not isinstance(comparison, Claim)
+        if has_models and has_seeds:
+            answerable.append(comparison)
+        else:
+            waiting.append(comparison)
+    return answerable, waiting
 
 
 def choose_answerable_comparisons(
     comparisons: Iterable[AnyComparison], run: Selection, results: Results
 ) -> list[AnyComparison]:
-    """Return the claims and questions that ``results`` answer; say on stderr why not the others.
-
-    Some wait for the rest of a study. Of others a method has no such metric, which ``moecore
-    check`` does not always foresee; that must not cost the answers to the rest.
-    """
-    ready, waiting = split_answerable_comparisons(comparisons, run)
+    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
+    candidates, waiting = split_answerable_comparisons(comparisons, run)
     if waiting:
         print(describe_waiting_claims(waiting, run), file=sys.stderr)
     answerable = []
-    for one in ready:
-        if lack := describe_missing_metric(one, results):
-            print(f"not answered: {one.words}, {one.phase}: {lack}", file=sys.stderr)
+    for comparison in candidates:
+        # ``moecore check`` does not foresee every missing metric.
+        if missing := describe_missing_metric(comparison, results):
+            text = f"{comparison.words}, {comparison.phase}: {missing}"
+            print(f"not answered: {text}", file=sys.stderr)
         else:
-            answerable.append(one)
+            answerable.append(comparison)
     return answerable
 
 
 def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> str:
-    """Return one line that says what the waiting claims and questions wait for."""
-    named = [name for one in waiting for name in (one.method, one.against)]
-    lacking = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
-    phases = dict.fromkeys(one.phase for one in waiting if one.phase not in run.phases)
-    lacking += [f"phase {phase}" for phase in phases]
-    if len(run.seeds) < 2 and any(isinstance(one, Claim) for one in waiting):
-        lacking.append("a second seed")
-    return f"{len(waiting)} claims and questions wait for {', '.join(lacking)}"
+    """Return a line with the missing methods, phases and seeds of claims and questions."""
+    named = [name for comparison in waiting for name in (comparison.method, comparison.against)]
+    missing = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
+    phases = dict.fromkeys(comparison.phase for comparison in waiting)
+    missing += [f"phase {phase}" for phase in phases if phase not in run.phases]
+    if len(run.seeds) < 2 and any(isinstance(comparison, Claim) for comparison in waiting):
+        missing.append("a second seed")
+    return f"{len(waiting)} claims and questions wait for {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""How far a stage is: a bar with the time left in a terminal, a line every ten seconds in a log."""
+"""Show a stage's progress: a bar in a terminal, a line every ten seconds in a log."""
 
 import sys
 import time
@@ -22,27 +22,25 @@ class ProgressLines:
         self.note = ""
 
     def update(self, step: int, **values: float) -> None:
-        """``step`` of the total is done; ``values`` are shown beside it."""
+        """Show that ``step`` of the total is done, with ``values``."""
         now = time.monotonic()
-        if self.first is None:  # the first step holds the warm-up: the rate is taken after it
+        if self.first is None:  # the first step includes the warm-up: measure the rate after it
             self.first = step
             self.begun = now
         done = f"{step}/{self.total} ({step / max(1, self.total):.0%})"
-        left = ""
+        remaining = ""
         if step > self.first:
-            seconds_a_step = (now - self.begun) / (step - self.first)
-            left = f", {format_duration((self.total - step) * seconds_a_step)} left"
+            seconds_per_step = (now - self.begun) / (step - self.first)
+            remaining = f", {format_duration((self.total - step) * seconds_per_step)} left"
         note = f"\n  {self.note}" if self.note else ""
-        self.last = f"{self.title}: {done}{left}{format_values(values)}{note}"
+        self.last = f"{self.title}: {done}{remaining}{format_values(values)}{note}"
         if now - self.printed >= SECONDS_BETWEEN_LINES:
             self.flush(now)
 
     def show_note(self, line: str) -> None:
-        """Show ``line`` below from the next update on."""
         self.note = line
 
     def print_warning(self, line: str) -> None:
-        """Print a line at once."""
         print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
     def flush(self, now: float) -> None:
@@ -52,28 +50,24 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A rich progress bar on standard error."""
-
     def __init__(self, progress: Any, title: str, total: int) -> None:
         self.progress = progress
         self.task = progress.add_task(title, total=total, values="")
 
     def update(self, step: int, **values: float) -> None:
-        """``step`` of the total is done; ``values`` are shown beside it."""
+        """Show that ``step`` of the total is done, with ``values``."""
         self.progress.update(self.task, completed=step, values=format_values(values).lstrip(", "))
 
     def show_note(self, line: str) -> None:
-        """Show ``line`` below the bar."""
         self.progress.note = line
 
     def print_warning(self, line: str) -> None:
-        """Print a line above the bar."""
         self.progress.console.print(line, style="yellow", markup=False, highlight=False)
 
 
 @contextmanager
 def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLines]:
-    """``with progress("pretrain vmoe seed 0", steps) as bar: bar.update(step, loss=…)``."""
+    """Yield a progress bar, to be updated by ``bar.update(step, loss=…)``."""
     if not sys.stderr.isatty():
         lines = ProgressLines(title, total)
         try:
@@ -81,7 +75,7 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
         finally:
             lines.flush(time.monotonic())
         return
-    # Here, as a stage in a pipeline has no terminal and need not load it (0.1 s).
+    # Imported here: without a terminal a stage does not need it (0.1 s).
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -93,8 +87,6 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
     from rich.text import Text
 
     class NotedProgress(Progress):
-        """Bars with a line of words below them."""
-
         note = ""
 
         def get_renderables(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Where a stage keeps what survives a kill: a folder named by all that the result depends on."""
+"""Continue killed stages, in a work folder named by a hash of all inputs."""
 
 import os
 import shutil
@@ -18,10 +18,10 @@ from moecore.run.run_record import Run, record_run
 
 @contextmanager
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
-    """A folder ``.state/<item>/<key>`` for checkpoint and history, removed after success.
+    """Yield the folder ``.state/<item>/<key>`` for checkpoints and history; removed after success.
 
-    key: a hash of all that the result depends on, so a stage goes on only with what was begun with
-    the same. Raises UserError where another process holds the folder.
+    key: a hash of all inputs, so that a stage continues only work with the same inputs. Raises
+    UserError if another process holds the folder.
     """
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
@@ -34,7 +34,7 @@ def hold_work_folder(item: str, key: str) -> Iterator[Path]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Rename first: a kill in the middle leaves no half of a folder, which would be continued."""
+    """Rename and remove a folder: a kill in between leaves no incomplete folder to continue."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
@@ -50,10 +50,7 @@ def record_resumable(
     method: str | None = None,
     seed: int | None = None,
 ) -> Iterator[tuple[Run, Path]]:
-    """Record a stage that goes on where a killed process of the same inputs was.
-
-    Yields its record and its work folder, which is removed after success.
-    """
+    """Yield the record and the work folder of a stage that continues a killed process."""
     item = {"phase": phase, "method": method, "seed": seed}
     read = read_stage_inputs(stage, params, inputs, phase, method)
     with (
@@ -67,7 +64,7 @@ def record_resumable(
 def record_measurement(
     stage: str, params: Config, phase: str, method: str, seed: int
 ) -> Iterator[tuple[Run, KeptParts]]:
-    """Record a measurement of a trained model; the parts of a killed one are kept."""
+    """Yield the record of a measurement, and its parts, which survive a kill."""
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
     item = {"phase": phase, "method": method, "seed": seed}
     with record_resumable(stage, params, inputs, **item) as (run, work):
@@ -76,10 +73,7 @@ def record_measurement(
 
 @contextmanager
 def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock file at ``path``; its folder is made.
-
-    UserError with ``describe_holder()`` where another process holds it, or it cannot be written.
-    """
+    """Hold the lock file ``path``; UserError with ``describe_holder()`` if another process does."""
     lock = FileLock(path, timeout=0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

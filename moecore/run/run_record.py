@@ -1,7 +1,7 @@
-"""The record of a run: a folder that the stage writes, and the truth that MLflow only shows.
+"""Record a run in a folder, which MLflow only displays.
 
-``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON),
-published whole at the end, whatever the end was.
+``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON). It is
+published atomically at the end, also of a failed run.
 """
 
 import os
@@ -37,7 +37,7 @@ from moecore.training.monitor import RoutingPoint
 
 
 class Run:
-    """The record of ``record_run`` that a stage reports to; ``folder``: its growing history."""
+    """A run's record, yielded by ``record_run``; its history grows in ``folder``."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         self.inputs = inputs
         self.header = header
         self.measured = Path("artifacts/measured", f"{path}.json")
-        self._earlier = earlier  # of a killed process; from which step on it goes is not known yet
+        self._earlier = earlier  # lines of a killed process, truncated at the first logged step
         self._lines = [] if earlier else [header]
         folder.mkdir(parents=True, exist_ok=True)
         self._rewrite([*earlier, *self._lines])
@@ -63,19 +63,18 @@ class Run:
         return self.header["uid"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One point per name, at a step that grows.
+        """Log one value per name; ValueError unless the step is larger than a name's last step.
 
-        Points that a killed process logged from this step on are dropped first.
-        Raises ValueError where a name was already logged at this step or a later one.
+        Points of a killed process at this step or later are removed.
         """
         if self._earlier:
-            kept = lines_before_step(self._earlier, step)
+            earlier = lines_before_step(self._earlier, step)
             self._earlier = []
-            self._rewrite([*kept, *self._lines])
-        twice = [name for name in values if self._last.get(name, -1) >= step]
-        if twice:
-            names = ", ".join(twice)
-            last = self._last[twice[0]]
+            self._rewrite([*earlier, *self._lines])
+        repeated = [name for name in values if self._last.get(name, -1) >= step]
+        if repeated:
+            names = ", ".join(repeated)
+            last = self._last[repeated[0]]
             raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
         self._last |= dict.fromkeys(values, step)
         self._write(
@@ -83,16 +82,16 @@ class Run:
         )
 
     def routing(self, point: RoutingPoint) -> None:
-        """Write what a training saw of its routing, after the values of the same step."""
+        """Log a point of a training's routing, after the values of the same step."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
     def result(self, result: Config) -> None:
-        """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
+        """Write the result to artifacts/measured/<stage>/….json, and its numbers to the history.
 
-        The history keeps the values, or the numbers outside of lists, which MLflow shows.
+        Non-finite numbers become null. MLflow shows the numbers outside of lists.
         """
-        from moecore.measure.values import Found  # only here: it imports torch
+        from moecore.measure.values import Found  # imports torch
 
         values = to_jsonable(result)
         write_sealed(self.measured, values)
@@ -100,25 +99,23 @@ class Run:
         self._write(summary=flatten_keys(numbers))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows as tables/<name>.json, beside the history."""
+        """Write rows to tables/<name>.json in the record's folder."""
         file = f"tables/{name}.json"
         write_json(self.folder / file, to_jsonable(rows))
         self._write(file=file)
 
     def tag(self, name: str, value: Any) -> None:
-        """A property of this execution, such as the device."""
         self._write(tags={name: to_jsonable(value)})
 
     def dataset(self, card: Mapping[str, Any]) -> None:
-        """The card of the prepared data that the run reads."""
         self._write(dataset=to_jsonable(card))
 
     def model(self, folder: str | Path) -> None:
-        """The folder of the trained model; MLflow gets a copy with its signature."""
+        """Log the folder of the trained model; MLflow gets a copy with a signature."""
         self._write(model=str(folder))
 
     def end(self, status: str, error: str | None = None) -> None:
-        """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
+        """Write the last line: FINISHED, FAILED or KILLED, and the seconds spent."""
         spent = spent_seconds([*read_lines(self.folder), read_clocks()])
         reason = {} if error is None else {"error": error}
         self._write(status=status, seconds=spent, **reason)
@@ -145,11 +142,11 @@ def record_run(
     work: Path | None = None,
     inputs: StageInputs | None = None,
 ) -> Iterator[Run]:
-    """Record one execution of a stage; published to artifacts/history/ however the block ends.
+    """Record one execution of a stage, and publish it to artifacts/history/, also after an error.
 
-    work: the folder of the stage's checkpoint; the history of a killed process there goes on under
-    its own id. An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
-    inputs: what the stage reads; UserError at the end where it was edited. None: only the settings.
+    An error ends the run as FAILED, an interrupt as KILLED; both are raised again. Edited inputs
+    are a UserError at the end. work: the folder of the stage's checkpoint, in which the history of
+    a killed process is continued under the same id. inputs: None: only the settings.
     """
     if inputs is None:
         inputs = StageInputs(params, (), method=method, data=phase)
@@ -172,18 +169,19 @@ def record_run(
             run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
             _publish_history(folder, published)
         except UnusableFile as disk:
-            if not isinstance(error, UnusableFile):  # of one full disk, one line tells
+            if not isinstance(error, UnusableFile):  # a full disk is reported once
                 print(disk, file=sys.stderr)
         raise
     run.end("FINISHED")
     _publish_history(folder, published)
-    if work is None:  # a given folder is removed by its owner, together with the checkpoint
+    if work is None:  # else the caller removes it together with the checkpoint
         shutil.rmtree(folder)
 
 
 def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
-    """Return the history of a killed process: whole lines up to the first that is not; none where
-    its head is lost. What is missing beside a checkpoint is said, and the training goes on.
+    """Return the undamaged lines of a killed process's history; print a warning about others.
+
+    Without its header a history is lost, but the training still continues from its checkpoint.
     """
     path = folder / HISTORY_FILE
     lines = read_lines(folder)
@@ -193,8 +191,8 @@ def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
     has_checkpoint = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
     if has_checkpoint and len(lines) < max(1, written):
         damage = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
-        words = "the training goes on from its checkpoint, with what is left of its curve"
-        print(f"{path}: {damage}; {words}", file=sys.stderr)
+        result = "the training goes on from its checkpoint, with the remaining part of its curve"
+        print(f"{path}: {damage}; {result}", file=sys.stderr)
     return lines
 
 

@@ -1,4 +1,4 @@
-"""How every stage starts: arguments by signature, errors in one clear line."""
+"""Start a stage: convert arguments by its signature, and print errors in one line."""
 
 import inspect
 import os
@@ -14,10 +14,9 @@ from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES
 
-ENDED_CODE = 143  # the exit code of what was ended from outside
+ENDED_CODE = 143  # exit code of processes that were ended by SIGTERM
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
-# gloo's and NCCL's words
-CONNECTION_LOST = (
+CONNECTION_LOST = (  # messages of gloo and NCCL
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -27,14 +26,15 @@ CONNECTION_LOST = (
 
 
 def run_stage(function: Callable[..., None], arguments: list[str] | None = None) -> None:
-    """Call ``function`` with the words of the command line, converted by its annotations.
+    """Call ``function`` with the arguments of the command line, converted by its annotations.
 
     ``def pretrain(method: str, seed: int)`` runs as ``python -m moecore.stages.pretrain vmoe 0``.
     Exit codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the
-    parent (dvc) is killed, the stage ends too. Several ranks may share a stage that trains.
+    parent (dvc) is killed, the stage ends too. Only stages that train may have several ranks.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    values = _convert_words(function, words)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    values = _convert_arguments(function, arguments)
+    command = " ".join([function.__name__, *arguments])
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -45,42 +45,39 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
             allow_params_packages()
             function(**values)
     except UserError as error:
-        several = "\n" in str(error)
-        where = "" if several else f"{' '.join([function.__name__, *words])}: "
-        print_error_once(f"{where}{error}")
+        prefix = "" if "\n" in str(error) else f"{command}: "
+        print_error_once(f"{prefix}{error}")
         _exit(1)
     except Exception as error:
         if not is_other_rank_gone(error):
             raise
         reason = "another rank has ended; what was trained is in the checkpoint"
-        print_error_once(f"{' '.join([function.__name__, *words])}: {reason}")
+        print_error_once(f"{command}: {reason}")
         _exit(ENDED_CODE)
 
 
 def is_other_rank_gone(error: BaseException) -> bool:
-    """Return whether an error of one of several ranks says that another has ended."""
+    """Return whether an error means that another rank has ended."""
     if not has_several_ranks() or not isinstance(error, RuntimeError):
         return False
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return of_torch or any(said in str(error) for said in CONNECTION_LOST)
+    return of_torch or any(message in str(error) for message in CONNECTION_LOST)
 
 
 def _exit(code: int) -> None:
-    """Exit; SIGTERM, such as a launcher's when one rank has failed, changes nothing any more.
-
-    A rank ends at once, past the interpreter's own end: the store where ranks met counts out there
-    who has left, and aborts where its file has gone in between, which would hide the code.
-    """
+    """Exit; from now on SIGTERM, such as a launcher's after a failed rank, is ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not has_several_ranks():
         sys.exit(code)
+    # Skip the interpreter's shutdown: there torch's file store aborts if its file is gone, which
+    # would hide the exit code.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def refuse_several_ranks() -> None:
-    """Raise UserError where a launcher started several processes of a stage that is one."""
+    """Raise UserError if a launcher started several processes of a single-process stage."""
     if has_several_ranks():
         *first, last = TRAINING_STAGES
         shared = f"{', '.join(first)} and {last}, which train, may be shared"
@@ -89,12 +86,11 @@ def refuse_several_ranks() -> None:
 
 
 def has_several_ranks() -> bool:
-    """Return whether a launcher started several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def print_error_once(text: str) -> None:
-    """Print to stderr what is wrong: once, where several ranks end at the same."""
+    """Print an error to stderr, only once if several ranks end with it."""
     if has_several_ranks() and "RANK" in os.environ:
         from moecore.core import ranks  # imports torch
 
@@ -104,10 +100,10 @@ def print_error_once(text: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have SIGTERM sent when the parent dies, even by ``kill -9``; only on Linux."""
+    """Let the system send SIGTERM when the parent dies, even by ``kill -9``; only on Linux."""
     parent = os.getppid()
     set_parent_death_signal()
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() != parent:  # the parent died in between
         sys.exit(ENDED_CODE)
 
 
@@ -115,16 +111,16 @@ def _terminate(*_: Any) -> None:
     sys.exit(ENDED_CODE)
 
 
-def _convert_words(function: Callable[..., None], words: list[str]) -> dict[str, Any]:
+def _convert_arguments(function: Callable[..., None], arguments: list[str]) -> dict[str, Any]:
     names = list(inspect.signature(function).parameters)
     types = typing.get_type_hints(function)
     main = function.__module__ == "__main__"
     module = f"{STAGE_MODULES}{function.__name__}" if main else function.__module__
     usage = " ".join(["usage: python -m", module, *map(str.upper, names)])
-    if len(words) != len(names):
-        _exit_with_usage(f"{usage} ({len(words)} given)")
+    if len(arguments) != len(names):
+        _exit_with_usage(f"{usage} ({len(arguments)} given)")
     values: dict[str, Any] = {}
-    for name, word in zip(names, words, strict=True):
+    for name, word in zip(names, arguments, strict=True):
         choices = typing.get_args(types.get(name))
         if choices and word not in choices:
             allowed = ", ".join(choices)

@@ -1,4 +1,4 @@
-"""The life of a stage that trains: a bar, a line of the history for every point, checkpoints."""
+"""Run a stage that trains, with a progress bar, a history and checkpoints."""
 
 import json
 import os
@@ -34,18 +34,18 @@ from moecore.training.settings import Training
 
 
 class MonitorSection(Config):
-    """The section of params.yaml that no result depends on: read beside a stage's settings."""
+    """The section ``monitor`` of params.yaml, on which no result depends."""
 
     monitor: Monitor | None = None
 
 
 class TrainingRun:
-    """A run whose checkpoint and history lie in ``work``, a folder that outlives the process."""
+    """A run with its checkpoint and history in ``work``, a folder that survives the process."""
 
     def __init__(
         self, run: Run | None, work: Path, title: str, monitor: Monitor | None = None
     ) -> None:
-        """``run``: None on every rank but the first, which alone writes."""
+        """``run``: None on all ranks except the first, which alone writes."""
         self.recorded = run
         self.work = work
         self.title = title
@@ -59,9 +59,10 @@ class TrainingRun:
         seed: int,
         each_epoch: Callable[[int], float | None] | None = None,
     ) -> None:
-        """Train from the last checkpoint; ``each_epoch`` is told every epoch (from 1) that ends,
-        before a checkpoint counts it as done, and may say how much of the routing is as it was an
-        epoch before. Of several ranks the first alone comes back.
+        """Train from the last checkpoint; only the first of several ranks returns.
+
+        ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return the
+        agreement of the routing with the previous epoch's.
         """
         inputs = self.recorded.inputs if self.recorded else None
         checkpoint = Checkpoint(self.work, inputs)
@@ -98,9 +99,9 @@ class TrainingRun:
         agreement: float | None,
         bar: ProgressBar | ProgressLines,
     ) -> None:
-        """Record and show what the routing did since the point before."""
-        before = self.run.last_routing
-        point = build_routing_point(metrics.step, metrics.routing, before, monitor, agreement)
+        """Record and show the change of the routing since the last point."""
+        last = self.run.last_routing
+        point = build_routing_point(metrics.step, metrics.routing, last, monitor, agreement)
         self.run.routing(point)
         bar.show_note(describe_point(point))
         for line in point.warnings:
@@ -108,12 +109,11 @@ class TrainingRun:
 
     @property
     def run(self) -> Run:
-        """The record; of the first rank."""
         assert self.recorded is not None, "only the first rank writes"
         return self.recorded
 
     def log(self) -> TrainingLog:
-        """All points, also those of before a kill."""
+        """Return all points, including points before a kill."""
         lines = read_lines(self.run.folder)
         return TrainingLog(
             [(step, values) for step, _, values in logged_points(lines)],
@@ -132,9 +132,9 @@ def training_run(
     seed: int | None = None,
     trains: bool = True,
 ) -> Iterator[TrainingRun]:
-    """A recorded run of a training stage on ``data`` and ``inputs``; killed, it is resumed.
+    """Yield a recorded, resumable run of a training stage on ``data`` and ``inputs``.
 
-    trains: several ranks may share it; else the first does the work.
+    trains: whether several ranks share it; else the first rank does the work.
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
@@ -143,7 +143,7 @@ def training_run(
         join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    settings = [name, *(one.model_dump(mode="json") for one in (params, monitor) if one)]
+    settings = [name, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
     check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     check_equal_across_ranks("sources", package_source_hash() if has_process_group() else "")
@@ -163,7 +163,7 @@ def training_run(
 def log_points_with_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
-    """Show and log (step, values) as they come; return the last values."""
+    """Log and show (step, values) of each point; return the last values."""
     values: dict[str, float] = {}
     with report_progress(title, steps) as bar:
         for step, values in points:
@@ -173,6 +173,5 @@ def log_points_with_progress(
 
 
 def _bar_values(metrics: Metrics) -> dict[str, float]:
-    """The loss and the scores."""
     names = [n for n in metrics.values if n.startswith(("loss", "train_", "validation_"))]
     return {name: metrics.values[name] for name in names if name != "validation_loss"}

@@ -1,6 +1,6 @@
-"""What every part promises, as functions that a test calls in one line: `check_router(Cosine)`.
+"""Checks of a part's promises, called in one line of a test: `check_router(Cosine)`.
 
-Each raises AssertionError with the part's name and the promise that it breaks.
+Each raises AssertionError with the part's name and the broken promise.
 """
 
 from moecore.testing.data_checks import check_source as check_source

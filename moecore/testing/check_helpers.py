@@ -1,7 +1,4 @@
-"""What all checks share: failures in one line that name the part, and a small model and data.
-
-The model and the data have everything that a part may ask for.
-"""
+"""Helpers of all checks: failures in one line, and a small model and data for every part."""
 
 import inspect
 from typing import Any
@@ -20,29 +17,29 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 
-ATOL, RTOL = 1e-5, 1e-4  # fp32 sums in another order
+ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
 
 
 def settings_of(part: Any) -> Any:
-    """Return a part's settings: as they are, or the defaults of their class."""
+    """Return settings unchanged, and the default settings of a class."""
     return part() if inspect.isclass(part) else part
 
 
 def assert_that(part: Any, is_true: Any, promise: str) -> None:
-    """Raise AssertionError, naming the part, where a promise is not kept."""
+    """Raise AssertionError with the part's name if a promise is broken."""
     if not is_true:
         raise AssertionError(f"{type(part).__name__}: {promise}")
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors are equal up to the rounding of fp32 sums."""
-    return one.shape == other.shape and torch.allclose(one, other, atol=ATOL, rtol=RTOL)
+    return first.shape == second.shape and torch.allclose(first, second, atol=ATOL, rtol=RTOL)
 
 
 def draw_weights(module: nn.Module, std: float = 0.5) -> None:
-    """Draw all parameters anew, so large that no two choices are near a tie and none starts at 0.
+    """Replace all parameters by large random ones, so that routing has no ties and no zeros.
 
-    From the seed 0; the caller's random state stays as it was.
+    The seed is 0; the caller's random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -51,7 +48,7 @@ def draw_weights(module: nn.Module, std: float = 0.5) -> None:
 
 
 def seeded_randn(*shape: int, seed: int = 1) -> Tensor:
-    """Return normal draws of this seed, whatever else is drawn."""
+    """Return normal draws that depend only on the seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -62,7 +59,7 @@ IMAGE = ImageSpec(channels=1, size=SIDE, mean=(0.5,), std=(0.3,), task=CLASSES)
 
 
 def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> PatchTransformer:
-    """A ViT of two blocks in evaluation mode; moe: of both, None for experts that have bases."""
+    """Return a ViT of two MoE blocks in evaluation mode; by default, experts have bases."""
     if moe is None:
         router = NoisyTopK(start="orthonormal")
         moe = MoESettings(router=router, experts=Eigen(number=EXPERTS), blocks="all")
@@ -73,7 +70,7 @@ def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> Patch
 
 
 def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
-    """Return one step as objectives see it: two views of three images, a teacher's routing."""
+    """Return the inputs of an objective: two views of three images, and a teacher's routing."""
     images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2
@@ -97,7 +94,7 @@ def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> Ob
 
 
 def small_data() -> Prepared:
-    """Images of noise in memory, 24 of each split, with what a data card says of images."""
+    """Return data of 24 noise images per split, in memory, with a data card."""
     card = {"name": "noise", "task": CLASSES.model_dump(mode="json")}
     card |= {"channels": 1, "size": SIDE, "mean": IMAGE.mean, "std": IMAGE.std}
     return Prepared(card, _noise_split(0), _noise_split(1), _noise_split(2))

@@ -1,4 +1,4 @@
-"""What every data source and task promises, as functions that a test calls in one line."""
+"""Checks of data sources and tasks."""
 
 import json
 from pathlib import Path
@@ -17,17 +17,26 @@ from moecore.testing.check_helpers import assert_that, is_close, settings_of
 
 
 def check_source(source: Source | type[Source], folder: Path) -> Prepared:
-    """Raise AssertionError, in one line, where a source breaks a promise; return what it wrote.
+    """Check that a data source keeps its promises, and return the data that it wrote.
 
-    source: settings, or their class, whose defaults are then checked: of small data, which are
-    prepared twice, below ``folder``. They have the layout of moecore/data/prepared.py and nothing
-    beside it, labels of the task, and what ``describe`` foresaw. The same settings write the same
-    bytes, whatever was drawn before.
+    The data have the layout of moecore/data/prepared.py and no other files, labels of the task, and
+    the properties that ``describe`` announced. The same settings write the same bytes, whatever
+    random numbers were drawn before.
+
+    Args:
+        source: settings of small data, or their class, whose defaults are checked.
+        folder: where the data are prepared, twice.
+
+    Returns:
+        The prepared data.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the source's name.
     """
     settings = settings_of(source)
     planned = check_source_preview(settings)
-    card, again = settings.write(folder / "first"), settings.write(folder / "second")
-    assert_that(settings, again == card, "the same settings write the same bytes")
+    card, repeated = settings.write(folder / "first"), settings.write(folder / "second")
+    assert_that(settings, repeated == card, "the same settings write the same bytes")
     try:
         with more_packages({kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}):
             data = Prepared.open(folder / "first", verify=True)
@@ -47,16 +56,24 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
 
 
 def check_source_preview(source: Source | type[Source]) -> Card:
-    """Raise AssertionError, in one line, where ``describe`` breaks a promise; return what it says.
+    """Check that a source's ``describe`` keeps its promises, without preparing data.
 
-    source: settings, or their class, whose defaults are then checked; nothing is prepared. It says
-    the same twice and draws nothing. Its task is that of the source, ``volumes`` says whether
-    images have three axes, and images are counted by split.
+    It returns the same card twice and draws no random number. The card has the source's task and
+    counts images by split, and ``volumes`` says whether images have three axes.
+
+    Args:
+        source: settings, or their class, whose defaults are checked.
+
+    Returns:
+        The card that ``describe`` returns.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the source's name.
     """
     settings = settings_of(source)
     before = torch.get_rng_state()
-    planned, again = settings.describe(), settings.describe()
-    assert_that(settings, planned == again, "describe says the same twice")
+    planned, repeated = settings.describe(), settings.describe()
+    assert_that(settings, planned == repeated, "describe says the same twice")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "describe draws no number")
     if planned.problem is not None:
         return planned
@@ -81,35 +98,42 @@ def _check_foresight(settings: Source, planned: Card, written: Card) -> None:
 
 
 def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:
-    """Raise AssertionError, in one line, where a task breaks a promise of tasks.
+    """Check that a task keeps the promises of tasks.
 
-    prediction: (N, …, K) fp32 of N items, as a model gives it; labels: (N, …) of a split, of its
-    task; wrong: such as it must refuse. The loss is a finite fp32 scalar, the mean of those of the
-    items, with a finite gradient. Scores have a mean that the running sum agrees with, and come
-    back from what a result keeps. Labels have the format that they are stored in, and wrong ones
-    are a UserError in one line.
+    The loss is a finite fp32 scalar, the mean of the items' losses, with a finite gradient. The
+    running sum agrees with the mean of the scores, and encoded scores decode to the same scores.
+    Labels have their storage format, and wrong labels are a UserError in one line.
+
+    Args:
+        task: settings of the task.
+        prediction: outputs of a model for N items, (N, …, K) fp32.
+        labels: labels of these items, (N, …).
+        wrong: labels that the task must refuse.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the task's name.
     """
-    number, said = len(labels), torch.from_numpy(labels)
+    number, targets = len(labels), torch.from_numpy(labels)
     fits = prediction.shape[-1] == task.cells * task.outputs and len(prediction) == number
     assert_that(task, fits, "predictions have its outputs")
-    again = type(task).model_validate_json(task.model_dump_json())
-    assert_that(task, again == task, "its settings are the same behind JSON")
+    decoded = type(task).model_validate_json(task.model_dump_json())
+    assert_that(task, decoded == task, "its settings are the same behind JSON")
     leaf = prediction.clone().requires_grad_()
-    loss = task.loss(leaf, said)
+    loss = task.loss(leaf, targets)
     scalar = loss.ndim == 0 and loss.dtype == torch.float32 and bool(loss.isfinite())
     assert_that(task, scalar, "the loss is a finite fp32 scalar")
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert_that(task, gradient.isfinite().all() and gradient.any(), "the loss has a gradient")
-    each = task.loss(prediction, said, reduction="none")
-    assert_that(task, each.shape == (number,), 'the loss has (B,) with reduction "none"')
-    assert_that(task, is_close(each.mean(), loss), "the loss is the mean of the items' losses")
-    climbed = task.attack_loss(prediction, said)
-    fits = climbed.shape == (number,) and climbed.dtype == prediction.dtype
+    losses = task.loss(prediction, targets, reduction="none")
+    assert_that(task, losses.shape == (number,), 'the loss has (B,) with reduction "none"')
+    assert_that(task, is_close(losses.mean(), loss), "the loss is the mean of the items' losses")
+    attack_losses = task.attack_loss(prediction, targets)
+    fits = attack_losses.shape == (number,) and attack_losses.dtype == prediction.dtype
     assert_that(task, fits, "an attack's loss is (B,) in the prediction's dtype")
-    tested = task.test_loss(prediction, said)
-    fits = tested.shape == (number,) and tested.dtype == torch.float64
+    test_losses = task.test_loss(prediction, targets)
+    fits = test_losses.shape == (number,) and test_losses.dtype == torch.float64
     assert_that(task, fits, "the loss of a test split is (N,) fp64")
-    _check_scores(task, prediction, said)
+    _check_scores(task, prediction, targets)
     if not task.long:  # a text is stored as its tokens
         shape, dtype = task.storage_format(number)
         fits = labels.shape == shape and np.array_equal(labels.astype(dtype), labels)
@@ -125,13 +149,13 @@ def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
     assert_that(task, fits, "scores are (N,), bool or fp64")
     mean = scores.double().mean()
     sums = task.running(prediction, labels).double()
-    assert_that(task, is_close(sums, mean * number), "the running sum is that of the scores")
+    assert_that(task, is_close(sums, mean * number), "the running sum is the scores' sum")
     interval = task.interval(scores)
     centred = interval.value is not None and abs(interval.value - float(mean)) < 1e-9
     assert_that(task, centred, "the interval is around the mean score")
-    kept = json.loads(json.dumps(task.encode_scores(scores)))
-    decoded = task.decode_scores(kept, number)
-    assert_that(task, torch.equal(decoded, scores), "decode_scores gives what encode_scores kept")
+    encoded = json.loads(json.dumps(task.encode_scores(scores)))
+    decoded = task.decode_scores(encoded, number)
+    assert_that(task, torch.equal(decoded, scores), "decode_scores inverts encode_scores")
 
 
 def _check_refusal(task: Task, wrong: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What every router, balance and expert promises, as functions that a test calls in one line.
+"""Checks of routers, balances and experts.
 
 B images, T tokens per image, E experts, R rows, d width.
 """
@@ -34,19 +34,25 @@ from moecore.testing.check_helpers import (
 )
 
 WIDTH = 8
-TOKENS = 29  # so many that rows of experts are padded on a CPU
+TOKENS = 29  # enough that experts' rows are padded on a CPU
 EXPERTS = Mlp(number=4, hidden_ratio=1.5)
 
 
 def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> None:
-    """Raise AssertionError, in one line, where a router breaks a promise of routers.
+    """Check that a router keeps the promises of routers.
 
-    router: settings, or their class, whose defaults are then checked; experts: settings.
-    The record has its shapes, dtypes and sums, also under autocast. The layer is the sum of the
-    experts weighted by ``combine``, in outputs and gradients, with all experts too. A gradient
-    reaches the router. Evaluation draws nothing and does not depend on the batch. A training that
-    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead (in
-    evaluation, where ``looks_ahead_in_training``).
+    The record has the right shapes, dtypes and sums, also under autocast. The layer is the sum of
+    the experts weighted by ``combine``, in outputs and gradients, also if k is the number of
+    experts. A gradient reaches the router. Evaluation draws no random number and does not depend on
+    the batch. A resumed training continues with the same bits. A router that passes
+    ``check_causal`` never uses later tokens (with ``looks_ahead_in_training``: in evaluation).
+
+    Args:
+        router: settings, or their class, whose defaults are checked.
+        experts: settings of the layer's experts.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the router's name.
     """
     settings = settings_of(router)
     layer = build_drawn_layer(settings, experts)
@@ -64,10 +70,15 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
 
 
 def check_balance(balance: Balance | type[Balance]) -> None:
-    """Raise AssertionError, in one line, where a router that chooses by a balance breaks a promise
-    of ``check_router``: what it keeps of a step lasts, and evaluation learns nothing.
+    """Check that a balance keeps the promises of balances.
 
-    balance: settings, or their class, whose defaults are then checked.
+    A router with the balance passes ``check_router``, and evaluation does not change its state.
+
+    Args:
+        balance: settings, or their class, whose defaults are checked.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the name of the balance or the router.
     """
     settings = NoisyTopK(score="sigmoid", balance=settings_of(balance))
     check_router(settings)
@@ -75,8 +86,8 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     tokens, context = make_tokens_and_context(settings, layer)
     before = copy.deepcopy(layer.state_dict())
     update_routers(layer, layer(tokens, context)[1])
-    kept = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-    assert_that(settings.balance, kept, "evaluation teaches it nothing")
+    same = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert_that(settings.balance, same, "evaluation teaches it nothing")
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
@@ -89,10 +100,8 @@ def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
 def make_tokens_and_context(
     router: Any, layer: MoEFeedForward, seed: int = 1
 ) -> tuple[Tensor, RoutingContext]:
-    """Return tokens (B, T, d), three groups of those that may share a capacity, and a context.
-
-    The context has what the router wants; its attention looks back only.
-    """
+    """Return tokens (B, T, d) of three groups of images, and a context with the router's wants."""
+    # A group shares the experts' capacity; attention of a token is 0 for later ones.
     batch = 3 * coupled_image_count(layer)
     tokens = seeded_randn(batch, TOKENS, WIDTH, seed=seed)
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
@@ -107,14 +116,14 @@ def make_tokens_and_context(
         "previous": seeded_randn(batch, TOKENS, experts, seed=seed + 5),
         "truth": torch.arange(batch * TOKENS).view(batch, TOKENS) % (experts + 1),
     }
-    wanted = {name: value for name, value in fields.items() if name in router.wants}
-    return tokens, RoutingContext(**wanted, progress=0.0)
+    inputs = {name: value for name, value in fields.items() if name in router.wants}
+    return tokens, RoutingContext(**inputs, progress=0.0)
 
 
 def count_candidate_experts(layer: MoEFeedForward) -> int:
     """Return how many experts the layer's router chooses among."""
-    others = layer.zero_computation
-    return layer.number + (0 if others is None else sum(others.sizes))
+    zero_experts = layer.zero_computation
+    return layer.number + (0 if zero_experts is None else sum(zero_experts.sizes))
 
 
 def map_context_tensors(
@@ -130,7 +139,7 @@ def map_context_tensors(
 
 
 def is_causal(router: Any) -> bool:
-    """Return whether the router says that it may route a text whose later words are unknown."""
+    """Return whether the router declares that it does not use later tokens."""
     try:
         router.check_causal()
     except UserError:
@@ -159,12 +168,12 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, (record.probs >= 0).all(), "probs are not negative")
         inside = (record.load >= 0) & (record.load <= 1)
         assert_that(router, inside.all(), "load lies between 0 and 1")
-        lost = record.combine[~record.chosen].any()
-        assert_that(router, not lost, "combine is 0 where an expert is not chosen")
+        unchosen = record.combine[~record.chosen].any()
+        assert_that(router, not unchosen, "combine is 0 where an expert is not chosen")
 
 
 def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
-    """Where experts see whole tokens: the layer and every expert on every token agree."""
+    """Compare the layer with a sum of all experts on all tokens, if rows are tokens."""
     tokens, context = make_tokens_and_context(router, layer)
     if not has_one_token_per_row(layer.eval(), tokens, context):
         return
@@ -173,35 +182,35 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
         combine = twin(values, context)[1][0].combine
         routed = sum_all_experts(twin.experts, values, combine)
         if twin.zero_computation is not None:
-            others = combine[..., twin.number :]
-            routed = routed + twin.zero_computation(values, others)
+            weights = combine[..., twin.number :]
+            routed = routed + twin.zero_computation(values, weights)
         if twin.shared is None:
             return routed
         return routed + twin.shared(single_expert_rows(values)).view_as(values)
 
     promise = "the layer is the sum of all experts, weighted by combine"
     for training in (True, False):
-        twin = copy.deepcopy(layer.train(training))  # it keeps what a call may leave to the next
+        twin = copy.deepcopy(layer.train(training))  # with the state before the layer's call
         theirs = _outputs_and_gradients(twin, tokens, slow)
-        ours = _outputs_and_gradients(layer, tokens, lambda one, values: one(values, context)[0])
+        ours = _outputs_and_gradients(
+            layer, tokens, lambda module, values: module(values, context)[0]
+        )
         assert_that(router, is_close(ours[0], theirs[0]), promise)
         agree = all(map(is_close, ours[1:], theirs[1:]))
         assert_that(router, agree, f"{promise}, in gradients too")
 
 
 def has_one_token_per_row(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
-    """Return whether each row of the experts is a token, and no mixture of several, and each expert
-    itself.
-    """
+    """Return whether rows are single tokens and experts single networks, not mixtures."""
     if layer.shares_basis:
         return True
     rows = layer.router(tokens, context)[0].dispatch(tokens)
-    whole = (rows.values[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
-    return bool(whole.all()) and rows.shares is None
+    is_token = (rows.values[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
+    return bool(is_token.all()) and rows.shares is None
 
 
 def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> Tensor:
-    """Every expert on every token (B, T, d), times ``combine`` (B, T, E), summed."""
+    """Return the sum of all experts on tokens (B, T, d), weighted by ``combine`` (B, T, E)."""
     values = tokens.flatten(0, 1)
     number = len(next(experts.parameters()))
     total = torch.zeros_like(values)
@@ -215,14 +224,14 @@ def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> 
 def _outputs_and_gradients(
     layer: MoEFeedForward, tokens: Tensor, forward: Callable[[MoEFeedForward, Tensor], Tensor]
 ) -> list[Tensor]:
-    """The output, and the gradients of a projection of it to the tokens and all parameters."""
+    """Return the output, and a projection's gradients with respect to tokens and parameters."""
     leaf = tokens.clone().requires_grad_()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)  # the same noise for all
+        torch.manual_seed(3)  # the same noise for both layers
         output = forward(layer, leaf)
-    towards = seeded_randn(*output.shape, seed=9)
+    projection = seeded_randn(*output.shape, seed=9)
     inputs = [leaf, *layer.parameters()]
-    gradients = torch.autograd.grad(output, inputs, towards, materialize_grads=True)
+    gradients = torch.autograd.grad(output, inputs, projection, materialize_grads=True)
     return [output, *gradients]
 
 
@@ -244,20 +253,20 @@ def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
 def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
     tokens, context = make_tokens_and_context(router, layer.eval())
     before = torch.get_rng_state()
-    first, again = layer(tokens, context), layer(tokens, context)
+    first, repeated = layer(tokens, context), layer(tokens, context)
     assert_that(router, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
-    assert_that(router, _is_same(first, again), "evaluation gives the same twice")
+    assert_that(router, _is_same(first, repeated), "evaluation gives the same twice")
     group = coupled_image_count(layer)
     alone = layer(tokens[:group], map_context_tensors(context, lambda field: field[:group]))
-    promise = "in evaluation an image is routed alike in any batch"
+    promise = "in evaluation an image is routed the same in any batch"
     assert_that(router, is_close(alone[0], first[0][:group]), promise)
     assert_that(router, torch.equal(alone[1][0].chosen, first[1][0].chosen[:group]), promise)
 
 
 def _is_same(
-    one: tuple[Tensor, tuple[RoutingRecord]], other: tuple[Tensor, tuple[RoutingRecord]]
+    first: tuple[Tensor, tuple[RoutingRecord]], second: tuple[Tensor, tuple[RoutingRecord]]
 ) -> bool:
-    pairs = zip((one[0], *one[1][0][:-1]), (other[0], *other[1][0][:-1]), strict=True)
+    pairs = zip((first[0], *first[1][0][:-1]), (second[0], *second[1][0][:-1]), strict=True)
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
@@ -267,7 +276,7 @@ def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, (record,) = layer(tokens, context)
         _, (rounded,) = layer(tokens.bfloat16(), context)
-    promise = "under bf16 autocast the record is that of fp32 (nn.kernels.grouped.full_precision)"
+    promise = "under bf16 autocast the record equals fp32's (nn.kernels.grouped.full_precision)"
     pairs = zip(record[:-1], expected[:-1], strict=True)
     assert_that(router, all(torch.equal(ours, theirs) for ours, theirs in pairs), promise)
     types = all(field.dtype in (torch.float32, torch.bool) for field in rounded[:-1])
@@ -275,14 +284,14 @@ def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
 
 
 def _check_resuming(router: Any, experts: Any) -> None:
-    whole = build_drawn_layer(router, experts)
-    _train_steps(router, whole, range(1))
+    uninterrupted = build_drawn_layer(router, experts)
+    _train_steps(router, uninterrupted, range(1))
     resumed = build_drawn_layer(router, experts)
-    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
-    for layer in (whole, resumed):
+    resumed.load_state_dict(copy.deepcopy(uninterrupted.state_dict()))
+    for layer in (uninterrupted, resumed):
         _train_steps(router, layer, range(1, 3))
-    ours, theirs = whole.state_dict(), resumed.state_dict()
-    promise = "a training that goes on from its state_dict ends with the same bits"
+    ours, theirs = uninterrupted.state_dict(), resumed.state_dict()
+    promise = "a training that is resumed from its state_dict ends with the same bits"
     assert_that(router, all(torch.equal(ours[name], theirs[name]) for name in ours), promise)
 
 
@@ -293,7 +302,7 @@ def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(step)
             output, (record,) = layer(tokens, context)
-        parameters = [one for one in layer.parameters() if one.requires_grad]
+        parameters = [weight for weight in layer.parameters() if weight.requires_grad]
         loss = output.square().mean() + record.probs.square().mean() + record.load.mean()
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         with torch.no_grad():
@@ -308,7 +317,8 @@ def _check_causality(router: Any, layer: MoEFeedForward) -> None:
     tokens = tokens.double()
     context = map_context_tensors(context, Tensor.double)
     promise = "it says that it is causal: a later token, or another text, never moves a token"
-    for training in (True, False)[router.looks_ahead_in_training :]:
+    modes = [False] if router.looks_ahead_in_training else [True, False]
+    for training in modes:
         layer.train(training)
         expected = _seeded_call(layer, tokens, context)
         for place in (1, TOKENS // 2, TOKENS - 1):
@@ -319,23 +329,28 @@ def _check_causality(router: Any, layer: MoEFeedForward) -> None:
 
 
 def _seeded_call(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> Tensor:
-    """Return the output and the record as one tensor (B, T, d + 5E), of the same draws."""
+    """Return the output and the record as one tensor (B, T, d + 5E), with a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         output, (record,) = layer(tokens, context)
     return torch.cat([output, *(field.to(output.dtype) for field in record[:-1])], dim=-1)
 
 
-ROWS = 5  # of each expert but the last, which has none
+ROWS = 5  # per expert, except the last one, which has none
 
 
 def check_experts(experts: Experts | type[Experts]) -> None:
-    """Raise AssertionError, in one line, where experts break a promise of experts.
+    """Check that experts keep the promises of experts.
 
-    experts: settings, or their class, whose defaults are then checked. A row is the answer of its
-    own expert to itself alone, whatever the others are. An expert with rows has gradients, one
-    without has zeros. Evaluation draws nothing, weights are all there is to save, and lent bases
-    are (E, d, r).
+    An output row depends only on its input row and its expert. An expert with rows has gradients,
+    an expert without rows has zeros. Evaluation draws no random number, the state_dict is the whole
+    state, and lent bases are (E, d, r).
+
+    Args:
+        experts: settings, or their class, whose defaults are checked.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the experts' name.
     """
     settings = settings_of(experts)
     module = settings.build(WIDTH)
@@ -361,8 +376,8 @@ def _check_rows(experts: Any, module: ExpertsModule, values: Tensor, ends: Tenso
         experts, module(Rows(values[:0], 0 * ends)).shape == (0, WIDTH), "no rows give none"
     )
     for place in (0, len(values) - 1):
-        one = (torch.arange(len(ends)) >= place // ROWS).int()
-        alone = module(Rows(values[place : place + 1], one))
+        ends_of_row = (torch.arange(len(ends)) >= place // ROWS).int()
+        alone = module(Rows(values[place : place + 1], ends_of_row))
         assert_that(experts, is_close(alone[0], answers[place]), "a row depends on no other row")
     other = module(Rows(values[:1], (torch.arange(len(ends)) >= 1).int()))
     assert_that(
@@ -381,10 +396,8 @@ def _check_gradients(experts: Any, module: ExpertsModule, rows: Rows) -> None:
         assert_that(experts, gradient.isfinite().all(), f"the gradient of {name} is finite")
         if len(gradient) == experts.networks:
             assert_that(experts, gradient[0].any(), f"{name} of an expert with rows has a gradient")
-            idle = gradient[-1].any()
-            assert_that(
-                experts, not idle, f"the gradient of {name} is 0 for an expert without rows"
-            )
+            promise = f"the gradient of {name} is 0 for an expert without rows"
+            assert_that(experts, not gradient[-1].any(), promise)
 
 
 def _check_lent_basis(experts: Any, module: ExpertsModule) -> None:

@@ -1,4 +1,4 @@
-"""What every measurement, calibrator and attack promises, as functions of one line in a test."""
+"""Checks of measurements, calibrators and attacks."""
 
 import copy
 import json
@@ -29,35 +29,44 @@ from moecore.testing.check_helpers import (
 
 
 class Killed(Exception):
-    """Stands for a process that is killed after it has kept a finished piece."""
+    """Simulates a process that is killed after it has stored a piece."""
 
 
 class Pieces:
-    """A ``PartStore`` in memory that is killed after some computed pieces; None: never."""
+    """A ``PartStore`` in memory, which is killed after ``until_kill`` computed pieces."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
-        self.left: int | None = None
+        self.stored: dict[str, str] = {}
+        self.until_kill: int | None = None  # None: never killed
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        if name not in self.kept:
-            self.kept[name] = json.dumps(compute())
-            if self.left is not None:
-                self.left -= 1
-            if self.left == 0:
+        if name not in self.stored:
+            self.stored[name] = json.dumps(compute())
+            if self.until_kill is not None:
+                self.until_kill -= 1
+            if self.until_kill == 0:
                 raise Killed
-        return json.loads(self.kept[name])
+        return json.loads(self.stored[name])
 
 
 def check_measurement(
     measurement: Measurement | type[Measurement], subject: MeasuredModel | None = None
 ) -> Config:
-    """Raise AssertionError, in one line, where a measurement breaks a promise; return its result.
+    """Check that a measurement keeps the promises of measurements, and return its result.
 
-    measurement: settings, or their class, whose defaults are then checked.  subject: the model and
-    data to measure; None: a small ViT with two MoE layers, and 24 images of 8 × 8 pixels of four
-    classes. The result is JSON and back the same, draws no global random number and leaves the
-    model as it was. Killed after any piece and resumed it ends alike.
+    The result survives JSON. The measurement draws no global random number and does not change the
+    model. If it is killed after any piece and resumed, it has the same result.
+
+    Args:
+        measurement: settings, or their class, whose defaults are checked.
+        subject: the model and data to measure; None: a small ViT with two MoE layers, and 24 images
+            of 8 × 8 pixels of four classes.
+
+    Returns:
+        The result of the measurement.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the measurement's name.
     """
     settings = settings_of(measurement)
     subject = subject or MeasuredModel(small_vit(), small_data())
@@ -66,22 +75,23 @@ def check_measurement(
     before = torch.get_rng_state()
     weights = copy.deepcopy(subject.model.state_dict())
     result = settings.collect_result(subject, Pieces())
-    again = type(result).model_validate_json(result.model_dump_json())
-    assert_that(settings, again == result, "its result is the same behind JSON")
+    decoded = type(result).model_validate_json(result.model_dump_json())
+    assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
     state = subject.model.state_dict()
     same = all(torch.equal(state[name], value) for name, value in weights.items())
     assert_that(settings, same and not subject.model.training, "it leaves the model as it was")
     resumed = _measure_over_kills(settings, subject)
-    assert_that(settings, resumed == result, "killed after any piece and resumed it ends alike")
+    promise = "killed after any piece and resumed it has the same result"
+    assert_that(settings, resumed == result, promise)
     return result
 
 
 def _measure_over_kills(settings: Measurement, subject: MeasuredModel) -> Config:
-    """Return the result of a measurement that is killed after each piece that it keeps."""
+    """Return the result of a measurement that is killed after each stored piece, and resumed."""
     pieces = Pieces()
     while True:
-        pieces.left = 1
+        pieces.until_kill = 1
         try:
             return settings.collect_result(subject, pieces)
         except Killed:
@@ -89,12 +99,18 @@ def _measure_over_kills(settings: Measurement, subject: MeasuredModel) -> Config
 
 
 def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
-    """Raise AssertionError, in one line, where a calibrator breaks a promise of calibrators.
+    """Check that a calibrator keeps the promises of calibrators.
 
-    calibrator: settings, or their class, whose defaults are then checked. It is fitted to logits
-    (N, K) that are too sure of themselves, or to numbers (N,) that lean towards their mean, in two
-    groups. The fit draws nothing, is the same twice and behind JSON, and is of the calibrator's
-    kind. What it calibrates is finite, keeps its shape, and depends on no other prediction.
+    It is fitted to overconfident logits (N, K), or to numbers (N,) in two groups that are biased
+    towards their mean. The fit draws no random number, is the same twice and after JSON, and has
+    the calibrator's kind. Calibrated predictions are finite, keep their shape, and do not depend on
+    other predictions.
+
+    Args:
+        calibrator: settings, or their class, whose defaults are checked.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the calibrator's name.
     """
     settings = settings_of(calibrator)
     predictions, labels = _logits() if settings.predicts == "classes" else _numbers()
@@ -104,19 +120,19 @@ def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "its fit draws no number")
     fits = isinstance(fitted, settings.fitted) and fitted.kind == settings.kind
     assert_that(settings, fits, "fit returns what fitted says, of its kind")
-    again = settings.fit(predictions, labels, groups)
-    assert_that(settings, again == fitted, "it fits the same twice")
+    repeated = settings.fit(predictions, labels, groups)
+    assert_that(settings, repeated == fitted, "it fits the same twice")
     read = settings.fitted.model_validate_json(fitted.model_dump_json())
     assert_that(settings, read == fitted, "what is fitted is the same behind JSON")
-    for given in [None] if groups is None else [None, groups]:
+    for chosen_groups in [None] if groups is None else [None, groups]:
         ages = {"ages": labels} if fitted.uses_age else {}
-        values = fitted.apply(predictions, given, **ages)
+        values = fitted.apply(predictions, chosen_groups, **ages)
         fits = values.shape == predictions.shape and np.isfinite(np.asarray(values)).all()
         assert_that(settings, fits, "what it calibrates is finite and keeps its shape")
-        first = {name: known[1:2] for name, known in ages.items()}
-        alone = fitted.apply(predictions[1:2], given and given[1:2], **first)
+        first = {name: all_ages[1:2] for name, all_ages in ages.items()}
+        alone = fitted.apply(predictions[1:2], chosen_groups and chosen_groups[1:2], **first)
         same = np.allclose(np.asarray(alone), np.asarray(values[1:2]))
-        assert_that(settings, same, "a prediction is calibrated alike in any batch")
+        assert_that(settings, same, "a prediction is calibrated the same in any batch")
     if groups:
         assert_that(settings, len(fitted.used(groups)) == len(groups), "used has one for each")
 
@@ -136,12 +152,17 @@ YEARS = Regression(target="age", unit="years")
 
 
 def check_attack(attack: Attack | type[Attack]) -> None:
-    """Raise AssertionError, in one line, where an attack breaks a promise of attacks.
+    """Check that an attack keeps the promises of attacks.
 
-    attack: settings, or their class, whose defaults are then checked. Images stay in [0, 1] and
-    within ε of the clean ones, and have all their bits for ε = 0; the same seeds give the same
-    images whatever the batch. The model is left as it was, and so are global draws. An attack that
-    climbs the task's loss raises it.
+    Attacked images stay in [0, 1] and within ε of the clean images, and ε = 0 changes no bit. The
+    same seeds give the same images in any batch. The model and the global random state do not
+    change. An attack that climbs the task's loss raises it.
+
+    Args:
+        attack: settings, or their class, whose defaults are checked.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the attack's name.
     """
     settings = settings_of(attack)
     task = CLASSES if settings.refuses(CLASSES) is None else YEARS
@@ -150,7 +171,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
     )
     target = small_target(task)
     target.model.head.requires_grad_(False)
-    random = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     clean = target.clean_images()
     before = copy.deepcopy(target.model.state_dict())
     attacked = target.attacked(settings, EPSILON)
@@ -160,9 +181,11 @@ def check_attack(attack: Attack | type[Attack]) -> None:
     )
     promise = "the same seeds give the same images in batches of another size"
     for batch in (1, len(clean)):
-        again = target._replace(batch=batch).attacked(settings, EPSILON)
-        assert_that(settings, torch.allclose(again, attacked, atol=1e-5), promise)
-    assert_that(settings, torch.equal(random, torch.get_rng_state()), "it draws no global number")
+        repeated = target._replace(batch=batch).attacked(settings, EPSILON)
+        assert_that(settings, torch.allclose(repeated, attacked, atol=1e-5), promise)
+    assert_that(
+        settings, torch.equal(random_state, torch.get_rng_state()), "it draws no global number"
+    )
     _check_model_is_unchanged(settings, target.model, before)
     if settings.climbs_task:
         losses = [_task_loss(target, images) for images in (clean, attacked)]
@@ -170,7 +193,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
 
 def small_target(task: Task) -> Target:
-    """Eight images, of which one is black and one white, and a small model of this task."""
+    """Return a small model of the task with eight images, one of them black and one white."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
     images[1] = 1.0
@@ -193,10 +216,10 @@ def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:
 
 def _check_model_is_unchanged(attack: Any, model: nn.Module, before: dict[str, Tensor]) -> None:
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
-    clean = all(one.grad is None for one in model.parameters())
-    alike = same and clean and frozen == ["head.weight", "head.bias"]
-    assert_that(attack, alike, "it leaves the model as it was, without gradients")
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    clean = all(weight.grad is None for weight in model.parameters())
+    unchanged = same and clean and frozen == ["head.weight", "head.bias"]
+    assert_that(attack, unchanged, "it leaves the model as it was, without gradients")
 
 
 def _task_loss(target: Target, images: Tensor) -> float:

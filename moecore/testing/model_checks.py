@@ -1,4 +1,4 @@
-"""What every backbone, teacher and regularizer promises, as functions of one line in a test.
+"""Checks of backbones, teachers and regularizers.
 
 B images, T tokens, E experts, K outputs.
 """
@@ -39,25 +39,30 @@ MOE = MoESettings(router=NoisyTopK(), experts=Mlp(number=EXPERTS, hidden_ratio=1
 
 
 def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE) -> None:
-    """Raise AssertionError, in one line, where a backbone breaks a promise of backbones.
+    """Check that a backbone keeps the promises of backbones, dense and with four experts.
 
-    backbone: settings, or their class, whose defaults are then checked; image: small images,
-    volumes or text that it is built for, dense and with four experts in every block. It has the
-    grid and the stages that it says. Outputs are (B, …, K), fp32 and finite; an MoE layer's record
-    is (B, T, E), the features of a block (B, T, width). A gradient reaches images and weights.
-    Evaluation draws nothing and does not depend on the batch. The same seed builds the same, and a
-    model with the same state_dict computes the same. Bytes, and images of other channels, are a
-    UserError in one line.
+    The model has the grid and the stages of its settings. Outputs are (B, …, K), fp32 and finite;
+    an MoE layer's record is (B, T, E), the features of a block are (B, T, width). A gradient
+    reaches images and weights. Evaluation draws no random number and does not depend on the batch.
+    The same seed builds the same model, and models with the same state_dict compute the same. Bytes
+    and images with a wrong number of channels are a UserError in one line.
+
+    Args:
+        backbone: settings, or their class, whose defaults are checked.
+        image: small images, volumes or texts for which the backbone is built.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the backbone's name.
     """
     settings = settings_of(backbone)
-    assert_that(settings, sum(settings.stages) == settings.depth, "its blocks are those of stages")
+    assert_that(settings, sum(settings.stages) == settings.depth, "depth is the sum of stages")
     for moe in (None, MOE):
         model, twin = _build(settings, image, moe), _build(settings, image, moe)
         ours, theirs = model.state_dict(), twin.state_dict()
         same = all(torch.equal(ours[name], theirs[name]) for name in ours)
         assert_that(settings, same, "the same seed builds the same model")
         assert_that(
-            settings, model.layout_of(0).grid == settings.grid(image), "its grid is as it says"
+            settings, model.layout_of(0).grid == settings.grid(image), "grid() is the model's grid"
         )
         draw_weights(model, std=1.2 / model.width_of(0) ** 0.5)  # so that no layer explodes
         _check_model(settings, model)
@@ -68,11 +73,18 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
 
 
 def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) -> None:
-    """Raise AssertionError, in one line, where a teacher breaks a promise of teachers.
+    """Check that a teacher keeps the promises of teachers.
 
-    teacher: settings, or their class, whose defaults are then checked; image: the images that it
-    is built for. Its name is in order where it can be built. Its model takes such images, and does
-    what ``check_backbone`` asks of a model; one that comes trained is the same for every seed.
+    Its model takes images like ``image`` and keeps the promises of ``check_backbone``. A teacher
+    that comes trained is the same for every seed.
+
+    Args:
+        teacher: settings, or their class, whose defaults are checked.
+        image: the images for which the teacher is built.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the teacher's name.
+        UserError: the teacher's ``check_name`` refuses its name.
     """
     settings = settings_of(teacher)
     settings.check_name(image)
@@ -82,12 +94,12 @@ def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) ->
     if settings.training is None:
         ours, theirs = model.state_dict(), other.state_dict()
         same = all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert_that(settings, same, "it comes trained, alike for every seed")
+        assert_that(settings, same, "it comes trained, the same for every seed")
     _check_model(settings, model)
 
 
 def make_images(image: ImageSpec) -> Tensor:
-    """Return three inputs (B, C, *shape): images or volumes in [0, 1], or int64 words of a text."""
+    """Return three inputs (3, C, *shape): images or volumes in [0, 1], or int64 words."""
     shape = (3, image.stored_channels, *image.shape)
     if len(image.shape) == 1:
         return torch.arange(prod(shape)).view(shape) * 7 % image.outputs
@@ -103,17 +115,22 @@ def _build(part: Any, image: ImageSpec, *moe: MoESettings | None, seed: int = 0)
 def _check_model(part: Any, model: BackboneModel) -> None:
     images = make_images(model.image)
     before = torch.get_rng_state()
-    output, again = model(images), model(images)
+    output, repeated = model(images), model(images)
     assert_that(part, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     prediction = output.prediction
     assert_that(part, prediction.isfinite().all(), "outputs are finite")
-    assert_that(part, torch.equal(again.prediction, prediction), "evaluation gives the same twice")
-    # of captions one more: the bias
+    assert_that(
+        part, torch.equal(repeated.prediction, prediction), "evaluation gives the same twice"
+    )
+    # Models of captions have one more output, the bias.
     fits = len(prediction) == len(images) and prediction.shape[-1] >= model.image.outputs
     assert_that(part, fits and prediction.dtype == torch.float32, "outputs are (B, …, K), fp32")
     alone = model(images[:1]).prediction
-    assert_that(part, is_close(alone, prediction[:1]), "an image is told alike in any batch")
-    layers = [(len(images), one.special + prod(one.grid), EXPERTS) for one in model.layouts]
+    promise = "an image has the same outputs in any batch"
+    assert_that(part, is_close(alone, prediction[:1]), promise)
+    layers = [
+        (len(images), layout.special + prod(layout.grid), EXPERTS) for layout in model.layouts
+    ]
     shapes = [record.probs.shape for record in output.routing]
     assert_that(part, shapes == layers, "an MoE layer's record is (B, T, E), by its layout")
     _check_features(part, model, images)
@@ -136,19 +153,19 @@ def _check_refusal(part: Any, model: BackboneModel, what: str, images: Tensor) -
 
 def _check_features(part: Any, model: BackboneModel, images: Tensor) -> None:
     blocks = tuple(range(model.depth))
-    places = [model.layout_of(block) for block in blocks]
+    layouts = [model.layout_of(block) for block in blocks]
     expected = [
-        (len(images), one.special + prod(one.grid), model.width_of(block))
-        for block, one in enumerate(places)
+        (len(images), layout.special + prod(layout.grid), model.width_of(block))
+        for block, layout in enumerate(layouts)
     ]
     for at in ("mlp_input", "block_out"):
         features = model.encode(images, EncodeOptions(at, blocks)).features
-        shapes = [tuple(one.shape) for one in features]
+        shapes = [tuple(tensor.shape) for tensor in features]
         assert_that(part, shapes == expected, f"features at {at} are (B, T, width) of their block")
 
 
 def _check_gradients(part: Any, model: BackboneModel, images: Tensor) -> None:
-    leaves: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+    leaves: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     if images.is_floating_point():
         images = images.clone().requires_grad_()
         leaves.append(images)
@@ -160,39 +177,42 @@ def _check_gradients(part: Any, model: BackboneModel, images: Tensor) -> None:
     assert_that(part, gradients[-1].any(), "a gradient reaches the images")
 
 
-SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
-# what a step of ``small_vit`` has
-GIVEN = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views"})
-SPECIAL = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
+IMAGE_WITH_TRUTH = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel of true experts
+# what a step of ``small_vit`` provides
+PROVIDED = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views"})
+ZERO_COMPUTATION = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
 
 
 def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
-    """Return layers with a router, as by default, or experts that provide what is needed; None
-    where a step of ``small_vit`` has it, or nothing provides it.
-    """
-    for part in part_classes_by_kind(Router).values() if needs - GIVEN else ():
-        with suppress(ValidationError):  # a router that lacks a setting
+    """Return layers whose router or experts provide the needs beyond ``PROVIDED``, or None."""
+    for part in part_classes_by_kind(Router).values() if needs - PROVIDED else ():
+        with suppress(ValidationError):  # a router with a required setting
             router = part.model_validate({"kind": part.class_kind()})
-            for experts in (Mlp(number=EXPERTS), SPECIAL):
-                if needs - GIVEN <= router.provides | experts.provides:
+            for experts in (Mlp(number=EXPERTS), ZERO_COMPUTATION):
+                if needs - PROVIDED <= router.provides | experts.provides:
                     return MoESettings(router=router, experts=experts, blocks="all")
     return None
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
-    """Raise AssertionError, in one line, where a regularizer breaks a promise of regularizers.
+    """Check that a regularizer keeps the promises of regularizers.
 
-    regularizer: settings, or their class, whose defaults are then checked. It gives a finite fp32
-    scalar, unweighted, as the objective weighs it; the same twice, drawing nothing and changing
-    nothing; a gradient reaches the model or the teacher's routing. ``needs`` has known words only,
-    and without what it needs it is a UserError in one line.
+    Its term is a finite fp32 scalar, not multiplied by ``weight``, and the same twice. It draws no
+    random number and changes nothing, and a gradient reaches the model or the teacher's routing.
+    ``needs`` has only known words, and a missing need is a UserError in one line.
+
+    Args:
+        regularizer: settings, or their class, whose defaults are checked.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the regularizer's name.
     """
     settings = settings_of(regularizer)
     moe = find_providing_layers(settings.needs)
-    provided = moe is not None or settings.needs <= GIVEN
-    words = f"{', '.join(sorted(GIVEN))}, and what a router or experts provide"
-    assert_that(settings, provided, f"needs has words among {words}")
-    model = small_vit(SAID, moe=moe)
+    provided = moe is not None or settings.needs <= PROVIDED
+    allowed = f"{', '.join(sorted(PROVIDED))}, and what a router or experts provide"
+    assert_that(settings, provided, f"needs has words among {allowed}")
+    model = small_vit(IMAGE_WITH_TRUTH, moe=moe)
     step = small_objective_inputs(model)
     before = torch.get_rng_state()
     term = settings(step)
@@ -221,11 +241,11 @@ def _check_refusals(regularizer: Any, step: ObjectiveInputs) -> None:
         "truth": step._replace(model=small_vit()),
         "two_views": step._replace(batch=step.batch._replace(views=1)),
     }
-    for need, lacking in without.items():
+    for need, incomplete_step in without.items():
         if need not in regularizer.needs:
             continue
         try:
-            regularizer(lacking)
+            regularizer(incomplete_step)
         except UserError as error:
             assert_that(regularizer, "\n" not in str(error), f"without {need} it raises one line")
         else:

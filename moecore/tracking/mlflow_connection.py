@@ -1,4 +1,4 @@
-"""Where MLflow keeps its runs: $MLFLOW_TRACKING_URI, else a sqlite file in the repository."""
+"""Connect to MLflow's store: $MLFLOW_TRACKING_URI, or a sqlite file in the repository."""
 
 import logging
 import os
@@ -17,51 +17,51 @@ from moecore.core.files import UserError, outermost_dvc_project
 from moecore.core.source_layout import project_of
 
 SQLITE = "sqlite:///"
-BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
+BUSY_SECONDS = 10.0  # to wait for another program that writes to the sqlite file
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
-    # A dead server costs seconds; by default it would be four minutes per call.
+    # A dead server costs seconds; with MLflow's defaults, four minutes per call.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
 
 
 def project_root() -> Path:
-    """Return the project: DVC's inside a stage, else the one around this folder, or the folder."""
+    """Return DVC's project in a stage, else the project around this folder, or the folder."""
     if root := outermost_dvc_project():
         return root
-    here = Path().resolve()
-    return next((folder for folder in (here, *here.parents) if _is_root(folder)), here)
+    current = Path().resolve()
+    return next((folder for folder in (current, *current.parents) if _is_root(folder)), current)
 
 
 def _is_root(folder: Path) -> bool:
-    """Return whether a folder is a repository or a project, but not one that runs a question."""
+    """Return whether a folder is a repository or a project, but not a study's run folder."""
     is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
     return is_project and project_of(folder) == folder
 
 
 def store_address() -> str:
-    """Return the store's address; absolute, as an experiment of DVC runs in another folder."""
+    # Absolute, because an experiment of DVC runs in another folder.
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project_root() / 'mlflow.db'}"
 
 
 def sqlite_file() -> Path | None:
-    """Return the file of a sqlite store; None where the store is another one."""
+    """Return the file of a sqlite store; None for other stores."""
     address = store_address()
     return Path(address.removeprefix(SQLITE)) if address.startswith(SQLITE) else None
 
 
 def mask_password(text: str) -> str:
-    """Return ``text`` without the password that the store's address may hold."""
+    """Return ``text`` with the password of the store's address masked."""
     password = urlsplit(store_address()).password
     return text.replace(f":{password}@", ":***@") if password else text
 
 
 def set_mlflow_timeouts_and_logging() -> None:
-    """Let MLflow give up within seconds, and say nothing beside what it raises."""
+    """Set variables and log levels: MLflow gives up within seconds, and only raises errors."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -70,60 +70,57 @@ def set_mlflow_timeouts_and_logging() -> None:
 
 @contextmanager
 def store_errors_as_user_errors() -> Iterator[None]:
-    """Raise a UserError of one line for whatever the store fails with."""
+    """Raise a UserError of one line for any error of the store."""
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    # ImportError: of a database whose driver is not installed
+    # ImportError: the database's driver is not installed
     except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
-        where = getattr(error, "filename", None) or mask_password(store_address())
+        place = getattr(error, "filename", None) or mask_password(store_address())
         raise UserError(
-            f"{where}: MLflow cannot use it ({error_cause(error)}); the histories on disk are "
+            f"{place}: MLflow cannot use it ({error_cause(error)}); the histories on disk are "
             "complete: `moecore sync` imports what is missing once that is solved"
         ) from error
 
 
 def error_cause(error: BaseException) -> str:
-    """Return the cause that an error tells, without a password."""
+    """Return the cause of an error, without a password."""
     line = str(error).strip().split("\n")[0]
-    # A client of HTTP tells the address twice before it tells the cause.
+    # Messages of the HTTP client have the address twice before the cause.
     if cause := re.search(r"Caused by \w+\((.*)\)\)$", line):
         line = cause[1].strip("\"'").rsplit("): ", 1)[-1]
     return mask_password(line) or type(error).__name__
 
 
 def mlflow_import_lock() -> FileLock:
-    """Return the lock of imports: two at a time would make two runs of a history."""
+    """Return the lock of imports: two at a time would create two runs of a history."""
     file = project_root() / ".state" / "import.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(file)
 
 
 def connect_store() -> Any:
-    """Return an MlflowClient of the store; a sqlite file that does not exist is made.
-
-    To be called within ``mlflow_import_lock``. Raises UserError where the store does not answer.
-    """
+    """Return an MlflowClient of the store, within ``mlflow_import_lock``; create a sqlite file."""
     set_mlflow_timeouts_and_logging()
-    # Here, as importing it takes a second and reads the environment that is set above.
+    # Imported here: it takes a second, and reads the environment variables set above.
     from mlflow import MlflowClient
 
     file = sqlite_file()
     if file is not None and file.exists():
-        try:  # here, as MLflow would try for 100 s
+        try:  # MLflow itself would try for 100 s
             with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
-                database.execute("BEGIN IMMEDIATE")  # as an import does
+                database.execute("BEGIN IMMEDIATE")  # lock it for writing, as an import does
         except sqlite3.Error as error:
             raise UserError(
                 f"{file}: MLflow's database cannot be used ({error}); repair it, or move it away "
-                "and run `moecore sync`: all runs are imported anew from artifacts/history"
+                "and run `moecore sync`: all runs are imported again from artifacts/history"
             ) from error
     with store_errors_as_user_errors():
         if file is not None and not file.exists():
-            # Under another name, as a database whose making was killed cannot be mended.
+            # Under another name: a database whose creation was killed cannot be repaired.
             part = file.with_name(f"{file.name}.part")
             part.parent.mkdir(parents=True, exist_ok=True)
             part.unlink(missing_ok=True)
@@ -135,9 +132,7 @@ def connect_store() -> Any:
 
 
 def experiment_name(folder: Path) -> str:
-    """Return the experiment of a folder that runs a question, its name; of a project its name in
-    pyproject.toml, or ``moecore`` where it has none.
-    """
+    """Return the name of a study's run folder, or a project's name in pyproject.toml."""
     folder = folder.resolve()
     if project_of(folder) != folder:
         return folder.name
@@ -146,15 +141,15 @@ def experiment_name(folder: Path) -> str:
         return "moecore"
     try:
         settings = tomllib.loads(project.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested brackets
         raise UserError(f"{project}: not valid TOML: {error}") from None
     return settings.get("project", {}).get("name", folder.name)
 
 
 def get_experiment(client: Any, name: str) -> Any:
-    """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/.
+    """Return an experiment, created if it does not exist, with files of a sqlite store in mlruns/.
 
-    Raises UserError where it was deleted in MLflow, which keeps its name.
+    Raises UserError if it was deleted in MLflow, which then still reserves its name.
     """
     experiment = client.get_experiment_by_name(name)
     if experiment is not None and experiment.lifecycle_stage != "active":

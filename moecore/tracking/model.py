@@ -1,8 +1,7 @@
-"""A trained model as an MLflow model: its folder, the code that loads it, and a signature.
+"""Log trained models to MLflow, as a folder, the code that loads it and a signature, unpickled.
 
-Nothing is pickled. In the registry ``moecore.vmoe.pretrain.0`` is study.method.phase.seed: MLflow
-allows neither "/" nor ":" in such a name. Every training adds a version; the alias ``current``
-names the one whose stage is up to date.
+Names in the registry are study.method.phase.seed, as MLflow allows neither "/" nor ":". Every
+training adds a version; the alias ``current`` names the version whose stage is up to date.
 """
 
 import warnings
@@ -27,24 +26,21 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
 ALIAS = "current"
 VERSION = "moecore.registered"  # a tag of the run: name and version
-POINTED = "moecore.alias"  # a tag: whether the alias names it
+POINTED = "moecore.alias"  # a tag of the run: whether the alias names its model
 SCHEME = "models:/"
 
 
 def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:
-    """Copy the model of ``folder`` into MLflow once, with its shapes; returns MLflow's id of it.
-
-    Raises UserError where it is not the folder of a model of this version.
-    """
+    """Copy a model's folder into MLflow, once, with a signature; return MLflow's id."""
     import mlflow
 
     from moecore.training.artifacts import load_card
 
-    words = f"source_run_id = '{run_id}' AND name = '{name}'"
-    for model in client.search_logged_models([experiment_id], words):
+    query = f"source_run_id = '{run_id}' AND name = '{name}'"
+    for model in client.search_logged_models([experiment_id], query):
         if model.status == "READY":
             return str(model.model_id)
-        client.delete_logged_model(model.model_id)  # copied in part by an import that was killed
+        client.delete_logged_model(model.model_id)  # incomplete: its import was killed
     card = load_card(folder)
     outside = [name for name in allowed_packages() if name in card.versions]
     try:
@@ -53,7 +49,7 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
         raise UserError(f"packages: {error}") from None
     mlflow.set_tracking_uri(store_address())
     model = mlflow.initialize_logged_model(name, run_id, experiment_id=experiment_id)
-    # MLflow warns of missing examples and type hints; recording it is what silences it.
+    # MLflow warns about missing examples and type hints; recording warnings silences them.
     with warnings.catch_warnings(record=True):
         mlflow.pyfunc.log_model(
             name=name,
@@ -69,32 +65,32 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
 
 
 def model_signature(image: "ImageSpec") -> Any:
-    """Return MLflow's signature of a model: what it takes and gives, with shapes."""
+    """Return MLflow's signature of a model: names, types and shapes of inputs and outputs."""
     import numpy
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     from moecore.tasks.image_text import ImageText
 
-    task, words, single = image.task, numpy.dtype("int64"), numpy.dtype("float32")
-    images = TensorSpec(single, (-1, image.stored_channels, *image.shape), "images")
+    task, int64, float32 = image.task, numpy.dtype("int64"), numpy.dtype("float32")
+    images = TensorSpec(float32, (-1, image.stored_channels, *image.shape), "images")
     inputs: list[TensorSpec | ColSpec] = [images]
     answer_shape = (-1, task.cells * task.outputs)
     answer_name = "scores"
     if task.long:
-        inputs = [TensorSpec(words, (-1, image.stored_channels, *image.shape), "words")]
+        inputs = [TensorSpec(int64, (-1, image.stored_channels, *image.shape), "words")]
         answer_shape = (-1, *image.shape, task.outputs)
     elif isinstance(task, ImageText):
-        inputs = [images, TensorSpec(words, (-1, task.context), "captions")]
+        inputs = [images, TensorSpec(int64, (-1, task.context), "captions")]
         answer_shape = (-1, -1)
     elif task.outputs == 1:
         answer_name = task.answers[0]
-    answers = TensorSpec(single, answer_shape, answer_name)
+    answers = TensorSpec(float32, answer_shape, answer_name)
     return ModelSignature(Schema(inputs), Schema([answers]))
 
 
 def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
-    """Make the run's version of the registered model ``name``, once."""
+    """Create the run's version of the registered model ``name``, once."""
     versions = client.search_model_versions(f"run_id = '{run.id}'")
     if not versions:
         if not client.search_registered_models(f"name = '{name}'"):
@@ -105,7 +101,7 @@ def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> Non
 
 
 def set_alias(client: Any, run: StoredRun, current: bool) -> None:
-    """Let ``current`` name the run's model where its stage is up to date; once."""
+    """Let the alias ``current`` name the run's model, once, if its stage is up to date."""
     if VERSION not in run.tags:
         return
     if current and run.tags.get(POINTED) != "true":
@@ -115,10 +111,14 @@ def set_alias(client: Any, run: StoredRun, current: bool) -> None:
 
 
 def model_folder(address: str) -> Path:
-    """Return the folder of a registered model, for ``load_model``.
+    """Return the folder of a registered model, for ``load_model``; nothing is unpickled.
 
-    address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store of
-    ``moecore ui``. Nothing is unpickled. Raises UserError where there is no such model.
+    Args:
+        address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store
+            of ``moecore ui``.
+
+    Raises:
+        UserError: the store has no such model.
     """
     set_mlflow_timeouts_and_logging()
     import mlflow
@@ -131,7 +131,8 @@ def model_folder(address: str) -> Path:
         folder = Path(download_artifacts(artifact_uri=address))
         logged = Model.load(folder).flavors["python_function"]["artifacts"]["model"]
     except (MlflowException, OSError, KeyError) as error:
-        where = f"{address}: no such model in {mask_password(store_address())}"
-        allowed = "models:/study.method.phase.seed@current, as `moecore ui` lists them"
-        raise UserError(f"{where} ({error_cause(error)}); allowed: {allowed}") from error
+        raise UserError(
+            f"{address}: no such model in {mask_password(store_address())} ({error_cause(error)}); "
+            "allowed: models:/study.method.phase.seed@current, as `moecore ui` lists them"
+        ) from error
     return folder / logged["path"]

@@ -1,4 +1,4 @@
-"""The code of a logged model: MLflow runs this file to load one (models from code)."""
+"""Load a logged model: MLflow runs this file ("models from code")."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from mlflow.pyfunc import PythonModel
 
 
 class Classifier(PythonModel):
-    """``predict({"images": (N, C, H, W) in [0, 1]})`` returns the scores (N, K), before softmax.
+    """``predict({"images": (N, C, H, W) in [0, 1]})`` returns scores (N, K), before softmax.
 
-    Of a target in its unit (N, 1). A model of text takes ``{"words": (N, C, M)}``, C blocks of M
-    words, and scores the last one's next words, (N, M, V). Two towers take ``{"images": …,
-    "captions": (T, M)}`` and return scale · cosine + bias of every pair, (N, T).
+    A regression returns (N, 1) in its unit. A model of text takes ``{"words": (N, C, M)}``, C
+    channels of M words, and returns scores (N, M, V) of the last channel's next words. Two towers
+    take ``{"images": …, "captions": (T, M)}`` and return scale · cosine + bias of pairs, (N, T).
     """
 
     def load_context(self, context: Any) -> None:
@@ -21,14 +21,14 @@ class Classifier(PythonModel):
         self.model = load_model(context.artifacts["model"], packages)
 
     def predict(self, context, model_input, params=None):
-        # without type hints: MLflow would derive a signature from them
+        # No type hints: MLflow would derive a signature from them.
         import torch
 
         from moecore.tasks.image_text import similarity_matrix
 
-        given = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
-        captions = given.pop("captions", None)
-        [inputs] = given.values()
+        fields = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
+        captions = fields.pop("captions", None)
+        [inputs] = fields.values()
         with torch.inference_mode():
             scores: Any = self.model(torch.as_tensor(inputs)).prediction.float()
             if captions is not None:

@@ -1,9 +1,8 @@
-"""A run of MLflow's store: what it has, and what numbers of a history are called there.
+"""Send missing values to a run of MLflow's store, and name the values of histories there.
 
-Only what a run lacks is sent. MLflow's page of charts makes a section of what stands before the
-last slash of a name: ``loss/``, ``train/``, ``validation/``, ``test/`` and ``routing/`` of
-trainings, then one section per measurement; of parents one per phase. What is counted (images,
-parameters) is a param: its chart would be one flat bar.
+In MLflow's charts, the part of a name before the last slash is a section: ``loss/``, ``train/``,
+``validation/``, ``test/`` and ``routing/`` of trainings, then one section per measurement; in
+parent runs one per phase. Counts (images, parameters) are params, as a chart would not help.
 """
 
 import hashlib
@@ -15,8 +14,8 @@ from typing import Any
 from moecore.run.history_file import logged_points, routing_points
 from moecore.study.stages import MODEL_STAGES
 
-PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # beside a training's scores
-GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # of stages, where not their name
+PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # not scores of a training
+GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # stage → section, if not its name
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
@@ -26,7 +25,6 @@ def mlflow_safe_name(name: str) -> str:
 
 
 def curve_points(lines: list[dict]) -> list[Point]:
-    """Return the points that a history logged."""
     return [
         (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
         for step, t, values in logged_points(lines)
@@ -35,7 +33,7 @@ def curve_points(lines: list[dict]) -> list[Point]:
 
 
 def routing_curve_points(lines: list[dict]) -> list[Point]:
-    """Return what a training saw of its routing: a curve for each MoE layer and quantity."""
+    """Return a training's routing: one curve per MoE layer and quantity."""
     return [
         (f"routing/{name}", float(value), int(t * 1000), point.step)
         for t, point in routing_points(lines)
@@ -45,7 +43,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 
 def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
-    """Return those of a training that its parent shows, ``validation/pretrain accuracy``."""
+    """Return the points that a training's parent shows, as ``validation/pretrain accuracy``."""
     pace = [f"train/{name}" for name in PACE]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
@@ -56,10 +54,10 @@ def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
 
 
 def curve_name(name: str) -> str:
-    """Return ``train/accuracy``, ``validation/loss``; the terms of the loss are ``loss/…``."""
-    group, _, words = name.partition("_")
+    """Return ``train/accuracy``, ``validation/loss`` or, for terms of the loss, ``loss/…``."""
+    group, _, quantity = name.partition("_")
     if group in ("train", "validation"):
-        return f"{group}/{words}"
+        return f"{group}/{quantity}"
     if name in PACE:
         return f"train/{name}"
     return "loss/total" if name == "loss" else f"loss/{name}"
@@ -68,32 +66,32 @@ def curve_name(name: str) -> str:
 def stage_metrics_and_params(
     stage: str, summary: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict]:
-    """Return the result of a stage, without limits: what is drawn, and what is only listed."""
+    """Return the result of a stage without interval limits: charted metrics, and listed params."""
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}
     for name, value in summary.items():
         group = GROUPS.get(stage, stage)
-        words = re.sub(r"\.(value|median)$", "", name)
+        title = re.sub(r"\.(value|median)$", "", name)
         if stage in MODEL_STAGES:
-            own, _, rest = words.partition("_")
-            tested = own in ("test", "validation")
-            group, words = (own, rest) if tested else ("train", f"{words} overall")
+            split, _, rest = title.partition("_")
+            tested = split in ("test", "validation")
+            group, title = (split, rest) if tested else ("train", f"{title} overall")
         if isinstance(value, int) and name != "test_correct":
             params[f"{stage}.{name}"] = value
         elif value is not None and not name.endswith((".low", ".high")):
-            metrics[mlflow_safe_name(f"{group}/{words}")] = float(value)
+            metrics[mlflow_safe_name(f"{group}/{title}")] = float(value)
     return metrics, params
 
 
 UID = "moecore.uid"
 PARENT = "mlflow.parentRunId"
-LEVEL = "level"  # "method": a parent; "shared": that of what all methods use; "stage": a child
-LONGEST_TAG = 5000
-LONGEST_PARAM = 500
+LEVEL = "level"  # "method": a parent; "shared": the parent of shared stages; "stage": a child
+MAX_TAG = 5000  # letters
+MAX_PARAM = 500
 
 
 class StoredRun:
-    """A run as it was when it was last asked or changed; all that is sent may be sent again."""
+    """A run with a copy of its content; sending values twice does no harm."""
 
     def __init__(self, client: Any, run: Any) -> None:
         self.client = client
@@ -104,21 +102,26 @@ class StoredRun:
         self.tags: dict[str, str] = dict(run.data.tags)
         self.params = set(run.data.params)
         self.metrics: dict[str, float] = dict(run.data.metrics)  # the latest values
-        self.models = {one.model_id for one in run.outputs.model_outputs} if run.outputs else set()
+        self.models: set[str] = set()
+        if run.outputs:
+            self.models = {model.model_id for model in run.outputs.model_outputs}
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Set the tags that differ; those that are None are left as they are."""
+        """Set the tags that differ, except those with the value None."""
         from mlflow.entities import RunTag
 
-        known = {name: value for name, value in tags.items() if value is not None}
-        texts = {mlflow_safe_name(name): str(value)[:LONGEST_TAG] for name, value in known.items()}
+        texts = {
+            mlflow_safe_name(name): str(value)[:MAX_TAG]
+            for name, value in tags.items()
+            if value is not None
+        }
         new = {name: text for name, text in texts.items() if self.tags.get(name) != text}
         if new:
             self.client.log_batch(self.id, tags=[RunTag(*tag) for tag in new.items()])
             self.tags |= new
 
     def add_params(self, params: Mapping[str, Any]) -> None:
-        """Send those whose names are new: MLflow never changes a param."""
+        """Send the params with new names: MLflow never changes a param."""
         from mlflow.entities import Param
 
         named = {mlflow_safe_name(name): format_param(value) for name, value in params.items()}
@@ -128,16 +131,16 @@ class StoredRun:
         self.params |= set(new)
 
     def add_points(self, points: list[Point]) -> None:
-        """Send the points that the run lacks, by name and step."""
-        known = {
+        """Send the points whose name and step the run does not have."""
+        stored = {
             (name, point.step)
             for name in {name for name, *_ in points} & self.metrics.keys()
             for point in self.client.get_metric_history(self.id, name)
         }
-        self._send([point for point in points if (point[0], point[3]) not in known])
+        self._send([point for point in points if (point[0], point[3]) not in stored])
 
     def set_numbers(self, numbers: Mapping[str, float], milliseconds: int) -> None:
-        """Send numbers of one value each, at step 0; a newer value replaces that of before."""
+        """Send single numbers, at step 0; a new value replaces the old one."""
         new = [(name, value) for name, value in numbers.items() if self.metrics.get(name) != value]
         self._send([(name, value, milliseconds, 0) for name, value in new])
 
@@ -149,7 +152,7 @@ class StoredRun:
         self.metrics |= {name: value for name, value, *_ in points}
 
     def add_dataset(self, card: Mapping[str, Any]) -> None:
-        """Send the data set of a data card, which MLflow keeps once: name and digest of files."""
+        """Send the data set of a card, which MLflow stores once per name and digest of files."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         files = json.dumps(card.get("files", {}), sort_keys=True)
@@ -161,7 +164,6 @@ class StoredRun:
         self.client.log_inputs(self.id, [used])
 
     def add_model(self, model_id: str) -> None:
-        """Link a logged model to the run, as one that it trained."""
         from mlflow.entities import LoggedModelOutput
 
         if model_id not in self.models:
@@ -169,7 +171,7 @@ class StoredRun:
             self.models.add(model_id)
 
     def set_state(self, status: str, when: float) -> None:
-        """Set the status where it differs; ``when`` (seconds since 1970) it ended."""
+        """Set the status if it differs, with the time of the end, in seconds since 1970."""
         if status != "RUNNING" and (status != self.status or abs(self.ended - when) > 0.002):
             self.client.set_terminated(self.id, status, int(when * 1000))
             self.ended = when
@@ -179,17 +181,17 @@ class StoredRun:
 
 
 def list_runs(client: Any, experiment_id: str) -> list[StoredRun]:
-    """Return the runs of an experiment that an import made."""
-    every = client.search_runs([experiment_id], max_results=50_000)  # the most that MLflow gives
-    return [StoredRun(client, run) for run in every if LEVEL in run.data.tags]
+    """Return the runs of an experiment that an import created."""
+    runs = client.search_runs([experiment_id], max_results=50_000)  # MLflow's limit
+    return [StoredRun(client, run) for run in runs if LEVEL in run.data.tags]
 
 
 def format_param(value: Any) -> str:
-    """Return the value of a param as MLflow shows it."""
+    """Return the value of a param as a text of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - 1] + "…"
+    return text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
 
 
 def split_list(items: list[Any], size: int) -> list[list[Any]]:
-    """Return ``items`` in pieces: MLflow limits what one call may bring."""
+    """Return ``items`` in parts: MLflow limits the size of a call."""
     return [items[start : start + size] for start in range(0, len(items), size)]

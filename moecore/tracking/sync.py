@@ -1,11 +1,10 @@
-"""All histories into MLflow, idempotently: what it has is left alone, what it lacks is added.
+"""Import all histories into MLflow; values that it already has are not sent again.
 
-The stages of a method and a seed are children of one run. A training that runs again begins a new
-one, beside the old one in every chart; a measurement changes the numbers of the one there is. What
-belongs to no single model (data, teachers, transfer of attacks) has one run for all.
+The stages of a method and a seed are children of one parent run. A new training begins a new
+parent, so that charts show both; a new measurement replaces the numbers of the parent. Stages
+without a single model (data, teachers, transfer of attacks) share one parent.
 
-MLflow keeps views as tags of the experiment and opens the one that an address names. What brings
-torch is imported where it is needed: an import without new models does without.
+Modules that import torch are imported in functions: an import without new models does not need it.
 """
 
 import json
@@ -38,11 +37,11 @@ from moecore.tracking.stored_run import (
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
-DENSE = "dense"  # the method that numbers of others are relative to
+DENSE = "dense"  # the method to which headline numbers are relative
 
 
 class ModelHistories(NamedTuple):
-    """The histories on disk of one method and seed, and the trainings of its newest model."""
+    """The histories of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
     seed: int
@@ -54,11 +53,11 @@ class ModelHistories(NamedTuple):
         return self.method if self.method == SHARED else f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
-        """Return what tells its parent from those of other generations."""
-        return {f"moecore.{stage}": one.header["uid"] for stage, one in self.trainings.items()}
+        """Return tags that distinguish its parent run from parents of older trainings."""
+        return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
-        """Whether it is of a model that was trained anew since; its stage has not run again yet."""
+        """Return whether the model of a history was trained again since."""
         header = history.header
         if header["stage"] in TRAINING_PHASES and self.trainings:
             return history not in self.trainings.values()
@@ -68,16 +67,15 @@ class ModelHistories(NamedTuple):
         return header["t"] < trained.header["t"]
 
     def current_histories(self) -> list[ExecutionHistory]:
-        """Return the histories of its newest model."""
         return [history for history in self.histories if not self.is_outdated(history)]
 
     def measured_items(self) -> frozenset[str]:
-        """Return the items whose results on disk are of its newest model."""
+        """Return the items whose results on disk are of the newest model."""
         current = self.current_histories()
-        return frozenset(one.item for one in current if one.run_state()[0] == "FINISHED")
+        return frozenset(run.item for run in current if run.run_state()[0] == "FINISHED")
 
     def choose_parent(self, parents: Iterable[StoredRun]) -> StoredRun | None:
-        """Return its run in the store; None where its trainings are others than every one's."""
+        """Return the parent run with the same trainings; None if no parent has them."""
         tags = self.training_tags()
         fitting = [
             run
@@ -85,12 +83,12 @@ class ModelHistories(NamedTuple):
             if run.tags.get(FAMILY) == self.family
             and all(run.tags.get(name, uid) == uid for name, uid in tags.items())
         ]
-        known = [(sum(name in run.tags for name in tags), run.started) for run in fitting]
-        return fitting[known.index(max(known))] if known else None
+        ranks = [(sum(name in run.tags for name in tags), run.started) for run in fitting]
+        return fitting[ranks.index(max(ranks))] if ranks else None
 
 
 def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
-    """Return the histories by method and seed: the dense one first, the shared ones last."""
+    """Return the histories by method and seed: dense models first, shared stages last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
@@ -99,32 +97,28 @@ def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[Mode
         ModelHistories(*key, group, {} if key[0] == SHARED else newest_training_by_phase(group))
         for key, group in groups.items()
     ]
-    return sorted(generations, key=lambda one: (one.method == SHARED, one.method != DENSE))
+    return sorted(generations, key=lambda group: (group.method == SHARED, group.method != DENSE))
 
 
 def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
-    """Return phase → its training: that which runs, else the published one.
-
-    A fine-tuning from before the pretraining is left out.
-    """
-
+    """Return phase → its running, else its newest ended training; none from before pretraining."""
     newest = sorted(
-        (one for one in histories if one.header["stage"] in TRAINING_PHASES),
-        key=lambda one: (one.run_state()[0] == "RUNNING", one.has_ended, one.header["t"]),
+        (run for run in histories if run.header["stage"] in TRAINING_PHASES),
+        key=lambda run: (run.run_state()[0] == "RUNNING", run.has_ended, run.header["t"]),
     )
     trainings = {history.header["stage"]: history for history in newest}
     begun = trainings["pretrain"].header["t"] if "pretrain" in trainings else 0.0
-    return {stage: one for stage, one in trainings.items() if one.header["t"] >= begun}
+    return {stage: run for stage, run in trainings.items() if run.header["t"] >= begun}
 
 
-CURRENT = "dvc.current"  # whether a run's stage is up to date; of a parent, whether it is newest
+CURRENT = "dvc.current"  # whether a run's stage is up to date, or a parent is the newest
 KEY = "methods"
-TAG = f"mlflow.sharedViewState.{KEY}"
+TAG = f"mlflow.sharedViewState.{KEY}"  # MLflow stores views as tags of the experiment
 NAME = "Methods side by side"
 
 
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
-    """Let the view show the headline numbers that ``parents`` have, the last phase's first."""
+    """Let the view show the headline numbers of ``parents``, with the last phase first."""
     names = sorted({name for run in parents for name in run.metrics})
     shown = [
         name
@@ -148,38 +142,37 @@ def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> Non
 
 
 def view_address(server: str, experiment: Any) -> str:
-    """Return the address of an experiment's view."""
-    words = {"workflowType": "machine_learning", "viewStateShareKey": KEY}
-    return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(words)}"
+    query = {"workflowType": "machine_learning", "viewStateShareKey": KEY}
+    return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(query)}"
 
 
-COMPLETE = "moecore.imported"  # the run, and its parent, have all that its history holds
-MODEL = "moecore.model"  # the folder of the model that was logged, or why it was left out
+COMPLETE = "moecore.imported"  # the run and its parent have the complete history
+MODEL = "moecore.model"  # the folder of the logged model, or why it was not logged
 PIXELS = {"dpi": 110}
-NOTE = "Headline numbers, as in the report. The stages, with all that they say, are child runs."
+NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
 
 
 def sync_runs() -> str:
-    """Import once; returns what was done, in words."""
+    """Import once; return a description of the changes."""
     return describe_import(Importer().import_all())
 
 
 def describe_import(counts: Counter[str]) -> str:
-    """Return what an import did, in words."""
+    """Return a line with the changes of an import."""
     done = ", ".join(f"{counts[word]} {word}" for word in ("runs added", "updated", "ended"))
     address = mlflow_connection.mask_password(mlflow_connection.store_address())
     return f"{address}: {done}; {counts['current']} are current"
 
 
 class Importer:
-    """Imports the main pipeline and every folder in which a question runs, again and again."""
+    """Importer of the main pipeline and of every study's run folder, for repeated imports."""
 
     def __init__(self) -> None:
         self.readers: dict[Path, GrowingHistory] = {}
-        self.sent: dict[str, int] = {}  # by a run's id: lines of its history that were sent
+        self.sent: dict[str, int] = {}  # run id → number of sent lines of its history
 
     def import_all(self) -> Counter[str]:
-        """Import once; returns what was done. Raises UserError where anything hinders it."""
+        """Import once; return the numbers of changes. Raises UserError for errors of the store."""
         counts: Counter[str] = Counter()
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
@@ -218,14 +211,15 @@ class StudyImporter:
         self.counts: Counter[str] = Counter()
 
     def import_all(self) -> Counter[str]:
-        """Import what is new, family by family: after a kill, what was done is done."""
-        shown = set()  # ids of the parents that are current
-        dense = {}  # seed → changed runs of its dense model, complete once all others know
+        """Import new lines by method and seed; after a kill, the next import continues."""
+        shown = set()  # ids of current parents
+        # seed → changed runs of its dense model, complete after all headlines relative to it
+        dense = {}
         for generation in group_by_method_and_seed(self.histories.values()):
             parent = self._find_parent(generation)
             if not self.methods or generation.method in (*self.methods, SHARED):
                 shown.add(parent.id)
-            runs = [self._import_history(one, generation, parent) for one in generation.histories]
+            runs = [self._import_history(run, generation, parent) for run in generation.histories]
             ended = [run for run in runs if run is not None]
             self.items[generation.method, generation.seed] = generation.measured_items()
             if generation.method != SHARED and (ended or generation.seed in dense):
@@ -238,7 +232,7 @@ class StudyImporter:
                 mark_complete(ended)
         mark_complete([run for ended in dense.values() for run in ended])
         self._retire_runs(shown)
-        save_view(self.client, self.experiment, [self.parents[one] for one in shown])
+        save_view(self.client, self.experiment, [self.parents[run_id] for run_id in shown])
         return self.counts
 
     def _find_parent(self, generation: ModelHistories) -> StoredRun:
@@ -269,11 +263,11 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> StoredRun | None:
-        """Send what is new in a history; returns its run where that has ended since the last."""
+        """Send new lines of a history; return its run if it has ended since the last import."""
         header = history.header
         run = self.runs.get(header["uid"])
         parent: StoredRun | None = newest
-        if generation.is_outdated(history):  # it stays with the model that it is of
+        if generation.is_outdated(history):  # it stays with the parent of its model
             parent = self.parents.get(run.tags.get(PARENT, "")) if run else None
         path = history.folder.relative_to(self.study).as_posix()
         current = parent is newest and history.has_ended
@@ -281,12 +275,13 @@ class StudyImporter:
         tags = {CURRENT: str(current).lower(), PARENT: parent.id if parent else None}
         is_complete = run is not None and run.tags.get(COMPLETE) == "true"
         if run is not None and parent is not None and run.tags.get(PARENT) != parent.id:
-            is_complete = False  # another parent has to be told
+            is_complete = False  # the new parent needs the lines, too
             self.sent.pop(run.id, None)
         if run is None:
-            words = [header["stage"], header["phase"], header["method"]]
-            words += [None if header["seed"] is None else f"seed {header['seed']}"]
-            name = " ".join(word for word in words if word is not None)
+            parts = [header["stage"], header["phase"], header["method"]]
+            if header["seed"] is not None:
+                parts.append(f"seed {header['seed']}")
+            name = " ".join(part for part in parts if part is not None)
             run = self._create_run(name, header["t"], header_tags(header) | tags)
             self.runs[header["uid"]] = run
             self._send_lines(history, run, parent)
@@ -301,7 +296,7 @@ class StudyImporter:
     def _send_lines(
         self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
     ) -> bool:
-        """Send the lines of a history that were not sent yet; returns whether anything changed."""
+        """Send the unsent lines of a history; return whether anything changed."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
         if not new and state == run.status:
@@ -337,7 +332,7 @@ class StudyImporter:
         if "status" in line:
             run.set_tags({"seconds": line["seconds"], "error": line.get("error")})
         if "file" in line:
-            # A stage that ends moves its history: from the working folder to the published one.
+            # A stage moves its history at its end from the work folder to the published one.
             places = (history.folder, self.study / "artifacts/history" / history.item)
             files = [join_below_root(place, line["file"]) for place in places]
             for file in [file for file in files if file.is_file()][:1]:
@@ -349,32 +344,32 @@ class StudyImporter:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place, experiment = join_below_root(self.study, folder), self.experiment.experiment_id
             try:
-                # Of a method's parent, whose row shows it under the name of the stage.
+                # A training's model belongs to the parent, whose row shows it by stage.
                 stage = history.header["stage"]
                 owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
                 model_id = models.log_model(self.client, owner_id, stage, experiment, place)
-            except UserError as error:  # DVC restored only the history, or it is an older model
+            except UserError as error:  # DVC restored only the history, or the model is too old
                 run.set_tags({MODEL: f"left out: {error}"})
                 return
             for owner in (run, parent) if parent else (run,):
                 owner.add_model(model_id)
             header = history.header
-            words = (self.experiment.name, header["method"], header["stage"], header["seed"])
-            name = ".".join(str(word) for word in words if word is not None)
+            parts = (self.experiment.name, header["method"], header["stage"], header["seed"])
+            name = ".".join(str(part) for part in parts if part is not None)
             models.register_model(self.client, name, model_id, run)
             run.set_tags({MODEL: str(place)})
 
     def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import draw_run_figures
 
-        said = []
+        names = []
         try:
             for name, figure in draw_run_figures(self.study, history.header["stage"], history.item):
                 self.client.log_figure(run.id, figure, f"figures/{name}.png", save_kwargs=PIXELS)
-                said.append(name)
-        except UserError as error:  # the result is not there any more, or of other code
-            said.append(f"left out: {error}")
-        run.set_tags({"moecore.figures": ", ".join(said) or None})
+                names.append(name)
+        except UserError as error:  # the result was removed, or has another version
+            names.append(f"left out: {error}")
+        run.set_tags({"moecore.figures": ", ".join(names) or None})
 
     def _send_load_map(self, history: ExecutionHistory, run: StoredRun) -> None:
         from moecore.report.figures.expert_load import draw_load_over_steps
@@ -394,7 +389,7 @@ class StudyImporter:
         parent.add_params(counts)
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """End runs that another took the place of, or whose process went without a history."""
+        """End runs that were replaced, or whose process has gone without a history."""
         for run in self.parents.values():
             run.set_tags({CURRENT: str(run.id in shown).lower()})
             if run.id not in shown and run.status == "RUNNING":
@@ -408,22 +403,22 @@ class StudyImporter:
 
 
 def mark_complete(runs: list[StoredRun]) -> None:
-    """Let the next import leave these runs alone."""
+    """Mark runs that the next import can skip."""
     for run in runs:
         run.set_tags({COMPLETE: "true"})
 
 
 def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tags that a history's first line gives to its run; None where it has none."""
+    """Return a run's tags from the header of its history; values may be None."""
     names = ("stage", "method", "seed", "phase", "params_hash", "host", "pid", "python")
-    own = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
-    versions = header.get("versions", {})  # older histories have none
-    own |= {f"version.{name}": version for name, version in versions.items()}
-    return {name: header[name] for name in names} | own | source_tags(header)
+    tags = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
+    versions = header.get("versions", {})  # missing in older histories
+    tags |= {f"version.{name}": version for name, version in versions.items()}
+    return {name: header[name] for name in names} | tags | source_tags(header)
 
 
 def source_tags(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what MLflow's column Source and its page of a run show: command and commit."""
+    """Return the tags of MLflow's column Source: command and commit."""
     return {
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": header["command"],

@@ -1,4 +1,4 @@
-"""MLflow's own server, and beside it the import of what is on disk, every few seconds."""
+"""Run MLflow's server, and import histories every few seconds."""
 
 import os
 import signal
@@ -14,15 +14,15 @@ from moecore.run.stage_entry import end_with_parent
 from moecore.tracking import mlflow_connection
 from moecore.tracking.sync import Importer, describe_import, view_address
 
-SECONDS = 5.0  # between two imports
+SECONDS = 5.0  # between imports
 HOST = "127.0.0.1"
 
 
 def serve_ui(port: int = 5000) -> int:
-    """Import, then serve MLflow on 127.0.0.1 and import until it ends; returns its exit code.
+    """Serve MLflow on 127.0.0.1, import until the server ends, and return its exit code.
 
-    Where $MLFLOW_TRACKING_URI is a server, this only imports, until it is interrupted.
-    Raises UserError where the store does not answer at first, or the port is taken.
+    If $MLFLOW_TRACKING_URI is a server, only import, until interrupted. Raises UserError if the
+    store does not answer at the start, or the port is taken.
     """
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
@@ -43,34 +43,35 @@ def serve_ui(port: int = 5000) -> int:
             import_while(lambda: server.poll() is None, importer)
         finally:
             if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)  # with its workers; what sqlite has is whole
+                os.killpg(server.pid, signal.SIGKILL)  # with its workers; sqlite survives it
             server.wait()
         return server.returncode
-    except KeyboardInterrupt:  # Ctrl-C is how it is meant to end
+    except KeyboardInterrupt:  # Ctrl-C is the normal end
         return 0
 
 
 def start_server(port: int) -> subprocess.Popen:
-    """Start `mlflow server`, which ends with this process."""
+    """Start `mlflow server`, which is ended with this process."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
     command += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
-    # In its environment, as a list of processes shows the words of a command.
+    # In the environment, because a list of processes shows the arguments of a command.
     settings = mlflow_connection.ENVIRONMENT | {
         "MLFLOW_BACKEND_STORE_URI": mlflow_connection.store_address(),
         "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.project_root() / "mlartifacts"),
-        # Its workers for evaluations of language models: nine processes, a gigabyte.
+        # Workers for evaluations of language models would take nine processes and a gigabyte.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "PYTHONWARNINGS": "ignore",
     }
-    # A group of its own, which Ctrl-C does not reach.
+    # A new session, which Ctrl-C does not reach.
     return subprocess.Popen(
         command, env=os.environ | settings, start_new_session=True, preexec_fn=end_with_parent
     )
 
 
 class HeldInterrupts:
-    """Ctrl-C as KeyboardInterrupt in ``sleep`` alone, or when it comes again: where it interrupts
-    a destructor, as of SQLAlchemy during an import, Python prints the exception and goes on.
+    """Handler that raises KeyboardInterrupt only in ``sleep``, or for a second Ctrl-C.
+
+    In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
     """
 
     def __init__(self) -> None:
@@ -83,8 +84,8 @@ class HeldInterrupts:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep. Raises KeyboardInterrupt for what comes meanwhile or came before."""
-        self.is_sleeping = True  # before the look at what came: nothing falls between
+        """Sleep; KeyboardInterrupt for a Ctrl-C before or meanwhile."""
+        self.is_sleeping = True  # set before the check, so that no signal is missed
         if self.has_come:
             raise KeyboardInterrupt
         time.sleep(seconds)
@@ -92,16 +93,16 @@ class HeldInterrupts:
 
 
 def import_while(is_serving: Callable[[], bool], importer: Importer) -> None:
-    """Import every few seconds. What hinders an import is said once, and it is tried again."""
+    """Import every few seconds while the server runs; a repeated error is printed once."""
     last = ""
     interrupts = HeldInterrupts()
     while is_serving():
         interrupts.sleep(SECONDS)
         try:
             counts = importer.import_all()
-            said = describe_import(counts) if counts["runs added"] else ""
+            message = describe_import(counts) if counts["runs added"] else ""
         except UserError as error:
-            said = str(error)
-        if said not in ("", last):
-            print(said, flush=True)
-            last = said
+            message = str(error)
+        if message not in ("", last):
+            print(message, flush=True)
+            last = message

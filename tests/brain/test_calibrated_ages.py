@@ -244,7 +244,7 @@ def test_out_of_fold_predictions_are_read(ages, tmp_path):
     ) and found.fitted.pooled.intercept == pytest.approx(30, abs=1e-3)
     assert found.fitted.fit_on == "out_of_fold" and found.fitted.groups["F"].n == 30
     write_predictions(tmp_path / "predictions.csv", rows[1:])
-    with pytest.raises(UserError, match="not those of the training split"):
+    with pytest.raises(UserError, match="differ from the training split"):
         fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "predictions.csv")
     with pytest.raises(UserError, match="no such file"):
         fit_age_line(ages, Linear(fit_on="out_of_fold"), tmp_path / "missing.csv")

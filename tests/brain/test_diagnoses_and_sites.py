@@ -105,7 +105,7 @@ def test_what_the_age_went_into_has_no_error(ages, tmp_path):
     assert found.find("mae_of_median").value == measured.raw.mae.value / measured.median_mae
     assert found.find("corr_size_raw").value == -measured.raw.corr.value
     write_calibration_folder(tmp_path / "out", ages, line, measured, "pretrain/vmoe/0")
-    assert "predicts nobody's age" in (tmp_path / "out/MODEL_CARD.md").read_text()
+    assert "does not predict ages" in (tmp_path / "out/MODEL_CARD.md").read_text()
     assert read_predictions(tmp_path / "out/predictions.csv")[-1]["brain_pad_pooled"]
 
 
@@ -194,7 +194,7 @@ def test_a_site_that_training_lacks_needs_a_declared_part():
     features, ages, sites = scanned(300, "ab")
     fitted = SiteHarmonisation.fit(features, ages, sites)
     new, new_ages, names = scanned(60, "c", seed=5)
-    with pytest.raises(UserError, match=r"nobody of 'c'; allowed: a, b, or a declared reference"):
+    with pytest.raises(UserError, match=r"people at 'c'; allowed: a, b, or a declared reference"):
         fitted.harmonise(new, names)
     placed = fitted.with_site("c", new[:20], new_ages[:20])
     left = placed.harmonise(new[20:], names[20:]) - new_ages[20:] @ placed.slopes
@@ -237,11 +237,11 @@ def test_ridge_on_tissue_volumes(tmp_path):
 
 def test_ridge_where_the_test_is_another_site(tmp_path):
     data = write_sites(tmp_path / "data")
-    with pytest.raises(UserError, match="training has nobody of 'c'"):
+    with pytest.raises(UserError, match="found no training people at 'c'"):
         measure_tissue_ridge(data, TissueRidge(harmonise="combat"))
     ridge = measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=6))
     assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
-    with pytest.raises(UserError, match="found 24, which leaves nobody for the test"):
+    with pytest.raises(UserError, match="found 24, which leaves no test volumes"):
         measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=24))
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):
         TissueRidge(reference=3)

@@ -194,7 +194,7 @@ def test_experts_of_single_items_tell_no_unrelated_labels(tmp_path):
     assert layer.quantities["p_label"].value == layer.chances["purity"] == 1
     few = analyse_trace(trace, items=3)
     assert "purity" not in few.mean and "information_label" not in few.mean
-    assert "found 3 items; allowed: 4 and more" in few.remarks[0]
+    assert "found 3 items; allowed: 4 or more" in few.remarks[0]
     with write_trace(tmp_path / "trace", "own") as trace:
         trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.zeros(40).long())
     same = analyse_trace(Trace(tmp_path / "trace"))

@@ -196,7 +196,7 @@ def test_the_page_shows_less_where_it_grew_too_large(tmp_path, monkeypatch):
     trace = write_words(tmp_path / "trace")
     explored = ExploredTrace(TraceExplorer(trace), analyse_trace(trace))
     whole = render_traces(explored, HEAD)
-    monkeypatch.setattr(trace_explorer, "MOST_BYTES", len(whole.encode()) - 1)
+    monkeypatch.setattr(trace_explorer, "MAX_BYTES", len(whole.encode()) - 1)
     assert len(render_traces(explored, HEAD)) < len(whole)
 
 
@@ -252,6 +252,6 @@ def test_layers_of_other_tokens_have_no_explorer(tmp_path, capsys):
         trace.add([first_choices_record([0, 1]), first_choices_record([0, 1, 2])])
     write_lens_page(tmp_path / "trace", tmp_path / "lens.html")
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "explorer" in one]
-    assert line.startswith("explorer: found layers of other tokens; allowed: ")
+    assert line.startswith("explorer: found layers with different tokens; allowed: ")
     assert not (tmp_path / "lens_explorer.html").exists()
     assert line in (tmp_path / "lens.html").read_text(encoding="utf-8")

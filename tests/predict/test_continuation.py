@@ -77,7 +77,7 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
     out, err = capsys.readouterr()
     assert len(out.split()) == 5
     assert err.splitlines() == [
-        "the likeliest word each time, seed 0",
+        "the most probable word each time, seed 0",
         "not in the vocabulary, read as <unk>: unheard, words",
         f"{page}: every word with its experts",
     ]

@@ -161,7 +161,7 @@ def test_volumes_unlike_training_are_flagged(trained, tmp_path, capsys):
     told, row = capsys.readouterr(), read_predictions(tmp_path / "out.csv")[0]
     # 6³ · 27 / 1000
     assert "brain_ml 5.832 outside training 27 to 27" in row["qc_flags"]
-    assert "1 of 1 volumes are unlike those of the training" in told.out
+    assert "1 of 1 volumes are unlike the training volumes" in told.out
     assert "brain_ml 5.832" in told.out
 
 
@@ -278,7 +278,7 @@ def test_every_size_and_mode_gets_the_models_own_answer(model, pictures, tmp_pat
         assert float(row["probability"]) == pytest.approx(float(probs.max()), abs=1e-5)
     told = capsys.readouterr().out
     assert "probabilities are not calibrated: there is no " in told
-    assert "transparent pixels stand on white" in told and "24 files" in told
+    assert "transparent pixels are white" in told and "24 files" in told
 
 
 def test_probabilities_are_calibrated_where_there_is_a_calibrator(pictures, tmp_path, capsys):

@@ -92,13 +92,13 @@ class Forgetful(Sound):
     ("module", "promise"),
     [
         (Rounded, "under bf16 autocast"),
-        (Coupled, "routed alike in any batch"),
+        (Coupled, "routed the same in any batch"),
         (LooksAhead, "a later token"),
         (Noisy, "evaluation draws no number"),
         (Unscaled, "probs of a token sum to 1"),
         (Doubled, "the sum of all experts, weighted by combine"),
         (Deaf, "reaches the router"),
-        (Forgetful, "goes on from its state_dict"),
+        (Forgetful, "is resumed from its state_dict"),
     ],
 )
 def test_a_router(module, promise):
@@ -194,8 +194,12 @@ YEARS = torch.tensor([40.0, 60.0]).numpy()
 @pytest.mark.parametrize(
     ("check", "part", "promise"),
     [
-        (check_backbone, Mingled(patch=4, width=16, depth=1, heads=2), "told alike in any batch"),
-        (check_teacher, Drawn(), "alike for every seed"),
+        (
+            check_backbone,
+            Mingled(patch=4, width=16, depth=1, heads=2),
+            "the same outputs in any batch",
+        ),
+        (check_teacher, Drawn(), "the same for every seed"),
         (lambda task: check_task(task, torch.ones(2, 1), YEARS, YEARS), Summed(target="age"), "B,"),
     ],
 )
