@@ -22,15 +22,18 @@ from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing_metrics import expert_roles, expert_similarity
 from moecore.measure.routing_metrics.choice_patterns import chance_violation
-from moecore.measure.routing_metrics.expert_information import FEWEST, check_exchangeable
+from moecore.measure.routing_metrics.expert_information import (
+    MIN_IMAGES,
+    check_exchangeable,
+    mask_rare_words,
+)
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
-from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
+from moecore.measure.routing_metrics.layer_use import measure_layer_use_by_image
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
     purity_by_image,
 )
-from moecore.measure.routing_metrics.token_labels import mask_rare_words
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
@@ -52,8 +55,10 @@ class TokenLabels:
                 self.known[kind] = values
         if "word" in self.known:
             self.known["word"] = torch.from_numpy(mask_rare_words(self.known["word"].numpy()))
-        if self.items < FEWEST:
-            problem = f"found {self.items} items; allowed: {FEWEST} and more, as they are exchanged"
+        if self.items < MIN_IMAGES:
+            problem = (
+                f"found {self.items} items; allowed: {MIN_IMAGES} and more, as they are exchanged"
+            )
             self.remarks.append(
                 f"purity, and what experts tell of labels and words: {problem} to know chance"
             )
@@ -72,7 +77,7 @@ class TokenLabels:
         for kind, values in given.items():
             values = values[:, None] if values.ndim == 1 else values
             fits = values.shape[1] in (1, tokens)
-            if fits and values.max() >= 0 and (kind == "position" or self.items >= FEWEST):
+            if fits and values.max() >= 0 and (kind == "position" or self.items >= MIN_IMAGES):
                 labels[kind] = number_from_zero(values)
         return labels
 
@@ -203,7 +208,7 @@ class TraceNumbers(NamedTuple):
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
     """Return load, entropies and confidence by item; k is what a token chose at most."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
-    return use_metrics_by_image(record, None, int(chosen.sum(dim=-1).max()))
+    return measure_layer_use_by_image(record, None, int(chosen.sum(dim=-1).max()))
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
@@ -258,19 +263,19 @@ def analyse_trace(
     layers: list[LayerNumbers] = []
     every: list[expert_roles.ByImage] = []
     before: Tensor | None = None
-    beside = expert_roles.NOTHING_BESIDE
+    beside = expert_roles.NO_INPUTS
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
         theirs = None if against is None else against.layer(number, places)
         layout = trace.card.layers[number].layout()
         known = labels.by_kind(number, before)
         if beside.before is not None and beside.before.shape[1] != routing.chosen.shape[1]:
-            beside = expert_roles.NOTHING_BESIDE
+            beside = expert_roles.NO_INPUTS
         layer, by_item = analyse_layer(routing, layout, known, theirs, analyses, beside)
         layers.append(layer)
         every.append(by_item)
         before = first_choices(record_of_layer(routing))
-        beside = expert_roles.BesideRecord(before=routing.chosen)
+        beside = expert_roles.RoleInputs(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -285,7 +290,7 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    beside: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
+    beside: expert_roles.RoleInputs = expert_roles.NO_INPUTS,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
@@ -297,7 +302,7 @@ def analyse_layer(
     counts = expert_counts(routing.chosen)
     dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
     by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
-    roles, values = expert_roles.layer_roles(record, layout, labels, ROLES, beside)
+    roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, beside)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:
