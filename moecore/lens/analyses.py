@@ -20,15 +20,18 @@ from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing_metrics import expert_roles, expert_similarity
 from moecore.measure.routing_metrics.choice_patterns import chance_violation
-from moecore.measure.routing_metrics.expert_information import FEWEST, check_exchangeable
+from moecore.measure.routing_metrics.expert_information import (
+    MIN_IMAGES,
+    check_exchangeable,
+    mask_rare_words,
+)
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
-from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
+from moecore.measure.routing_metrics.layer_use import measure_layer_use_by_image
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
     purity_by_image,
 )
-from moecore.measure.routing_metrics.token_labels import mask_rare_words
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
@@ -50,10 +53,10 @@ class TokenLabels:
                 self.values[kind] = values
         if "word" in self.values:
             self.values["word"] = torch.from_numpy(mask_rare_words(self.values["word"].numpy()))
-        if self.items < FEWEST:
+        if self.items < MIN_IMAGES:
             self.remarks.append(
                 "purity, and what experts tell about labels and words: found "
-                f"{self.items} items; allowed: {FEWEST} or more, as chance is computed by "
+                f"{self.items} items; allowed: {MIN_IMAGES} or more, as chance is computed by "
                 "permuting items"
             )
         elif "label" in self.values and len(self.values["label"].clamp_min(-1).unique()) < 2:
@@ -72,7 +75,7 @@ class TokenLabels:
         for kind, values in by_kind.items():
             values = values[:, None] if values.ndim == 1 else values
             fits = values.shape[1] in (1, tokens)
-            if fits and values.max() >= 0 and (kind == "position" or self.items >= FEWEST):
+            if fits and values.max() >= 0 and (kind == "position" or self.items >= MIN_IMAGES):
                 labels[kind] = number_from_zero(values)
         return labels
 
@@ -213,7 +216,7 @@ class TraceNumbers(NamedTuple):
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
     """Return load, entropies and confidence by item; k is the most experts that a token chose."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
-    return use_metrics_by_image(record, None, int(chosen.sum(dim=-1).max()))
+    return measure_layer_use_by_image(record, None, int(chosen.sum(dim=-1).max()))
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
@@ -275,19 +278,19 @@ def analyse_trace(
     layers: list[LayerNumbers] = []
     values_by_layer: list[expert_roles.ByImage] = []
     previous_experts: Tensor | None = None
-    context = expert_roles.NOTHING_BESIDE
+    context = expert_roles.NO_INPUTS
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, indices)
         theirs = None if against is None else against.layer(number, indices)
         layout = trace.card.layers[number].layout()
         layer_labels = labels.by_kind(number, previous_experts)
         if context.before is not None and context.before.shape[1] != routing.chosen.shape[1]:
-            context = expert_roles.NOTHING_BESIDE
+            context = expert_roles.NO_INPUTS
         layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
         values_by_layer.append(by_item)
         previous_experts = first_choices(record_of_layer(routing))
-        context = expert_roles.BesideRecord(before=routing.chosen)
+        context = expert_roles.RoleInputs(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -302,7 +305,7 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    context: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
+    context: expert_roles.RoleInputs = expert_roles.NO_INPUTS,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return a layer's numbers, and values (N,) of the quantities that have one per item.
 
@@ -315,7 +318,7 @@ def analyse_layer(
     by_item: dict[str, np.ndarray] = {}
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
-    roles, values = expert_roles.layer_roles(record, layout, labels, ROLES, context)
+    roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:

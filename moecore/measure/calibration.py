@@ -1,11 +1,11 @@
-"""Calibration of a trained model, and how sure it is of its classes, or words, before and after.
+"""Calibration of class and word probabilities: fit, and quality before and after.
 
-N images, K classes. Of a mosaic each cell has an answer; intervals are over mosaics. Ages are
-calibrated by moecore.brain.age_calibration.
+N images, K classes; N blocks of M tokens, d width, V words. Each cell of a mosaic has an answer;
+intervals are over mosaics. Ages are calibrated by moecore.brain.age_calibration.
 """
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, cast
 
@@ -16,13 +16,23 @@ from torch import Tensor
 
 from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.files import UserError, write_sealed
+from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
-from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
+from moecore.measure.calibrators.temperature import (
+    FittedTemperature,
+    Temperature,
+    nll_derivative_by_row,
+)
 from moecore.measure.values import Metric, Values
-from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import (
+    eval_mode,
+    image_batches,
+    model_device,
+    predict_in_batches,
+    words_at_once,
+)
 from moecore.statistics.intervals import Interval, bootstrap_interval
 from moecore.tasks.base import Task
 from moecore.tasks.class_task import (
@@ -35,6 +45,78 @@ from moecore.tasks.class_task import (
     top1_hits,
 )
 
+FITTED = 2**14  # tokens of the validation text that the temperature is fitted to
+
+
+class FinalTokens(NamedTuple):
+    """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M).
+
+    Their logits are computed for few tokens at a time: those of a whole text would take gigabytes.
+    """
+
+    model: LanguageTransformer
+    final: Tensor
+    labels: Tensor
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
+        rows = words_at_once(self.model.image.task.outputs, self.final.device)
+        final, labels = self.final.flatten(0, 1).split(rows), self.labels.flatten().split(rows)
+        with torch.no_grad():
+            for tokens, words in zip(final, labels, strict=True):
+                yield self.model.predict(tokens[None])[0].float(), words
+
+    def nll_slope(self, beta: float) -> float:
+        """Return the derivative of the mean nats with respect to β = 1/T."""
+        total = 0.0
+        for logits, words in self.parts():
+            total += float(nll_derivative_by_row(logits, words, beta).double().sum())
+        return total / self.labels.numel()
+
+    def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
+        """Return loss and confidence of the logits divided by each temperature."""
+        by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
+        for logits, words in self.parts():
+            for answers, temperature in zip(by_temperature, temperatures, strict=True):
+                log_probs = (logits / temperature).log_softmax(dim=1)
+                right = log_probs.gather(1, words[:, None])[:, 0]
+                best, word = log_probs.max(dim=1)
+                # in place, as (n, V) is large; ``right`` and ``best`` are copies
+                squares = log_probs.exp_().square().sum(dim=1) - 2 * right.exp() + 1
+                answers.append((-right, squares, best.exp(), word == words))
+        return [self._concat_answers(answers) for answers in by_temperature]
+
+    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenLossAndConfidence":
+        nats, squares, confidence, hits = (
+            torch.cat(field).cpu().view(self.labels.shape) for field in zip(*parts, strict=True)
+        )
+        return TokenLossAndConfidence(nats.double(), squares.double(), confidence.double(), hits)
+
+
+class TokenLossAndConfidence(NamedTuple):
+    """Loss and confidence of every token, (N, M), or of every image, (N,)."""
+
+    nats: Tensor
+    squares: Tensor  # Brier score
+    confidence: Tensor  # the largest probability
+    hits: Tensor  # bool, whether the most probable word is right
+
+
+def final_tokens(
+    model: LanguageTransformer, split: Split, batch: int, max_tokens: int | None = None
+) -> FinalTokens:
+    """Return the final tokens, fp32, of evenly spread blocks, about ``max_tokens`` in all."""
+    blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
+    indices = evenly_spaced_indices(len(split.labels), blocks)
+    device = model_device(model)
+    chunks = []
+    with eval_mode(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for words in image_batches(np.array(split.images[indices]), batch, device):
+            chunks.append(model.encode(words)[0].float())
+    labels = torch.from_numpy(np.array(split.labels[indices])).long().to(device)
+    return FinalTokens(model, torch.cat(chunks), labels)
+
+
 OnRefusal = Literal["stop", "report"]
 
 
@@ -42,13 +124,14 @@ class TissueRidge(Config):
     """A baseline of ages: ridge regression on the volumes of the three tissues."""
 
     harmonise: Literal["none", "combat"] = Field(
-        "none", description="combat: without what each site adds, fitted to the training sites"
+        "none", description="combat: site effects removed, as estimated on the training sites"
     )
     reference: int = Field(
         0,
         ge=0,
-        description="Of each test site that training lacks so many participants, the first by id, "
-        "whose known ages place the site; they are in no error. 0: such a site is refused",
+        description="Participants (the first by id) of each test site without training data, whose "
+        "known ages estimate the site's effect; they are left out of the error. 0: such a site is "
+        "refused",
     )
 
     @model_validator(mode="after")
@@ -59,29 +142,31 @@ class TissueRidge(Config):
 
 
 class Calibrate(Config):
-    """What is fitted, and how many images a forward pass takes."""
+    """The calibrator, its fallback and, for ages, a baseline."""
 
     calibrator: Calibrator
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        256, ge=1, description="Images per forward pass; results do not depend on it."
+    )
     on_refusal: OnRefusal = Field(
-        "stop", description="Where no line can be fitted: stop, or report the raw predictions."
+        "stop", description="If no line can be fitted: stop, or report the raw predictions."
     )
     tissue_ridge: TissueRidge | None = Field(
-        None, description="Of ages: the baseline that knows tissue volumes alone; null: none."
+        None, description="For ages: a baseline from tissue volumes alone; null: none."
     )
 
 
 class CalibrationFiles(NamedTuple):
-    """What a calibration reads and writes beside the model and its data."""
+    """Paths that a calibration reads and writes."""
 
     item: str  # phase/method/seed
-    model: Path  # the folder of the trained model
-    out_of_fold: Path  # the predictions.csv of the stage out_of_fold
-    out: Path  # the folder that it writes
+    model: Path  # folder of the trained model
+    out_of_fold: Path  # predictions.csv of the stage out_of_fold
+    out: Path  # folder that it writes
 
 
 class ModelCalibration(Measurement, ABC):
-    """What the stage ``calibrate`` does with one model: it fits, writes files and puts values."""
+    """The work of the stage ``calibrate`` on one model: fit, write files, put values."""
 
     settings: Calibrate
     files: CalibrationFiles
@@ -90,54 +175,55 @@ class ModelCalibration(Measurement, ABC):
 METRICS = {
     "ece_before": Metric("ECE", "lower", note="expected calibration error, 15 bins"),
     "ece_after": Metric("ECE, calibrated", "lower", note="fitted to the validation split"),
-    "nll_after": Metric("NLL, calibrated", "lower"),  # nats an image
+    "nll_after": Metric("NLL, calibrated", "lower"),  # nats per image
     "brier_after": Metric("Brier, calibrated", "lower"),
     "nll_before": Metric(""),
     "brier_before": Metric(""),
     "score_before": Metric(""),
     "score_after": Metric(""),
-    "temperature": Metric(""),  # of no other calibrator
+    "temperature": Metric(""),  # of the calibrator ``temperature`` alone
 }
 
 
 class PredictionQuality(NamedTuple):
-    """How good predictions are, and how well their confidence says so."""
+    """Score and calibration of predictions."""
 
     score: Interval
-    nll: Interval  # nats an image
+    nll: Interval  # nats per image
     brier: Interval
     ece: Interval
     bins: ReliabilityBins
 
 
 def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
-    """Raise UserError where the calibrator is none for the labels of a phase."""
+    """Raise UserError if the calibrator does not fit the task of a phase."""
     if task.kind in settings.calibrator.tasks:
         return
-    every = part_classes_by_kind(Calibrator)
-    allowed = [kind for kind, part in every.items() if task.kind in part.tasks]
-    if not allowed:
+    kinds = [
+        kind for kind, part in part_classes_by_kind(Calibrator).items() if task.kind in part.tasks
+    ]
+    if not kinds:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "
             f"with one class or one real number per image (leave {phase} out of run.phases)"
         )
     raise UserError(
         f"calibrate.calibrator.kind: found {settings.calibrator.kind}; the task of data.{phase} is "
-        f"{task.kind}; allowed: {', '.join(allowed)}"
+        f"{task.kind}; allowed: {', '.join(kinds)}"
     )
 
 
 class ClassCalibration(ModelCalibration):
-    """Of classes, or of the next words of a text."""
+    """Calibration of classes, or of the next words of a text."""
 
     metrics = METRICS
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Fit to the validation split, and put the quality of the test split before and after.
 
-        facts: at_limit, whether the temperature is the largest or smallest that is tried; bins,
-        before and after; scores, one of each of test_images as the task packs them, the same before
-        and after; top5, likewise, whether the class is among the five largest.
+        facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
+        after; scores, one per test image as the task packs them, equal before and after; top5,
+        likewise, whether the class is among the five largest.
         """
         calibrator = self.settings.calibrator
         if subject.data.task.long and isinstance(calibrator, Temperature):
@@ -150,25 +236,25 @@ class ClassCalibration(ModelCalibration):
             )[0]
             for name, split in (("validation", data.validation), ("test", data.test))
         }
-        known = labels_as_tensor(data.validation.labels)
-        fitted = calibrator.fit(logits_by_answer(predictions["validation"], known), known.flatten())
+        truth = labels_as_tensor(data.validation.labels)
+        fitted = calibrator.fit(logits_by_answer(predictions["validation"], truth), truth.flatten())
         self._write_fit(fitted, out)
         labels, before = labels_as_tensor(data.test.labels), predictions["test"]
         task = data.task
-        among = task.top5(before, labels)
+        top5 = task.top5(before, labels)
         after = fitted.apply(logits_by_answer(before, labels)).view_as(before)
         put_quality(prediction_quality(task, before, labels), "before", out)
         put_quality(prediction_quality(task, after, labels), "after", out)
         out.facts["test_images"] = len(before)
         out.facts["scores"] = task.encode_scores(task.scores(before, labels))
-        out.facts["top5"] = None if among is None else task.encode_scores(among)
+        out.facts["top5"] = None if top5 is None else task.encode_scores(top5)
 
     def _measure_words(self, subject: MeasuredModel, calibrator: Temperature, out: Values) -> None:
-        """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
+        """Calibrate the next words of a text: items are blocks, and intervals are over blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
-        known = final_tokens(model, data.validation, self.settings.batch, FITTED)
-        fitted = calibrator.fit_slope(known.nll_slope, tolerance=1e-7)
+        validation = final_tokens(model, data.validation, self.settings.batch, FITTED)
+        fitted = calibrator.fit_slope(validation.nll_slope, tolerance=1e-7)
         self._write_fit(fitted, out)
         test = final_tokens(model, data.test, self.settings.batch)
         before, after = test.answers(1.0, fitted.temperature)
@@ -187,7 +273,7 @@ class ClassCalibration(ModelCalibration):
 
 
 def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
-    """Put the numbers before, or after, calibration, and keep the bins."""
+    """Put the quality before, or after, calibration, and its bins as facts."""
     for name, value in quality._asdict().items():
         if isinstance(value, ReliabilityBins):
             out.facts.setdefault("bins", {})[when] = value
@@ -196,9 +282,9 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
-    """Score, NLL, Brier and ECE with intervals over images, and bins.
+    """Return score, NLL, Brier and ECE with intervals over images, and bins.
 
-    logits: (N, K) with labels (N,), or (N, C·K) with those of C cells, (N, C).
+    logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     """
     rows, right = logits_by_answer(logits, labels), labels.flatten()
     by_row = (
@@ -212,31 +298,32 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
 
 
 def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a row of logits for each label, (labels, K): an image's, or of each of its cells."""
+    """Return one row of logits per label, (labels, K): of an image, or of each of its cells."""
     return logits.reshape(labels.numel(), -1)
 
 
 def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
-    """Return what answers to N items are worth, as ``prediction_quality`` does."""
+    """Return the ``prediction_quality`` of answers to N items."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
-    sure, hits = answers.sure, answers.hits
+    confidence, hits = answers.confidence, answers.hits
 
-    def resampled(statistic: Callable[[np.ndarray], float]) -> Interval:
+    def bootstrap(statistic: Callable[[np.ndarray], float]) -> Interval:
         return bootstrap_interval(statistic, len(scores), lowest=0.0)
+
+    def resampled_error(resample: np.ndarray) -> float:
+        return calibration_error(confidence[resample].flatten(), hits[resample].flatten())
 
     return PredictionQuality(
         score=task.interval(scores),
-        nll=resampled(lambda chosen: float(losses[chosen].mean())),
-        brier=resampled(lambda chosen: float(squares[chosen].mean())),
-        ece=resampled(
-            lambda chosen: calibration_error(sure[chosen].flatten(), hits[chosen].flatten())
-        ),
-        bins=reliability_bins(sure.flatten(), hits.flatten()),
+        nll=bootstrap(lambda resample: float(losses[resample].mean())),
+        brier=bootstrap(lambda resample: float(squares[resample].mean())),
+        ece=bootstrap(resampled_error),
+        bins=reliability_bins(confidence.flatten(), hits.flatten()),
     )
 
 
 def labels_as_tensor(labels: np.ndarray) -> Tensor:
-    """Labels of a split that is mapped into memory, as a tensor of their own."""
+    """Copy labels that are mapped into memory to a tensor."""
     return torch.from_numpy(np.array(labels))

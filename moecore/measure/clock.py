@@ -1,4 +1,4 @@
-"""How timings are taken and told; nothing here knows of models."""
+"""Timers and statistics of timings, independent of models."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +11,7 @@ from moecore.statistics.intervals import Interval
 
 
 def timing_quartiles(values: Sequence[float]) -> Interval:
-    """Return the median and the quartiles (linear between neighbours), for timings have a long
-    upper tail. Raises ValueError where there are no values.
-    """
+    """Return median and quartiles (linear interpolation), as timings have a long upper tail."""
     if len(values) == 0:
         raise ValueError("quartiles: no values")
     low, median, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
@@ -21,10 +19,10 @@ def timing_quartiles(values: Sequence[float]) -> Interval:
 
 
 class Clock:
-    """Seconds between two points of a computation, without making it wait.
+    """Measures seconds between marks in a computation, without synchronisation at the marks.
 
-    ``mark()`` now, ``seconds(a, b)`` once all is done. On CUDA a mark is an event in the stream, so
-    that waiting for the device does not change what is timed; elsewhere the processor's clock.
+    Call ``mark()`` during the computation, then ``wait()``, then ``seconds(a, b)``. On CUDA a mark
+    is an event in the stream, as waiting for the device would change the timing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,13 +37,13 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Call ``wait`` before."""
+        """Return the seconds between two marks; call ``wait`` before."""
         if self.cuda:
             return start.elapsed_time(end) / 1000
         return end - start
 
     def wait(self) -> None:
-        """Until the device has done all that it was asked to do."""
+        """Wait until the device has finished."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
@@ -53,7 +51,7 @@ class Clock:
 def time_calls(
     run: Callable[[int], object], rounds: int, warm_up: int, device: torch.device
 ) -> list[float]:
-    """Seconds of each of ``rounds`` calls ``run(number)``, after ``warm_up`` others."""
+    """Return the seconds of each of ``rounds`` calls ``run(number)``, after ``warm_up`` calls."""
     durations = []
     for number in range(warm_up + rounds):
         if device.type == "cuda":

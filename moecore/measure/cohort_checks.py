@@ -1,8 +1,9 @@
-"""What a model of age looks at: tissues, ageing and rescans, and what region experts know.
+"""Checks of a model of age: single tissues, ageing, rescans, and region experts.
 
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
+from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -25,16 +26,16 @@ from moecore.measure.probes.ageing_and_rescans import (
     session_pairs,
 )
 from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
+from moecore.measure.probes.linear_probe import (
+    ModelAndProbeErrors,
+    model_and_probe_errors,
+    tissue_error_differences,
+)
 from moecore.measure.probes.region_experts_on_new_data import (
     RegionExperts,
     RegionGeneralisationSettings,
     has_generator_voxel_grid,
     measure_generalisation,
-)
-from moecore.measure.probes.single_tissue_errors import (
-    ModelAndProbeErrors,
-    model_and_probe_errors,
-    tissue_error_differences,
 )
 from moecore.measure.values import Metric, OnPage, Place, Values
 
@@ -43,7 +44,7 @@ SIMULATED_ONLY = (
 )
 NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
-NEW = {  # volumes on which region experts were not taught
+NEW_VOLUMES = {  # that region experts were not trained on
     "mixed": "two tissues mixed",
     "whole": "whole volumes",
     "other_generator": "another generator's whole volumes",
@@ -52,7 +53,7 @@ METRICS = {
     f"isolated_{name}": Metric(
         f"MAE, {name.upper()} alone",
         "lower",
-        note="MAE in years where only this tissue is left of a volume",
+        note="MAE in years on volumes with only this tissue",
         paper="ages",
     )
     for name in REGIONS
@@ -61,10 +62,9 @@ METRICS |= {
     f"probe_{name}": Metric(
         f"MAE, {name.upper()} alone, probe",
         "lower",
-        note="MAE in years where only this tissue is left of a volume, of a linear probe: a new "
-        "linear head, fitted on such volumes of the training split, reads age from a model that "
-        "stays as it is; a model may be far off on such volumes, and still know much of age from "
-        "them",
+        note="MAE in years of a linear probe on volumes with only this tissue: a new linear head, "
+        "fitted on such volumes of the training split, predicts age from the frozen model's "
+        "features; a model may have large errors on such volumes although its features tell age",
         paper="ages",
     )
     for name in REGIONS
@@ -72,10 +72,10 @@ METRICS |= {
 METRICS |= {
     f"{more}_over_{less}": Metric(
         f"{more.upper()} − {less.upper()}, probe",
-        note=f"years by which the probe errs more on {words}",
+        note=f"additional MAE of the probe, in years, on {comparison}",
         paper="ages",
     )
-    for more, less, words in (
+    for more, less, comparison in (
         ("gm", "csf", "grey matter alone than on fluid alone"),
         ("wm", "gm", "white matter alone than on grey matter alone"),
     )
@@ -85,8 +85,8 @@ METRICS |= {
         "Ageing, rising steps",
         "higher",
         "share",
-        note="steps from one age to the next in which the prediction for the same simulated "
-        "subject rises",
+        note="steps from one age to the next with a rising prediction for the same simulated "
+        "subject",
         paper="ages",
     ),
     "ageing_rank": Metric(
@@ -101,34 +101,34 @@ METRICS |= {
 }
 METRICS |= {
     key: metric
-    for name, words in NEW.items()
+    for name, description in NEW_VOLUMES.items()
     for key, metric in {
         f"{name}_agreement": Metric(
-            f"Own tissue, {words}",
+            f"Own tissue, {description}",
             "higher",
             "share",
-            note="tokens whose first region expert is that of the tissue most of the cube is; on "
-            "isolated volumes experts follow the labels they were taught: no finding",
+            note="tokens whose first region expert belongs to the cube's largest tissue; on "
+            "isolated volumes experts follow their training labels: no finding",
             paper="ages",
         ),
         f"{name}_over_chance": Metric(
-            f"Own tissue, {words} − chance",
+            f"Own tissue, {description} − chance",
             "higher",
-            note="the same, less what is expected with the person's cubes (of all mixtures) in "
-            "another order; at 0 the experts do not tell them apart",
+            note="the same − the expected value with the person's cubes (of all mixtures) "
+            "permuted; at 0 the experts do not distinguish them",
             paper="ages",
         ),
     }.items()
 }
-# The other numbers of a ``TissueAgreement``, of these volumes and of others; see ``put_agreement``.
+# The other fields of a ``TissueAgreement``; see ``put_agreement``.
 METRICS |= {
     f"{name}_{number}": Metric("")
-    for name in (*NEW, "isolated", "other_generator_isolated", "mixture")
+    for name in (*NEW_VOLUMES, "isolated", "other_generator_isolated", "mixture")
     for number in TissueAgreement._fields
     if f"{name}_{number}" not in METRICS
 }
 METRICS |= {
-    "whole_mae": Metric(""),  # nothing is left out of the volumes
+    "whole_mae": Metric(""),  # of volumes with all tissues
     "whole_probe_mae": Metric(""),
     "rescan_other_site": Metric(""),  # two scans of one simulated subject
     "expert_correlation": Metric(""),  # of a tissue's share of a cube and its expert's score
@@ -136,7 +136,7 @@ METRICS |= {
 
 
 class CohortChecks(Measurement):
-    """How many simulated subjects are aged and scanned again."""
+    """Checks of a model of age on single tissues, simulated ageing, rescans and region experts."""
 
     metrics = METRICS
     page = OnPage("checks on the cohort", place=16)
@@ -144,22 +144,24 @@ class CohortChecks(Measurement):
     regions: ClassVar[bool] = True
 
     subjects: int = Field(
-        8, ge=1, le=PEOPLE // 2, description="Simulated subjects, of no split, that are aged."
+        8, ge=1, le=PEOPLE // 2, description="Simulated subjects, in no split, that are aged."
     )
     ages: tuple[Age, ...] = Field(
-        (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
+        (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="Ages in years, ascending."
     )
     rescans: int = Field(
-        16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, there and elsewhere"
+        16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, at one site and at two."
     )
     probe: int = Field(
-        256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
+        256, ge=2, description="Largest number of training volumes that a probe is fitted to."
     )
     generalisation: RegionGeneralisationSettings = Field(
         RegionGeneralisationSettings(),
-        description="What region experts are tried on that training did not show.",
+        description="Tests of region experts on volumes that differ from training.",
     )
-    batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
+    batch: int = Field(
+        16, ge=1, description="Volumes per forward pass; results do not depend on it."
+    )
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -169,7 +171,7 @@ class CohortChecks(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs a cohort of volumes with ages."""
+        """Return the reason for data without ages."""
         test = subject.data.test
         if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
             return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
@@ -178,7 +180,7 @@ class CohortChecks(Measurement):
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put errors on each tissue alone, subjects aged and scanned again, and region experts.
 
-        facts: ageing, its ages and predictions [subject][age]; not_checked, what → why not.
+        facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
         """
         out.people = subject.data.test.people
         out.facts["not_checked"] = {}
@@ -191,20 +193,21 @@ class CohortChecks(Measurement):
 
 
 def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put errors on whole volumes and on each tissue alone, where the data has tissue maps."""
+    """Put errors on complete volumes and on each tissue alone, if the data have tissue maps."""
+
+    def compute_errors(region: int | None) -> list[list[float]]:
+        sizes = (settings.batch, settings.probe)
+        raw, probe = model_and_probe_errors(subject.model, subject.data, region, *sizes)
+        return [raw.tolist(), probe.tolist()]
+
+    def load_errors(name: str, region: int | None) -> ModelAndProbeErrors:
+        return ModelAndProbeErrors(*np.array(out.parts(name, partial(compute_errors, region))))
+
+    complete = load_errors("whole", None)
     tissues = subject.data.card["regions"]
-    errors = {}
-    for name in ("whole", *tissues):
-
-        def compute(region: int | None = tissues.index(name) if name in tissues else None) -> list:
-            sizes = (settings.batch, settings.probe)
-            raw, probe = model_and_probe_errors(subject.model, subject.data, region, *sizes)
-            return [raw.tolist(), probe.tolist()]
-
-        errors[name] = ModelAndProbeErrors(*np.array(out.parts(name, compute)))
-    whole = errors.pop("whole")
-    out.put("whole_mae", whole.raw)
-    out.put("whole_probe_mae", whole.probe)
+    errors = {name: load_errors(name, region) for region, name in enumerate(tissues)}
+    out.put("whole_mae", complete.raw)
+    out.put("whole_probe_mae", complete.probe)
     for name, alone in errors.items():
         out.put(f"isolated_{name}", alone.raw)
         out.put(f"probe_{name}", alone.probe)
@@ -215,7 +218,7 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
 
 
 def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
-    """People of the simulation that made the data; None where none did."""
+    """Return the simulator of unseen people; None for data that were not simulated."""
     settings = data.card["settings"]
     if settings["kind"] != "phantom":
         return None
@@ -228,15 +231,16 @@ def put_ageing(
     settings: CohortChecks,
     out: Values,
 ) -> None:
-    """Put what the model says of simulated subjects at every age; nothing of a real cohort."""
+    """Put the predictions for simulated subjects at every age; nothing for a real cohort."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
     sizes = (settings.subjects, settings.ages, settings.batch)
-    said = out.parts("ageing", lambda: predict_ageing(subject.model, people, *sizes).tolist())
-    out.put("monotone", rising_step_share(np.array(said)))
-    out.put("ageing_rank", float(np.mean(rank_correlations(settings.ages, np.array(said)))))
-    out.facts["ageing"] = {"ages": settings.ages, "predictions": said}
+    rows = out.parts("ageing", lambda: predict_ageing(subject.model, people, *sizes).tolist())
+    predictions = np.array(rows)
+    out.put("monotone", rising_step_share(predictions))
+    out.put("ageing_rank", float(np.mean(rank_correlations(settings.ages, predictions))))
+    out.facts["ageing"] = {"ages": settings.ages, "predictions": rows}
 
 
 def put_rescans(
@@ -245,7 +249,7 @@ def put_rescans(
     settings: CohortChecks,
     out: Values,
 ) -> None:
-    """Put the change of simulated people scanned again, or of the sessions of a real cohort."""
+    """Put the change between two scans of simulated people, or two sessions of a real cohort."""
     pairs = [] if people is not None else session_pairs(subject.data.subjects("test"))
 
     def put_changes(part: Values) -> None:
@@ -266,29 +270,36 @@ def put_rescans(
 
 
 def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put how often region experts are right where training did not show them the answer."""
+    """Put the agreement of region experts with tissues on volumes that differ from training."""
     tissues = subject.regions
     if not tissues or not subject.data.card["regions"]:
         return
     ages = (settings.ages[0], settings.ages[-1])
-    given = (settings.generalisation, ages, SEED, settings.batch)
 
     def put_experts(part: Values) -> None:
-        experts = measure_generalisation(subject.model, subject.data, tissues, *given)
+        experts = measure_generalisation(
+            subject.model,
+            subject.data,
+            tissues,
+            settings.generalisation,
+            ages=ages,
+            seed=SEED,
+            batch=settings.batch,
+        )
         put_agreements(experts, part)
 
     out.piece(f"generalisation of {', '.join(tissues)}", put_experts)
 
 
 def put_agreements(experts: RegionExperts, out: Values) -> None:
-    """Put how often region experts are right on all sorts of volumes."""
+    """Put the agreement of region experts on all sorts of volumes."""
     put_agreement("isolated", experts.test.isolated, out)
     put_agreement("whole", experts.test.whole, out)
     volumes = {"whole": experts.test}
     if experts.mixed is not None:
         put_agreement("mixed", experts.mixed, out)
-    for (whole, thinned, left), mixture in experts.mixtures.items():
-        put_agreement("mixture", mixture, out, whole=whole, thinned=thinned, left=left)
+    for (complete, thinned, share), mixture in experts.mixtures.items():
+        put_agreement("mixture", mixture, out, whole=complete, thinned=thinned, left=share)
     if experts.other is not None:
         put_agreement("other_generator_isolated", experts.other.isolated, out)
         put_agreement("other_generator", experts.other.whole, out)
@@ -299,13 +310,13 @@ def put_agreements(experts: RegionExperts, out: Values) -> None:
 
 
 def put_agreement(name: str, agreement: TissueAgreement, out: Values, **at: Place) -> None:
-    """Put the agreement on volumes of this name, and the chances beside it."""
+    """Put all fields of an agreement, for volumes of this name."""
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)
 
 
 def region_skip_reasons(subject: MeasuredModel) -> dict[str, str]:
-    """Why region experts were not tried, or not on the other generator's volumes."""
+    """Return checks of region experts that were skipped → reason."""
     if not subject.regions:
         return {"generalisation": "the model has no region experts (methods: regions)"}
     if not subject.data.card["regions"]:

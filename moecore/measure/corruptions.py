@@ -1,8 +1,9 @@
-"""The error under each of fifteen corruptions at each severity (Hendrycks & Dietterich, 2019)."""
+"""Error under each of fifteen corruptions at each severity (Hendrycks & Dietterich, 2019)."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Annotated, Literal, get_args
 
@@ -41,16 +42,16 @@ Name = Literal[
 
 
 def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
-    """Return mCE; None where the dense model makes no error under a corruption: it has no ratio."""
+    """Return mCE; None if the dense model makes no error under a corruption."""
     baseline = errors_of_dense(dense)
     return None if baseline is None else mean_corruption_error(errors_of(result), baseline)
 
 
 def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
-    """Return the mean errors of all dense models; None where one is 0 at all severities."""
-    seeds = [errors_of(one) for one in dense]
+    """Return mean errors over dense models; None if a corruption has error 0 at all severities."""
+    seeds = [errors_of(result) for result in dense]
     errors = {
-        name: {severity: fmean(one[name][severity] for one in seeds) for severity in row}
+        name: {severity: fmean(seed[name][severity] for seed in seeds) for severity in row}
         for name, row in seeds[0].items()
     }
     return errors if all(any(row.values()) for row in errors.values()) else None
@@ -67,8 +68,8 @@ METRICS = {
     "mce": Metric(
         "mCE",
         "lower",
-        note="mean over corruptions of error / error of dense, each summed over severities; 1 is "
-        "as good as dense",
+        note="mean over corruptions of error / error of dense, each summed over severities; 1: "
+        "equal to dense",
         paper="corruptions",
         of_dense=relative_error,
     ),
@@ -85,7 +86,7 @@ METRICS = {
 
 
 class Corruptions(Measurement):
-    """Which images are corrupted, how, and how strongly."""
+    """Error of a model on corrupted test images."""
 
     flat_classes = True
     metrics = METRICS
@@ -95,7 +96,11 @@ class Corruptions(Measurement):
         heading="Common corruptions",
         charts=(
             Chart(
-                *("error", "severity", "Error under corruption", "Severity", "Error"),
+                "error",
+                "severity",
+                title="Error under corruption",
+                x="Severity",
+                y="Error",
                 words="Mean over corruptions.",
                 share=True,
                 height=3.2,
@@ -110,19 +115,19 @@ class Corruptions(Measurement):
         (1, 3, 5), min_length=1, description="1 to 5; a corruption's error is the mean over them."
     )
     names: tuple[Name, ...] | None = Field(
-        None, min_length=1, description="Which of the fifteen; null takes all."
+        None, min_length=1, description="Corruptions; null: all fifteen."
     )
 
     @field_validator("severities", "names")
     @classmethod
-    def _once(cls, listed: tuple | None) -> tuple | None:
-        if listed and len(set(listed)) < len(listed):
+    def _once(cls, values: tuple | None) -> tuple | None:
+        if values and len(set(values)) < len(values):
             raise ValueError("the same value is listed twice")
-        return listed
+        return values
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs flat images that a model gets right or wrong."""
+        """Return the reason for data other than flat images with right or wrong answers."""
         return no_changed_images_reason(subject, "share")
 
     @classmethod
@@ -137,18 +142,18 @@ class Corruptions(Measurement):
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the error under each corruption at each severity, and means of them.
 
-        The mean over all has its interval over images: one image's corruptions belong together.
+        The interval of the mean over all is over images, as an image's corruptions are dependent.
         """
         test = subject.data.test
-        where = evenly_spaced_indices(len(test.labels), self.images)
-        images = test.images[where]
-        labels = subject.model.targets(torch.from_numpy(test.labels[where]))
+        indices = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[indices]
+        labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
 
         def hits_on(pixels: np.ndarray) -> Tensor:
             prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
             return out.task.scores(prediction, labels)
 
-        wrong = put_errors(hits_on, images, where, self, out)
+        wrong = put_errors(hits_on, images, indices, self, out)
         errors = errors_of(out.found())
         for name, row in errors.items():
             out.put("error", sum(row.values()) / len(row), corruption=name)
@@ -171,25 +176,24 @@ def errors_of(result: Found) -> Errors:
 def put_errors(
     hits_on: Callable[[np.ndarray], Tensor],
     images: np.ndarray,
-    where: np.ndarray,
+    indices: np.ndarray,
     settings: Corruptions,
     out: Values,
 ) -> np.ndarray:
-    """Put the error under each corruption at each severity; return each image's share of errors
-    over all of them, (N,).
+    """Put the error of each corruption and severity; return each image's share of errors, (N,).
 
-    hits_on: images (N, C, H, W) to bool (N,), which are right; where: the images' places in the
-    split, which their draws depend on.
+    hits_on: images (N, C, H, W) → bool (N,), right or wrong; indices: of the images in the split,
+    which the corruptions' random draws depend on.
     """
+
+    def compute_hits(name: str, severity: int) -> str | list[float]:
+        pixels = corrupt_images(images, name, severity, SEED, indices)
+        return out.task.encode_scores(hits_on(pixels))
+
     wrong = []
     for name in settings.names or CORRUPTIONS:
         for severity in sorted(settings.severities):
-
-            def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
-                pixels = corrupt_images(images, name, severity, SEED, where)
-                return out.task.encode_scores(hits_on(pixels))
-
-            packed = out.parts(f"{name} {severity}", packed_hits)
+            packed = out.parts(f"{name} {severity}", partial(compute_hits, name, severity))
             hits = out.task.decode_scores(packed, len(images))
             error = int((~hits).sum()) / len(hits)
             out.put("error", error, corruption=name, severity=severity)
@@ -198,22 +202,21 @@ def put_errors(
 
 
 def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
-    """Return mCE: mean over corruptions of Σ_s error / Σ_s baseline error.
-
-    1 where both are alike, below 1 where the model is better.  Raises UserError where the two were
-    not measured under the same corruptions and severities, or where the baseline makes no error at
-    all under a corruption, whose share is then not defined.
-    """
-    ours = {name: set(row) for name, row in errors.items()}
-    theirs = {name: set(row) for name, row in baseline.items()}
-    if ours != theirs or not errors:
-        needed = "need the same corruptions and severities, at least one"
-        raise UserError(f"mean corruption error: the model and the baseline {needed}")
+    """Return mCE: mean over corruptions of Σ_s error / Σ_s baseline error; below 1: better."""
+    severities = {name: set(row) for name, row in errors.items()}
+    baseline_severities = {name: set(row) for name, row in baseline.items()}
+    if severities != baseline_severities or not errors:
+        raise UserError(
+            "mean corruption error: the model and the baseline need the same corruptions and "
+            "severities, at least one"
+        )
     ratios = []
     for name, row in errors.items():
-        below = math.fsum(baseline[name].values())
-        if not below:
-            none = f"the baseline makes no error under {name}"
-            raise UserError(f"mean corruption error: {none}, so no ratio is defined")
-        ratios.append(math.fsum(row.values()) / below)
+        baseline_error = math.fsum(baseline[name].values())
+        if not baseline_error:
+            raise UserError(
+                f"mean corruption error: the baseline makes no error under {name}, so no ratio is "
+                "defined"
+            )
+        ratios.append(math.fsum(row.values()) / baseline_error)
     return sum(ratios) / len(ratios)

@@ -1,12 +1,11 @@
-"""What an expert is worth: the score without it, and without more and more experts (2411.00918).
+"""Worth of experts: loss of score without one expert, and without more and more (2411.00918).
 
-Tokens choose again among the others, by the router's own rule. And what a token's first, second …
-choice is worth, whichever expert that is. N images, L MoE layers, E experts, k chosen per token.
+Tokens choose among the remaining experts by the router's rule. Also the loss without a token's
+first, second … choice. N images, L MoE layers, E experts, k chosen per token.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,57 +27,57 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
 from moecore.statistics.intervals import bootstrap_mean
 
-POINTS = 8  # numbers of removed experts at most, and ranks of a token's choices
+MAX_POINTS = 8  # numbers of removed experts, and ranks of a token's choices
 ORDERS = {  # which experts are removed
     "most_used": "most used first",
     "least_used": "least used first",
     "random": "random",
 }
-WAYS: dict[Way, str] = {  # what becomes of a token's other choices
+WAYS: dict[Way, str] = {  # a token's other choices
     "as_is": "the others as they are",
     "renormalised": "the others scaled to the old sum",
     "reroute": "the next one in its place",
 }
-ORDINALS = ("1st", "2nd")  # of the choices that have columns
+ORDINALS = ("1st", "2nd")  # choices that have columns
 METRICS = {
     "expert_worth": Metric(
         "Worth of an expert",
-        note="what its removal loses of the score, paired by image; positive: it is worse without; "
-        "mean over experts and layers",
+        note="loss of score by its removal, paired by image; positive: worse without it; mean over "
+        "experts and layers",
         signed=True,
     ),
     "needed_experts": Metric(
         "Needed experts",
         form="share",
-        note="experts whose removal loses score beyond its interval, each tested by itself",
+        note="experts whose removal loses score, with an interval above 0, each tested separately",
     ),
 }
 METRICS |= {
     f"lost_without_{order}": Metric(
-        f"Loss without half, {words}",
-        note=f"at most half of each layer's experts removed, {words}; of the score, paired by "
-        "image; positive: it is worse without",
+        f"Loss without half, {label}",
+        note=f"at most half of each layer's experts removed, {label}; loss of score, paired by "
+        "image; positive: worse without them",
         signed=True,
         detail=order == "random",
     )
-    for order, words in ORDERS.items()
+    for order, label in ORDERS.items()
 }
 METRICS |= {
     f"lost_without_choice_{rank}_{way}": Metric(
-        f"Loss without the {ordinal} choice, {words}",
-        note=f"every token in every layer goes without it, {words}; of the score, paired by image; "
-        "positive: it is worse without",
+        f"Loss without the {ordinal} choice, {label}",
+        note=f"dropped for every token in every layer, {label}; loss of score, paired by image; "
+        "positive: worse without it",
         signed=True,
         detail=way != "as_is",
     )
     for rank, ordinal in enumerate(ORDINALS, 1)
-    for way, words in WAYS.items()
+    for way, label in WAYS.items()
 }
 METRICS |= {f"lost_without_choice_{way}": Metric("", signed=True) for way in WAYS}
 
 
 class ExpertWorth(Measurement):
-    """Which images lose experts; which experts are used most is counted on the validation split."""
+    """Loss of score without experts; the order of use is counted on the validation split."""
 
     metrics = METRICS
     page = OnPage(
@@ -87,8 +86,11 @@ class ExpertWorth(Measurement):
         heading="What experts are worth",
         charts=(
             Chart(
-                *("lost_without_most_used", "removed", "Most used experts removed"),
-                *("Experts removed from every layer", "Loss"),
+                "lost_without_most_used",
+                "removed",
+                title="Most used experts removed",
+                x="Experts removed from every layer",
+                y="Loss",
                 words="Loss of the score.",
             ),
         ),
@@ -98,81 +100,88 @@ class ExpertWorth(Measurement):
     images: int | None = Field(
         500, ge=2, description="Test images, evenly spread, the same for every method; null: all."
     )
-    batch: int = Field(256, ge=1, description="Images a forward pass.")
-    draws: int = Field(5, ge=1, description="Of the random experts that are removed for comparison")
+    batch: int = Field(256, ge=1, description="Images per forward pass.")
+    draws: int = Field(5, ge=1, description="Random draws of removed experts, for comparison.")
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: a router must choose some of the experts by scores."""
+        """Return the reason for routers whose experts cannot be barred."""
         return no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put what each expert is worth, and what is lost without several in every layer.
+        """Put the loss without each expert, and without several experts in every layer.
 
-        A loss is positive where the score is worse without. facts: load, (L, E), each expert's
-        share of the choices on validation images.
+        Losses are positive if the score is worse without. facts: load, (L, E), each expert's share
+        of the choices on validation images.
         """
         model = subject.model
         layers, experts = len(model.layouts), model.experts_and_router.experts.choices
-        known = load_of_validation(subject, self)
+        counts = count_choices_on_validation(subject, self)
         full = np.array(
             out.parts("all", lambda: scores_without_experts(subject, self, nullcontext()))
         )
 
-        def lost(name: str, change: AbstractContextManager) -> np.ndarray:
-            left = np.array(out.parts(name, lambda: scores_without_experts(subject, self, change)))
+        def measure_loss(name: str, change: AbstractContextManager) -> np.ndarray:
+            scores = np.array(
+                out.parts(name, lambda: scores_without_experts(subject, self, change))
+            )
             sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
-            return sign * (full - left)
+            return sign * (full - scores)
 
         def expert_losses(layer: int) -> list[np.ndarray]:
             return [
-                lost(
+                measure_loss(
                     f"layer {layer} expert {expert}",
                     remove_experts(model, single_removal_plan(layers, layer, expert)),
                 )
                 for expert in range(experts)
             ]
 
-        alone = np.array([expert_losses(layer) for layer in range(layers)])
+        losses = np.array([expert_losses(layer) for layer in range(layers)])
         split = subject.data.test
         people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
         out.people = people
-        out.put("expert_worth", alone.mean(axis=(0, 1)))
+        out.put("expert_worth", losses.mean(axis=(0, 1)))
         lows = []
         for layer, expert in np.ndindex(layers, experts):
-            interval = bootstrap_mean(alone[layer, expert], lowest=-np.inf, people=people)
+            interval = bootstrap_mean(losses[layer, expert], lowest=-np.inf, people=people)
             out.put("expert_worth", interval, layer=layer + 1, expert=expert)
             lows.append(interval.low or 0.0)
         out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
-        put_removals(model, lost, known, self.draws, out)
-        put_ranks(model, lost, out)
-        out.facts["load"] = known / known.sum(dim=1, keepdim=True)
+        put_removals(model, measure_loss, counts, self.draws, out)
+        put_ranks(model, measure_loss, out)
+        out.facts["load"] = counts / counts.sum(dim=1, keepdim=True)
 
 
-# name of a part and a change of the model → what the score of each image loses, (N,)
-Lost = Callable[[str, AbstractContextManager], np.ndarray]
+# name of a part and a change of the model → loss of score per image, (N,)
+MeasureLoss = Callable[[str, AbstractContextManager], np.ndarray]
 
 
-def put_removals(model: Model, lost: Lost, known: Tensor, draws: int, out: Values) -> None:
-    """Put what is lost without some numbers of experts in every layer, by which they are; random:
-    the mean over draws, each layer its own, whose interval is over images alone.
+def put_removals(
+    model: Model, measure_loss: MeasureLoss, counts: Tensor, draws: int, out: Values
+) -> None:
+    """Put losses without several experts in every layer: most used, least used, random.
 
-    known: (L, E) how often each is chosen. The columns are of at most half of the experts.
+    counts: (L, E), choices of each expert. The columns are of at most half of the experts.
     """
-    layers, experts = known.shape
-    without = partial(remove_experts, model)
-    most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
+    layers, experts = counts.shape
+    by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
     numbers = expert_counts_to_remove(removable_expert_count(model))
     shown = max([number for number in numbers if 2 * number <= experts], default=numbers[0])
+
+    def lost_without(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
+        return measure_loss(name, remove_experts(model, removed))
+
     for number in numbers:
-        drawn = [
-            lost(f"random {number} {draw}", without(draw_experts(layers, experts, number, draw)))
+        # Drawn per layer; the interval of their mean is over images, not over draws.
+        random = [
+            lost_without(f"random {number} {draw}", draw_experts(layers, experts, number, draw))
             for draw in range(draws)
         ]
         losses = {
-            "most_used": lost(f"most {number}", without([one[:number] for one in most_used])),
-            "least_used": lost(f"least {number}", without([one[-number:] for one in most_used])),
-            "random": np.mean(drawn, axis=0),
+            "most_used": lost_without(f"most {number}", [order[:number] for order in by_use]),
+            "least_used": lost_without(f"least {number}", [order[-number:] for order in by_use]),
+            "random": np.mean(random, axis=0),
         }
         for order, values in losses.items():
             name = f"lost_without_{order}"
@@ -181,21 +190,19 @@ def put_removals(model: Model, lost: Lost, known: Tensor, draws: int, out: Value
                 out.put(name, values)
 
 
-def put_ranks(model: Model, lost: Lost, out: Values) -> None:
-    """Put what is lost where every token goes without one of its choices, by what becomes of the
-    others; POINTS choices at most.
-    """
+def put_ranks(model: Model, measure_loss: MeasureLoss, out: Values) -> None:
+    """Put the loss without the first, second … choice of every token, at most MAX_POINTS."""
     choices = model.experts_and_router.experts.choices - removable_expert_count(model)
-    for rank in range(1, min(POINTS, choices) + 1):
+    for rank in range(1, min(MAX_POINTS, choices) + 1):
         for way in WAYS:
-            values = lost(f"rank {rank} {way}", drop_choices(model, rank, way))
+            values = measure_loss(f"rank {rank} {way}", drop_choices(model, rank, way))
             out.put(f"lost_without_choice_{way}", values, rank=rank)
             if rank <= len(ORDINALS):
                 out.put(f"lost_without_choice_{rank}_{way}", values)
 
 
-def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
-    """Return how often each layer's experts are chosen on validation images, (L, E) fp64."""
+def count_choices_on_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
+    """Count the choices of each layer's experts on validation images, (L, E) fp64."""
     images = evenly_spaced_images(subject.data.validation, settings)
     _, records = predict_in_batches(subject.model, images, settings.batch, prediction=False)
     return torch.stack([expert_counts(record.chosen) for record in records]).double()
@@ -203,8 +210,8 @@ def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
 
 def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """Return ``bar_experts`` of the ``removed`` experts of each layer."""
-    every = torch.arange(model.experts_and_router.experts.choices)
-    masks = [torch.isin(every, torch.tensor(one).long()) for one in removed]
+    experts = torch.arange(model.experts_and_router.experts.choices)
+    masks = [torch.isin(experts, torch.tensor(barred).long()) for barred in removed]
     return bar_experts(model, [mask.to(model_device(model)) for mask in masks])
 
 
@@ -213,11 +220,9 @@ def scores_without_experts(
 ) -> list[float]:
     """Return the score of each test image under a change of the model."""
     model, split, task = subject.model, subject.data.test, subject.model.image.task
-    where = evenly_spaced_indices(len(split.images), settings.images)
-    images, labels = (
-        evenly_spaced_images(split, settings),
-        torch.from_numpy(np.array(split.labels[where])),
-    )
+    indices = evenly_spaced_indices(len(split.images), settings.images)
+    images = evenly_spaced_images(split, settings)
+    labels = torch.from_numpy(np.array(split.labels[indices]))
     with change:
         if task.long:
             return text_block_scores(model, images, labels).tolist()
@@ -226,22 +231,22 @@ def scores_without_experts(
 
 
 def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
-    """Return as many images of the split as are measured, evenly spread."""
+    """Return the measured number of images of a split, evenly spread."""
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
 
 
 def single_removal_plan(layers: int, layer: int, expert: int) -> list[list[int]]:
-    """Return the removed experts of each layer: this one of this layer."""
-    return [[expert] if place == layer else [] for place in range(layers)]
+    """Return the removed experts of each layer: one expert of one layer."""
+    return [[expert] if index == layer else [] for index in range(layers)]
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
-    """Return so many experts of each layer by chance; a larger number of one draw has them all."""
-    random = np.random.default_rng([SEED, draw])
-    return [random.permutation(experts)[:number].tolist() for _ in range(layers)]
+    """Draw ``number`` experts of each layer; a larger number with the same draw includes them."""
+    generator = np.random.default_rng([SEED, draw])
+    return [generator.permutation(experts)[:number].tolist() for _ in range(layers)]
 
 
-def expert_counts_to_remove(most: int) -> list[int]:
-    """Return numbers of experts to remove, at most POINTS of them, evenly spread up to ``most``."""
-    spread = np.linspace(0, most, min(most, POINTS) + 1)[1:]
+def expert_counts_to_remove(largest: int) -> list[int]:
+    """Return at most MAX_POINTS numbers of experts to remove, evenly spread up to ``largest``."""
+    spread = np.linspace(0, largest, min(largest, MAX_POINTS) + 1)[1:]
     return [int(number) for number in spread.round()]

@@ -19,7 +19,9 @@ from moecore.core.routing_records import TokenLayout
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
+from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.measure.changed_images import ChangedImages
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerGallery,
@@ -28,8 +30,6 @@ from moecore.measure.exploring.expert_gallery import (
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.exploring.word_gallery import word_galleries_by_layer, word_numbers
-from moecore.measure.routing_metrics import sweeps
-from moecore.measure.routing_metrics.sweeps import ChangedImages
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
@@ -100,11 +100,15 @@ class Explorer(Measurement):
 
         changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
             "clean": lambda: [ChangedImages("clean", "clean", clean)],
-            "noise": lambda: sweeps.noise_variants(
+            "noise": lambda: changed_images.iterate_noisy_images(
                 clean, places, SIGMAS, SEED, model.image.channels
             ),
-            "attack": lambda: sweeps.attack_variants(target, self.attack, self.epsilons),
-            "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, SEED),
+            "attack": lambda: changed_images.iterate_attacked_images(
+                target, self.attack, self.epsilons
+            ),
+            "augmentations": lambda: changed_images.iterate_augmented_images(
+                images, asked, layout, SEED
+            ),
         }
 
         def part(name: str) -> ExplorerPart:
@@ -135,7 +139,7 @@ class Explorer(Measurement):
 class ShownVariant(Config):
     """The images, changed in one way."""
 
-    kind: sweeps.Kind
+    kind: changed_images.Kind
     label: str
     picture: EncodedPicture | None  # None: of volumes only the clean ones are kept
     origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none

@@ -1,8 +1,8 @@
-"""How well a frozen model's features tell classes from a few images each: a ridge on top of them.
+"""Few-shot accuracy: ridge regression on a frozen model's features, from a few images per class.
 
-V-MoE's few-shot evaluator, whose 5-shot ERMoE's main paper reports too: features before the head,
-targets −1 and +1, the penalty λ among powers of two. V-MoE chooses λ on the test sets; here it is
-chosen by leaving one of the few images out, and the choice on the test set stands beside it.
+V-MoE's few-shot evaluator (ERMoE's main paper also reports 5-shot): features before the head,
+targets −1 and +1, penalty λ = 2^i. V-MoE chooses λ on the test sets. Here leave-one-out
+cross-validation on the few images chooses it; the result of V-MoE's choice is put as well.
 
 N few-shot images, M test images, D features, K classes.
 """
@@ -22,9 +22,9 @@ from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import mean_over_seeds
 
 EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
-BIAS = 100.0  # of the column appended to the features, V-MoE's: its weight is hardly penalised
-LEAST = 1e-5  # added to a feature's deviation, V-MoE's
-CHUNK = 4096  # test images whose scores under all penalties are in memory at once
+BIAS = 100.0  # value of the appended column (V-MoE); large, so the penalty on its weight is small
+EPSILON = 1e-5  # added to a feature's standard deviation (V-MoE)
+CHUNK_SIZE = 4096  # test images whose scores under all penalties are in memory at once
 
 METRICS = {
     "few_shot": Metric(
@@ -41,7 +41,7 @@ METRICS = {
     "few_shot_leaky": Metric(
         "{}-shot accuracy, penalty chosen on test (leaky)",
         form="share",
-        note="the same with the penalty that is best on the test images themselves: too good",
+        note="the same with the penalty that is best on the test images: an overestimate",
         paper="ermoe",
         over="shots",
         name="few_shot_{}_leaky",
@@ -52,7 +52,7 @@ METRICS = {
 
 
 class FewShot(Measurement):
-    """How many images a class, and how often they are drawn."""
+    """Few-shot accuracy of a ridge on the model's features."""
 
     flat_classes = True
     metrics = METRICS
@@ -61,7 +61,10 @@ class FewShot(Measurement):
         place=12,
         charts=(
             Chart(
-                *("few_shot", "shots", "Accuracy from a few images", "Images per class"),
+                "few_shot",
+                "shots",
+                title="Accuracy from a few images",
+                x="Images per class",
                 y="Accuracy",
                 words="Ridge on frozen features, mean over draws.",
                 share=True,
@@ -74,13 +77,13 @@ class FewShot(Measurement):
     shots: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1, 5, 10, 25),
         min_length=1,
-        description="Training images per class; larger than a class: skipped.",
+        description="Training images per class; numbers above the smallest class are skipped.",
     )
-    draws: int = Field(5, ge=1, description="Draws of these images; every method sees the same.")
+    draws: int = Field(5, ge=1, description="Random draws of images, the same for every method.")
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs flat images of one class each."""
+        """Return the reason for data other than flat images of one class each."""
         return no_flat_images_reason(subject, "shots")
 
     def places(self) -> dict[str, Iterable[Place]]:
@@ -88,133 +91,131 @@ class FewShot(Measurement):
         return {"shots": self.shots}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the test score for every number of images that the smallest class has."""
+        """Put the test score for every number of shots that the smallest class allows."""
         train, test = subject.data.train, subject.data.test
-        least, name = smallest_class(subject)
-        fits = sorted({shots for shots in self.shots if shots <= least})
-        wanted = [
+        size, name = smallest_class(subject)
+        fits = sorted({shots for shots in self.shots if shots <= size})
+        draws = [
             draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(self.draws)
         ]
-        used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-        tested = head_features(subject, np.asarray(test.images))
-        few = tested[:0]
+        # Features of all drawn training images are computed once; a draw looks its rows up.
+        used = np.unique(np.concatenate([draw.flatten() for draw in draws]))
+        test_features = head_features(subject, np.asarray(test.images))
+        train_features = test_features[:0]
         if fits:
-            few = head_features(subject, np.asarray(train.images[used]))
+            train_features = head_features(subject, np.asarray(train.images[used]))
 
         def put_shots(shots: int, out: Values) -> None:
-            draws = []
-            for one in wanted:
-                chosen = one[:, :shots].flatten()
-                own = few[np.searchsorted(used, chosen)]
-                draws.append(score_few_shot_draw(subject, tested, own, train.labels[chosen]))
-            put_draws(shots, draws, out)
+            scores = []
+            for draw in draws:
+                chosen = draw[:, :shots].flatten()
+                few = train_features[np.searchsorted(used, chosen)]
+                labels = train.labels[chosen]
+                scores.append(score_few_shot_draw(subject, test_features, few, labels))
+            put_draws(shots, scores, out)
 
         for shots in fits:
             out.piece(f"{shots} shots", partial(put_shots, shots))
-        why = f"the smallest class, {name}, has {least} training images"
-        out.skipped += [f"{shots} shots: {why}" for shots in sorted({*self.shots} - {*fits})]
+        reason = f"the smallest class, {name}, has {size} training images"
+        out.skipped += [f"{shots} shots: {reason}" for shots in sorted({*self.shots} - {*fits})]
 
 
 def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
-    """The fewest training images of a class, and its name."""
+    """Return the number of training images of the smallest class, and its name."""
     task = subject.data.task
     return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
 
 
 def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
-    """Places in the training split of ``shots`` images of each class, (K, shots), class by class.
+    """Return indices of ``shots`` training images per class, (K, shots).
 
-    Each class is permuted: fewer shots are a part of more, and all methods get the same.
+    Each class is permuted once per draw: fewer shots are a subset of more, for all methods.
     """
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))
     if members is None:
-        raise ValueError("labels are not classes; ask `applies` first")
+        raise ValueError("labels are not classes; call `applies` first")
     rows, classes = (part.numpy() for part in members)
     generator = np.random.default_rng([seed, draw])
-    places = [rows[classes == number] for number in range(task.outputs)]
-    return np.stack([generator.permutation(one)[:shots] for one in places])
+    by_class = [rows[classes == number] for number in range(task.outputs)]
+    return np.stack([generator.permutation(indices)[:shots] for indices in by_class])
 
 
 def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
-    """Return the features that the model's head reads of each image, (N, D) fp64."""
+    """Return the features that the model's head reads, (N, D) fp64."""
     return torch.from_numpy(predict_with_features(subject.model, images)[1])
 
 
 class PenaltyScores(NamedTuple):
-    """One draw under every penalty of EXPONENTS."""
+    """Scores of one draw under every penalty of EXPONENTS."""
 
     scores: Tensor  # (30,), on the test split
-    chosen: int  # the exponent that leaving one out prefers
-    items: Tensor  # (M,) fp64, each test image's score under that one
+    chosen: int  # exponent chosen by leave-one-out
+    items: Tensor  # (M,) fp64, each test image's score with that exponent
 
 
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> PenaltyScores:
-    """Return the scores on the test split of ridges that are fitted to a few images.
+    """Return the test scores of ridges fitted to ``few`` features (N, D) with labels (N,).
 
-    tested: features (M, D) of the test split; few: features (N, D); labels: (N,).
+    tested: (M, D), features of the test split.
     """
     from sklearn.linear_model import Ridge  # slow to import
 
     task = subject.data.task
     mean = few.mean(dim=0)
-    scale = few.std(dim=0, correction=0) + LEAST
-    given = (
-        append_bias((few - mean) / scale),
-        one_vs_rest_targets(torch.from_numpy(labels), task.outputs),
-    )
-    chosen = choose_ridge_exponent(*given)
+    scale = few.std(dim=0, correction=0) + EPSILON
+    inputs = append_bias((few - mean) / scale)
+    targets = one_vs_rest_targets(torch.from_numpy(labels), task.outputs)
+    chosen = choose_ridge_exponent(inputs, targets)
     ridges = {
-        exponent: Ridge(2.0**exponent, fit_intercept=False).fit(*given) for exponent in EXPONENTS
+        exponent: Ridge(2.0**exponent, fit_intercept=False).fit(inputs, targets)
+        for exponent in EXPONENTS
     }
-    right = torch.zeros(len(EXPONENTS), dtype=torch.float64)
+    totals = torch.zeros(len(EXPONENTS), dtype=torch.float64)
     items = []
-    known = torch.from_numpy(np.array(subject.data.test.labels))
-    for part, own in zip(tested.split(CHUNK), known.split(CHUNK), strict=True):
-        ready = append_bias((part - mean) / scale)
-        for place, (exponent, ridge) in enumerate(ridges.items()):
-            scores = task.scores(torch.from_numpy(ridge.predict(ready)), own).double()
-            right[place] += scores.sum()
+    test_labels = torch.from_numpy(np.array(subject.data.test.labels))
+    for chunk, truth in zip(tested.split(CHUNK_SIZE), test_labels.split(CHUNK_SIZE), strict=True):
+        chunk_inputs = append_bias((chunk - mean) / scale)
+        for index, (exponent, ridge) in enumerate(ridges.items()):
+            scores = task.scores(torch.from_numpy(ridge.predict(chunk_inputs)), truth).double()
+            totals[index] += scores.sum()
             if exponent == chosen:
                 items.append(scores)
-    return PenaltyScores(right / len(known), chosen, torch.cat(items))
+    return PenaltyScores(totals / len(test_labels), chosen, torch.cat(items))
 
 
 def append_bias(features: Tensor) -> Tensor:
-    """Features (N, D) and a column of BIAS."""
+    """Append a column of BIAS to features (N, D)."""
     return torch.nn.functional.pad(features, (0, 1), value=BIAS)
 
 
 def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
-    """1 for the class of an image and −1 for the others; (N, K) fp64."""
+    """Return 1 for the class of an image and −1 for the others; (N, K) fp64."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
 def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
-    """Return the exponent of the least squared error on images left out; of equal ones the largest.
-
-    The squared error, as accuracy has many ties. With one image a class the class of the image left
-    out is unknown to the others, so that the error tells only how far to shrink.
-    features: (N, D); targets: (N, K).
-    """
+    """Return the exponent with the smallest leave-one-out squared error; in a tie the largest."""
     from sklearn.linear_model import RidgeCV  # slow to import
 
+    # Squared error, as accuracy has many ties. With one image per class, the left-out image's class
+    # is unknown to the others: the error then measures shrinkage alone.
     penalties = np.exp2(EXPONENTS[::-1])
     return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
 
 
 def put_draws(shots: int, draws: Sequence[PenaltyScores], out: Values) -> None:
-    """Put the scores of several draws: with the penalty that each chose, and with the one for all
-    draws that is best on the test split itself.
+    """Put the scores with each draw's penalty, and with the penalty that is best on the test split.
 
-    The values of items are means over the draws, which are the same for every model.
+    Values per image are means over draws; the draws are the same for every model.
     """
-    every = torch.stack([draw.scores for draw in draws])  # (draws, 30)
-    own = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
+    scores = torch.stack([draw.scores for draw in draws])  # (draws, 30)
+    chosen = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
     items = torch.stack([draw.items for draw in draws]).mean(dim=0)
-    out.put("few_shot", items, mean_over_seeds(own), shots=shots)
-    means = every.mean(dim=0).tolist()
+    out.put("few_shot", items, mean_over_seeds(chosen), shots=shots)
+    means = scores.mean(dim=0).tolist()
+    # reversed: in a tie the largest penalty, as in choose_ridge_exponent
     leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
-    out.put("few_shot_leaky", mean_over_seeds(every[:, leaky].tolist()), shots=shots)
+    out.put("few_shot_leaky", mean_over_seeds(scores[:, leaky].tolist()), shots=shots)

@@ -1,7 +1,4 @@
-"""The score over the experts left: a trained model is pruned and merged, without any training.
-
-E experts, N images.
-"""
+"""Score of a trained model with fewer experts, pruned or merged without training."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -30,17 +27,17 @@ METRICS = {
         "{score}, {}{unit}",
         SCORE,
         SCORE,
-        note="without training, on test images; what experts do is known from training images",
+        note="without training, on test images; statistics of experts are from training images",
         over="reduction",
         name="{score}_{}",
         detail=True,
     ),
-    "reduced_experts": Metric(""),  # of a layer
+    "reduced_experts": Metric(""),  # per layer
 }
 
 
 class FewerExperts(Measurement):
-    """How many experts are left, by which ways."""
+    """Score over the share of remaining experts, by pruning and merging."""
 
     metrics = METRICS
     page = OnPage(
@@ -49,7 +46,11 @@ class FewerExperts(Measurement):
         heading="Fewer experts",
         charts=tuple(
             Chart(
-                *("reduced_score", way, title, "Experts gone, %", "{score}{unit}"),
+                "reduced_score",
+                way,
+                title=title,
+                x="Experts removed, %",
+                y="{score}{unit}",
                 words="Without training.",
                 share=None,
                 top=1.02,
@@ -59,7 +60,9 @@ class FewerExperts(Measurement):
     )
 
     left: tuple[Share, ...] = Field(
-        (0.75, 0.5, 0.25), min_length=1, description="Shares of a layer's experts, rounded up."
+        (0.75, 0.5, 0.25),
+        min_length=1,
+        description="Remaining shares of a layer's experts, rounded up.",
     )
     ways: tuple[Way, ...] = Field(
         ("reap", "load", "merge"),
@@ -67,67 +70,68 @@ class FewerExperts(Measurement):
         description="reap, load: pruned by that score; merge: clustered by mean outputs.",
     )
     calibration: int = Field(
-        1000, ge=1, description="Training images that tell what experts do, evenly spread."
+        1000, ge=1, description="Training images for statistics of experts, evenly spread."
     )
     images: int | None = Field(
-        None, ge=1, description="Test images that are scored, evenly spread; null: all of them."
+        None, ge=1, description="Scored test images, evenly spread; null: all."
     )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: it needs experts."""
+        """Return the reason for a dense model."""
         return None if model.moe is not None else "the model has no experts"
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return the words of a ``reduction_key``."""
+        """Return a ``reduction_key`` in words."""
         way, _, percent = str(place).partition("_")
         return f"{TITLES[way].lower()}, {percent.replace('_', '.')} % left"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return each way with each share of experts left."""
-        return {"reduction": [reduction_key(*one) for one in self.planned_reductions()[1:]]}
+        """Return each way with each remaining share."""
+        reductions = self.planned_reductions()[1:]
+        return {"reduction": [reduction_key(way, share) for way, share in reductions]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the scores of the model as it is, and of every way and share that can be."""
-        model, data = subject.model, subject.data
-        where = evenly_spaced_indices(len(data.test.labels), self.images)
-        few = Split(data.test.images[where], data.test.labels[where], data.test.people_at(where))
+        """Put the score with all experts, and with every way and share that is possible."""
+        model, test = subject.model, subject.data.test
+        indices = evenly_spaced_indices(len(test.labels), self.images)
+        few = Split(test.images[indices], test.labels[indices], test.people_at(indices))
         out.people = few.people
-        uses = measure_expert_use(model, data.train, self.calibration)
+        uses = measure_expert_use(model, subject.data.train, self.calibration)
         skipped: dict[str, list[str]] = {}
-        for way, left in self.planned_reductions():
-            name = f"{way} {left:g}"
+        for way, share in self.planned_reductions():
+            name = f"{way} {share:g}"
             try:
-                out.piece(name, partial(put_reduced, model, uses, few, way, left))
+                out.piece(name, partial(put_reduced, model, uses, few, way, share))
             except UserError as error:
                 skipped.setdefault(str(error), []).append(name)
-        out.skipped += [f"{', '.join(names)}: {why}" for why, names in skipped.items()]
+        out.skipped += [f"{', '.join(names)}: {reason}" for reason, names in skipped.items()]
         self.put_curves(out)
 
     def put_curves(self, out: Values) -> None:
-        """Put the scores of each way again, over the percent of experts that are gone, from 0."""
+        """Put the scores of each way again, over the percentage of removed experts, from 0."""
         result = out.found()
-        whole = result.find("reduced_score", way="all", left=1.0)
+        full = result.find("reduced_score", way="all", left=1.0)
         for way in self.ways:
             reduced = [
-                (left, result.find("reduced_score", way=way, left=left))
-                for left in sorted(self.left, reverse=True)
+                (share, result.find("reduced_score", way=way, left=share))
+                for share in sorted(self.left, reverse=True)
             ]
             if any(value for _, value in reduced):
-                for left, value in [(1.0, whole), *reduced]:
+                for share, value in [(1.0, full), *reduced]:
                     score = None if value is None else value.value
-                    out.put("reduced_score", score, **{way: 100 * (1 - left)})
+                    out.put("reduced_score", score, **{way: 100 * (1 - share)})
 
     def planned_reductions(self) -> list[tuple[WayOrAll, float]]:
-        """Return all experts, then each way with each share, largest first."""
-        ways = [(way, left) for way in self.ways for left in sorted(self.left, reverse=True)]
+        """Return all experts, then each way with each remaining share, largest first."""
+        ways = [(way, share) for way in self.ways for share in sorted(self.left, reverse=True)]
         return [("all", 1.0), *ways]
 
 
-def reduction_key(way: str, left: float) -> str:
-    """Return reap_50 of the way and the percent of the experts that are left."""
-    return f"{way}_{100 * left:.3g}".replace(".", "_")
+def reduction_key(way: str, share: float) -> str:
+    """Return a name of the way and the remaining percentage, such as reap_50."""
+    return f"{way}_{100 * share:.3g}".replace(".", "_")
 
 
 def put_reduced(
@@ -135,14 +139,12 @@ def put_reduced(
     uses: Mapping[str, ExpertUse],
     split: Split,
     way: WayOrAll,
-    left: float,
+    share: float,
     out: Values,
 ) -> None:
-    """Put the score of a model with fewer experts on a split. Raises UserError where there is no
-    such model.
-    """
+    """Put the score on a split with a share of experts; raise UserError if that is not possible."""
     if way != "all":
-        reduction = Merge(left=left) if way == "merge" else Prune(left=left, by=way)
+        reduction = Merge(left=share) if way == "merge" else Prune(left=share, by=way)
         model = reduction.reduce_experts(model, uses)
     task = model.image.task
     labels = torch.from_numpy(np.array(split.labels))
@@ -152,7 +154,7 @@ def put_reduced(
         prediction, _ = predict_in_batches(model, split.images, routing=False)
         scores = task.scores(prediction, model.targets(labels))
     interval = task.interval(scores, split.people)
-    out.put("reduced_score", interval, way=way, left=left)
-    out.put("reduced_experts", model.experts_and_router.experts.number, way=way, left=left)
+    out.put("reduced_score", interval, way=way, left=share)
+    out.put("reduced_experts", model.experts_and_router.experts.number, way=way, left=share)
     if way != "all":
-        out.put("reduced_score", scores, interval, reduction=reduction_key(way, left))
+        out.put("reduced_score", scores, interval, reduction=reduction_key(way, share))

@@ -1,7 +1,7 @@
-"""What a forward pass costs, and which part of it the routing is (ERMoE, tables S2 and S4).
+"""Cost of a forward pass, and the part of the routing (ERMoE, tables S2 and S4).
 
-Routing is all of an MoE layer but its experts: the router, and the way of the tokens to the experts
-and back. Where a teacher routes (``teacher_routed``), all of the teacher belongs to it.
+Routing is an MoE layer without its experts: router, dispatch and combination. Where a teacher
+routes (``teacher_routed``), the whole teacher counts as routing.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,35 +20,34 @@ from moecore.nn.predict import eval_mode, model_device
 from moecore.training.guide import Guide
 from moecore.training.meter import measure_peak, peak_counting_method
 
-WARM_UP = 3  # passes before those that are timed
+WARM_UP = 3  # passes that are not timed, before the others
 
 # number of a pass → images (B, C, H, W) in [0, 1], on the model's device
 Images = Callable[[int], Tensor]
 
 
 class WholeAndRoutingCost(NamedTuple):
-    """Of all of a computation, and of the routing within it."""
+    """Cost of a computation, and of the routing within it."""
 
     whole: float
     routing: float
 
 
 class ForwardPassSegment(NamedTuple):
-    """A part of a forward pass: where it starts and ends, as ``record_spans`` was told to look."""
+    """A part of a forward pass, with the marks at its start and end."""
 
     part: str  # "layer", "experts" or "teacher"
     start: Any
     end: Any
-    padding: float  # share of the experts' rows that no token needs
+    padding: float  # share of the experts' rows that only pad
 
 
 def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
-    """FLOPs per image in evaluation mode; a multiplication and an addition count as two.
+    """Return FLOPs per image in evaluation mode; a multiplication and an addition count as two.
 
-    images: (B, C, H, W) in [0, 1], on the model's device. Counted are products of matrices,
-    convolutions and attention, the grouped product of the experts among them; sums, norms and other
-    work on single elements are not, as torch.utils.flop_counter has it. Rows that only pad an
-    expert's rows on CPU are taken off, so that the count is the model's and not the machine's.
+    Matrix products (also grouped ones), convolutions and attention are counted; element-wise work
+    is not (torch.utils.flop_counter). Padding rows of experts on CPU are subtracted: the count
+    does not depend on the machine. images: (B, C, H, W) in [0, 1], on the model's device.
     """
     register_flop_formulas()
     counter = FlopCounterMode(display=False)
@@ -71,7 +70,7 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
 def pass_and_routing_times(
     model: nn.Module, images: Images, rounds: int, warm_up: int = 3
 ) -> list[WholeAndRoutingCost]:
-    """Seconds of ``rounds`` forward passes and of the routing in them, after ``warm_up`` others."""
+    """Return seconds of ``rounds`` passes and their routing, after ``warm_up`` passes."""
     device = model_device(model)
     times = []
     clock = Clock(device)
@@ -93,7 +92,7 @@ def pass_and_routing_times(
 
 
 def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
-    """Return seconds of ``rounds`` forward passes, nothing watched, after WARM_UP others."""
+    """Return seconds of ``rounds`` passes without hooks, after WARM_UP passes."""
     with eval_mode(model), torch.no_grad():
         return time_calls(
             lambda number: model(images(number)), rounds, WARM_UP, model_device(model)
@@ -101,48 +100,49 @@ def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float
 
 
 def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
-    """The most bytes held during a forward pass without gradients, and how they were counted.
-
-    images: (B, C, H, W).  Weights are included.
-    """
-    held = (*model.parameters(), *model.buffers(), images)
+    """Return the peak bytes of a pass without gradients, weights included, and how counted."""
+    tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
-    with eval_mode(model), torch.no_grad(), measure_peak(held, device) as peak:
+    with eval_mode(model), torch.no_grad(), measure_peak(tensors, device) as peak:
         model(images)
     return peak.size, peak_counting_method(device)
 
 
 def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
-    """All of the MoE layers but their experts, and the teacher where there is one."""
+    """Return the sum of MoE layers − their experts + teacher."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 
 
 @contextmanager
 def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
-    """The spans of every MoE layer, its experts, and a teacher, in forward passes within.
-
-    ``mark`` is read at both ends of each.
-    """
+    """Record the spans of MoE layers, experts and a teacher in passes inside the ``with``."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Guide):
                 _record_module(stack, module, "teacher", mark, spans, {})
             if isinstance(module, MoEFeedForward):
-                seen: dict[str, float] = {}
-                stack.callback(
-                    module.router.register_forward_hook(
-                        lambda _, __, output, seen=seen, layer=module: seen.update(
-                            padding=padding_share(layer.plan_networks(output[0]))
-                        )
-                    ).remove
-                )
-                _record_module(stack, module, "layer", mark, spans, {})
-                _record_module(stack, module.experts, "experts", mark, spans, seen)
-                if module.shared is not None:
-                    _record_module(stack, module.shared, "experts", mark, spans, {})
+                _record_layer(stack, module, mark, spans)
         yield spans
+
+
+def _record_layer(
+    stack: ExitStack,
+    layer: MoEFeedForward,
+    mark: Callable[[], Any],
+    spans: list[ForwardPassSegment],
+) -> None:
+    padding: dict[str, float] = {}
+
+    def store_padding(router: nn.Module, inputs: tuple, output: tuple) -> None:
+        padding["share"] = padding_share(layer.plan_networks(output[0]))
+
+    stack.callback(layer.router.register_forward_hook(store_padding).remove)
+    _record_module(stack, layer, "layer", mark, spans, {})
+    _record_module(stack, layer.experts, "experts", mark, spans, padding)
+    if layer.shared is not None:
+        _record_module(stack, layer.shared, "experts", mark, spans, {})
 
 
 def _record_module(
@@ -151,25 +151,22 @@ def _record_module(
     part: str,
     mark: Callable[[], Any],
     spans: list[ForwardPassSegment],
-    seen: dict[str, float],
+    padding: dict[str, float],
 ) -> None:
-    """``seen``: what the router's plan said of its padding, known when the experts are done."""
+    """Record a module's spans; padding: its share, which the router's plan sets before the end."""
     starts: list[Any] = []
     stack.callback(module.register_forward_pre_hook(lambda *_: starts.append(mark())).remove)
     stack.callback(
         module.register_forward_hook(
             lambda *_: spans.append(
-                ForwardPassSegment(part, starts.pop(), mark(), seen.get("padding", 0.0))
+                ForwardPassSegment(part, starts.pop(), mark(), padding.get("share", 0.0))
             )
         ).remove
     )
 
 
 def padding_share(plan: Any) -> float:
-    """Share of a plan's rows that nobody reads (see ``SparsePlan``): those that only pad.
-
-    Other plans than a SparsePlan have none, nor has one without rows: no token takes part.
-    """
+    """Return the share of a ``SparsePlan``'s rows that only pad; 0 for other or empty plans."""
     inner = getattr(plan, "plan", plan)
     if isinstance(inner, SparsePlan) and len(inner.order):
         computed = len(inner.rows) if inner.computed is None else int(inner.computed)

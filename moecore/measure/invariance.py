@@ -1,4 +1,4 @@
-"""Does the routing stay when the image is moved a little? MoGE's table 1 and figure 2."""
+"""Invariance of the routing to small transforms of the image (MoGE, table 1 and figure 2)."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -31,8 +31,8 @@ METRICS = {
     "imed_normalised": Metric(
         "IMED, normalised, {}",
         "lower",
-        note="IMED under a transform / mean IMED between different images; flat routing has no "
-        "gain",
+        note="IMED under a transform / mean IMED between different images; it does not reward "
+        "uniform routing",
         paper="moge",
         over="transform",
         mean="IMED, normalised",
@@ -52,7 +52,7 @@ METRICS = {
 
 
 class Invariance(Measurement):
-    """Which test images are moved, and how the movements are drawn."""
+    """Distance and agreement of routing between images and their transformed versions."""
 
     flat_classes = True
     metrics = METRICS
@@ -61,16 +61,18 @@ class Invariance(Measurement):
     images: int | None = Field(
         2000, ge=1, description="Test images, evenly spread over the split; null takes all."
     )
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        256, ge=1, description="Images per forward pass; results do not depend on it."
+    )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: it needs a routing that could move."""
+        """Return the reason for a dense model."""
         return "a dense model has no routing that could move" if model.moe is None else None
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return why not, in words: it needs flat images with classes, too."""
+        """Return the reason for a dense model, and for data other than flat images with classes."""
         reason = cls.model_refusal(subject.model)
         return reason or no_changed_images_reason(subject, "class_maps")
 
@@ -79,15 +81,15 @@ class Invariance(Measurement):
         return {"transform": TRANSFORMS}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put IMED of every image and its moved self under each transform, and the class maps.
+        """Put IMED and agreement of every image under each transform, and the class maps.
 
         facts: classes; class_maps, [class][layer][expert], the mean probability, None for a class
         without images.
         """
         test = subject.data.test
         task = subject.data.task
-        where = evenly_spaced_indices(len(test.labels), self.images)
-        images = test.images[where]
+        indices = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[indices]
         _, clean = predict_in_batches(subject.model, images, self.batch)
         between = imed_between(probs_by_layer(clean), SEED) if len(images) > 1 else None
         for name in TRANSFORMS:
@@ -96,11 +98,11 @@ class Invariance(Measurement):
                 put_moved, subject.model, images, clean, affines, self.batch, between, name
             )
             out.piece(name, compute)
-        marked = task.by_class(torch.from_numpy(test.labels[where]))
-        if marked is None:
-            raise ValueError("labels are not classes; ask `applies` first")
-        rows, classes = marked
-        # images stand once for each of their classes
+        members = task.by_class(torch.from_numpy(test.labels[indices]))
+        if members is None:
+            raise ValueError("labels are not classes; call `applies` first")
+        rows, classes = members
+        # An image of several classes counts for each of them.
         chosen = tuple(record.map_tensors(lambda field: field[rows]) for record in clean)
         out.facts["classes"] = task.classes
         out.facts["class_maps"] = class_expert_probs(chosen, classes, len(task.classes))
@@ -116,10 +118,9 @@ def put_moved(
     name: str,
     out: Values,
 ) -> None:
-    """Put how far the routing of images under ``affines``, the transform ``name``, lies from
-    ``clean``.
+    """Put the distance of the routing under ``affines``, the transform ``name``, from ``clean``.
 
-    between: (N,), each image's distance from another one; None where there is no other.
+    between: (N,), each image's distance to another image; None for a single image.
     """
     _, records = predict_in_batches(model, move_images(images, affines, batch), batch)
     lengths = imed_by_image(probs_by_layer(clean), probs_by_layer(records)).numpy()
@@ -131,24 +132,24 @@ def put_moved(
 
 
 def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
-    """Mean IMED under a transform over the mean IMED between different images, both (N,).
+    """Return mean IMED under a transform / mean IMED between images, both (N,), with interval.
 
-    0: nothing moved; 1: a moved image is routed as another image would be. Flat probs make both
-    small, so that the ratio tells steady routing from routing that prefers no expert, which IMED
-    alone does not. With its bootstrap interval over images, of which each brings its own two
-    distances. None where all images are routed alike.
+    0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
+    ratio, unlike IMED, distinguishes invariant routing from uniform routing. None if all images
+    have the same routing.
     """
     if not between.any():
         return None
 
-    def ratio(chosen: np.ndarray) -> float:
-        return float(lengths[chosen].mean() / max(between[chosen].mean(), np.finfo(float).tiny))
+    def ratio(resample: np.ndarray) -> float:
+        reference = max(between[resample].mean(), np.finfo(float).tiny)
+        return float(lengths[resample].mean() / reference)
 
     return bootstrap_interval(ratio, len(lengths), lowest=0.0)
 
 
 def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
-    """Images uint8 (N, C, H, W) under affines (N, 3, 3); on the CPU, alike on every device."""
+    """Transform images uint8 (N, C, H, W) by affines (N, 3, 3), always on the CPU."""
     chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
     return torch.cat(
         [transform_images(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]

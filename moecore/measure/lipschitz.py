@@ -1,4 +1,4 @@
-"""How fast a trained model's logits can change, and Lemma 1 of Puigcerver et al. (2022)."""
+"""Lipschitz estimates of a trained model's logits, and Lemma 1 of Puigcerver et al. (2022)."""
 
 import torch
 from pydantic import Field
@@ -10,10 +10,10 @@ from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, slop
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 
-BATCH = 50  # images a forward pass
-RADIUS = 0.5  # of the ℓ2 ball around an image, with pixels in [0, 1], in which the ascent looks
+BATCH = 50  # images per forward pass
+RADIUS = 0.5  # of the ℓ2 ball around an image that the ascent searches, with pixels in [0, 1]
 STEPS = 10  # gradient steps of the ascent, from each of two starts
-HALVINGS = 10  # how often the steepest pair is halved: to 1 / 2¹⁰ apart at most
+HALVINGS = 10  # of the steepest pair: at the end its distance is at most 2 · RADIUS / 2¹⁰
 METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_lipschitz_slopes.py
     "lipschitz_local_mean": Metric(
         "Local Lipschitz",
@@ -24,17 +24,18 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
     "lipschitz_margin_mean": Metric(
         "Slope of the margin",
         "lower",
-        note="how fast an ℓ∞ attack can change the margin between two classes, mean over images",
+        note="rate at which an ℓ∞ attack can change the margin between two classes, mean over "
+        "images",
         paper="adversarial",
     ),
     "lipschitz_lower_bound_mean": Metric(
         "Lipschitz, at least",
         "lower",
-        note="steepest pair of images that was found around an image; mean over images",
+        note="slope of the steepest pair of images found around an image; mean over images",
         paper="adversarial",
     ),
     "lipschitz_lower_bound": Metric(
-        "Lipschitz, at least (largest)", "lower", note="of all images", paper="adversarial"
+        "Lipschitz, at least (largest)", "lower", note="over all images", paper="adversarial"
     ),
     # share of images whose steepest pair chooses different experts
     "at_boundary": Metric("", form="share"),
@@ -42,7 +43,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
     "lemma1_router_share": Metric(
         "Lemma 1, router",
         form="share",
-        note="share of the bound that the router's term makes up, mean over layers",
+        note="share of the bound that is the router's term, mean over layers",
         paper="adversarial",
         detail=True,
     ),
@@ -57,7 +58,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
 
 
 class Lipschitz(Measurement):
-    """Which test images and tokens are measured, and how far from an image the ascent looks."""
+    """Slopes of the logits at test images, and Lemma 1 at their tokens."""
 
     flat_classes = True
     metrics = METRICS
@@ -67,20 +68,20 @@ class Lipschitz(Measurement):
         100, ge=1, description="Test images, evenly spread; the same for every method."
     )
     lemma_tokens: int = Field(
-        64, ge=1, description="Their tokens at which Lemma 1 is evaluated in each MoE layer."
+        64, ge=1, description="Tokens of these images at which Lemma 1 is evaluated, per MoE layer."
     )
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs flat images of one class each, whose margins can change."""
+        """Return the reason for data other than flat images of one class each."""
         return no_changed_images_reason(subject, "decision")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the slopes at images of the test split, and the lemma at their tokens."""
         model, test = subject.model, subject.data.test
-        where = evenly_spaced_indices(len(test.labels), self.images)
-        images = test.images[where]
-        labels = torch.from_numpy(test.labels[where])
+        indices = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[indices]
+        labels = torch.from_numpy(test.labels[indices])
 
         def compute_slopes(out: Values) -> None:
             put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), out)
@@ -93,7 +94,7 @@ class Lipschitz(Measurement):
 
 
 def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:
-    """Put means with intervals and maxima over images."""
+    """Put means with intervals, and maxima, over images."""
     for name, values in (
         ("local_mean", slopes.local),
         ("margin_mean", slopes.margin),

@@ -1,6 +1,6 @@
-"""How often images and captions find each other among all, and which experts read which words.
+"""Retrieval of images and captions, and the routing of the captions' words.
 
-N images, C captions of each at most, n words of all captions, E experts.
+N images, at most C captions per image, n words of all captions, E experts.
 """
 
 from collections.abc import Iterable
@@ -31,17 +31,17 @@ from moecore.tasks.image_text import (
     text_to_image_recall,
 )
 
-PICTURES = 4  # that a page shows, evenly spread
-WORDS = 60  # likewise: the most frequent
-ONE = torch.tensor([1])  # image is right for a caption
+PICTURES = 4  # images on a page, evenly spread
+WORDS = 60  # the most frequent words on a page
+ONE = torch.tensor([1])  # number of right images for a caption
 Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
 METRICS = {
     "text_to_image": Metric(
         "text → image R@{}",
         "higher",
         "share",
-        note="a caption's own image is among the first {}, among all test images; mean over an "
-        "image's captions",
+        note="share of captions whose image is among the first {} of all test images; mean over "
+        "an image's captions",
         paper="ermoe",
         over="k",
         name="text_to_image_r{}",
@@ -50,7 +50,7 @@ METRICS = {
         "image → text R@{}",
         "higher",
         "share",
-        note="any of an image's captions is among the first {}, among all captions",
+        note="share of images with any of their captions among the first {} of all captions",
         paper="ermoe",
         over="k",
         name="image_to_text_r{}",
@@ -68,32 +68,32 @@ METRICS = {
     "word_same_expert": Metric(
         "One word, one expert",
         form="share",
-        note="two occurrences of a word have one first expert",
+        note="share of pairs of occurrences of a word with the same first expert",
     ),
     "word_same_expert_chance": Metric(
         "One word, one expert: chance",
         form="share",
-        note="the same of any two words",
+        note="the same for pairs of any two words",
         detail=True,
     ),
 }
 
 
 class Retrieval(Measurement):
-    """Among how many images, and how many first places count."""
+    """Recall of images by captions and captions by images, and the routing of words."""
 
     tasks = ("image_text",)
     metrics = METRICS
     page = OnPage("images and captions", place=10)
 
     images: int | None = Field(
-        None, ge=2, description="Test images from the first on, the gallery; null: all."
+        None, ge=2, description="Size of the gallery: the first test images; null: all."
     )
     at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs captions."""
+        """Return the reason for data without captions."""
         if isinstance(subject.data.task, ImageText):
             return None
         return "the images have no captions"
@@ -103,11 +103,11 @@ class Retrieval(Measurement):
         return {"k": self.at}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put R@k both ways among the test images, and the routing of their captions.
+        """Put R@k in both directions, and the routing of the captions.
 
-        facts: images, captions; scale, what cosines are multiplied with; layers, of each MoE layer
-        of the text tower the most frequent words with their experts; overlays, a few images;
-        captions_read, layer by layer the first caption of each, as ``Read``.
+        facts: images, captions; scale, the factor of cosines; layers, for each MoE layer of the
+        text tower the most frequent words with their experts; overlays, a few images;
+        captions_read, for each layer their first captions, as ``Read``.
         """
         test = subject.data.test
         number = len(test.labels) if self.images is None else self.images
@@ -115,13 +115,13 @@ class Retrieval(Measurement):
         labels = torch.from_numpy(test.labels[:number].copy())
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         texts = subject.model.targets(labels)
-        own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
-        captions = int(own.sum())
+        by_image = (~missing_caption_mask(texts)).sum(dim=1)  # captions per image
+        captions = int(by_image.sum())
         at = tuple(sorted(set(self.at)))
-        put_recall(
-            "text_to_image", text_to_image_recall(sides, texts, at), at, len(labels), ONE, out
-        )
-        put_recall("image_to_text", image_to_text_recall(sides, texts, at), at, captions, own, out)
+        hits = text_to_image_recall(sides, texts, at)
+        put_recall("text_to_image", hits, at, len(labels), ONE, out)
+        hits = image_to_text_recall(sides, texts, at)
+        put_recall("image_to_text", hits, at, captions, by_image, out)
         out.facts |= {"images": len(labels), "captions": captions}
         out.facts["scale"] = float(sides[:, :-1].norm(dim=1).mean())
         put_caption_routing(subject, labels, out)
@@ -131,23 +131,23 @@ class Retrieval(Measurement):
 def captioned_pictures(
     subject: MeasuredModel, images: np.ndarray, labels: Tensor
 ) -> dict[str, Any]:
-    """A few images and a caption of each, with the experts of patches and words."""
-    where = evenly_spaced_indices(len(images), PICTURES)
+    """Return a few images with their first captions, and the experts of patches and words."""
+    indices = evenly_spaced_indices(len(images), PICTURES)
     towers = find_two_towers(subject.model)
     if towers is None:
         return {}
-    few = images[where]
+    few = images[indices]
     records: tuple[RoutingRecord, ...] = ()
     if subject.model.moe is not None:
         _, records = predict_in_batches(subject.model, few, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
-    tokens = labels[where, 0]
-    read = experts_by_word(towers, tokens, tokenizer, most=1)
+    tokens = labels[indices, 0]
+    read = experts_by_word(towers, tokens, tokenizer, max_experts=1)
     if towers.config.text.moe is None:
-        there = towers.text.caption_mask(tokens)
+        masks = towers.text.caption_mask(tokens)
         read = [
             [[(tokenizer.word(token), []) for token in row[mask].tolist()]]
-            for row, mask in zip(tokens, there, strict=True)
+            for row, mask in zip(tokens, masks, strict=True)
         ]
     return {
         "overlays": encode_expert_overlays(few, records),
@@ -159,20 +159,23 @@ def captioned_pictures(
 
 
 def put_recall(
-    name: str, hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor, out: Values
+    name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
-    """Put the mean over images of hits (N, k) in a gallery of so many, and what chance gives.
+    """Put the mean over images of hits (N, k), and the chance level.
 
-    own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
+    gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     """
-    chances = hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at).mean(dim=0)
+    # By chance all of the gallery are tied.
+    chances = hit_probability_under_ties(torch.zeros_like(right), gallery - right, right, at).mean(
+        dim=0
+    )
     for k, chance, values in zip(at, chances.tolist(), hits.unbind(1), strict=True):
         out.put(name, values, k=k)
         out.put(f"{name}_chance", chance, k=k)
 
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
-    """Put which experts read which words, in every MoE layer of the text tower: means over them."""
+    """Put the routing of words, mean over the MoE layers of the text tower."""
     model = find_two_towers(subject.model)
     assert model is not None
     out.facts["layers"] = []
@@ -180,19 +183,19 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
         return
     captions = labels.flatten(0, 1)
     captions = captions[captions[:, 0] != NONE]
-    records, words = [], []
+    records, word_parts = [], []
     with eval_mode(model), torch.no_grad():
         for part in captions.split(TEXTS):
             part = part.to(subject.device)
             _, batch_records = model.text(part)
             records.append(tuple(move_tokens_first(record) for record in batch_records))
-            words.append(part[model.text.caption_mask(part)].cpu())
-    spoken = torch.cat(words).long()
+            word_parts.append(part[model.text.caption_mask(part)].cpu())
+    words = torch.cat(word_parts).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     by_name: dict[str, list[float]] = {}
     for record in concat_records(records):
-        numbers, words_shown = summarize_caption_routing(record, spoken, tokenizer)
-        out.facts["layers"].append(words_shown)
+        numbers, frequent_words = summarize_caption_routing(record, words, tokenizer)
+        out.facts["layers"].append(frequent_words)
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     for name, numbers in by_name.items():
@@ -200,15 +203,16 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
 
 
 def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
-    """Fields (1, n, E) as (n, 1, E) on the CPU, so that batches can follow one another."""
+    """Return fields (1, n, E) as (n, 1, E) on the CPU, to concatenate batches."""
     return record.map_tensors(lambda field: field.cpu().transpose(0, 1))
 
 
 def summarize_caption_routing(
     record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the numbers of one layer, and its most frequent words with their experts, as shares of
-    their occurrences; record: fields (n, 1, E), words: (n,) int64.
+    """Return the metrics of one layer, and its most frequent words with shares of experts.
+
+    record: fields (n, 1, E); words: (n,) int64.
     """
     experts = record.probs.shape[-1]
     first = first_choices(record)[:, 0]
@@ -237,7 +241,7 @@ def summarize_caption_routing(
 
 
 def same_expert_rate(table: Tensor) -> float:
-    """Share of pairs of occurrences in one row of (rows, E) counts with one expert, or 1."""
+    """Return the share of pairs within a row of counts (rows, E) with the same expert, or 1."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

@@ -1,6 +1,6 @@
-"""What is left of a model's predictions on a fixed subset of the test split under attack.
+"""Robustness: score and change of routing under attack, at each epsilon, and an audit of attacks.
 
-Score and change of routing at each strength of each attack, and an audit. N images, K outputs.
+On a fixed subset of the test split. N images, K outputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
@@ -37,9 +37,9 @@ from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
 CHANGES = ("routing_change", "processing_change")
-MEAN = "{} epsilons"  # a place on "epsilon", too: the mean over so many
+MEAN = "{} epsilons"  # also a place on "epsilon": the mean over this many of them
 Epsilon = Annotated[float, Field(ge=0, le=1)]
-LEFT = Metric(
+ATTACKED = Metric(
     "{title}, ε\u00a0=\u00a0{epsilon}",  # never broken into two lines
     SCORE,
     SCORE,
@@ -49,10 +49,10 @@ LEFT = Metric(
     name="{score}_{attack}",
     items="hits",
 )
-AT = LEFT._replace(last="", name="{score}_{attack}_{at}", items="exact", limits="", detail=True)
+AT = ATTACKED._replace(last="", name="{score}_{attack}_{at}", items="exact", limits="", detail=True)
 METRICS = {
-    "attacked": LEFT,
-    "worst": LEFT._replace(over=("epsilon",)),
+    "attacked": ATTACKED,
+    "worst": ATTACKED._replace(over=("epsilon",)),
     "attacked_at": AT,
     "worst_at": AT._replace(over=("epsilon",)),
     "routing_change": Metric(
@@ -92,7 +92,7 @@ METRICS = {
 
 
 class Robustness(Measurement):
-    """Which images are attacked, how, and how strongly."""
+    """Scores and routing under attacks within L∞ balls around the images."""
 
     metrics = METRICS
     page = OnPage("robustness", place=4, about="worst")
@@ -105,24 +105,25 @@ class Robustness(Measurement):
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
     batch: int = Field(
-        128, ge=1, description="Images a pass; cut to whole groups that share a capacity."
+        128, ge=1, description="Images per pass; rounded down to groups that share a capacity."
     )
     precision: Precision = Field(
-        "float32", description="Of an attack's passes; its images are scored in float32 either way."
+        "float32", description="Of the attack's passes; attacked images are scored in float32."
     )
     survivors: bool = Field(
         False, description="Attack only images that are right when clean; no routing change."
     )
     audit: AuditSettings = Field(
-        AuditSettings(), description="Extra attacks that show whether the others can be believed."
+        AuditSettings(), description="Additional attacks that check the strength of the others."
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield text, which has no pixels, and survivors where no image is right or wrong."""
         if around.is_text:
-            yield (), f"found a section, but {around.data} is text; allowed: leave it out"
+            section = f"a section, but {around.data} is text"
+            yield (), describe_refusal(found=section, allowed="leave it out")
         if self.survivors and (reason := around.lacks("share")):
-            yield ("survivors",), f"found true, but {reason}; allowed: false"
+            yield ("survivors",), describe_refusal(found=f"true, but {reason}", allowed="false")
 
     @field_validator("attacks")
     @classmethod
@@ -133,22 +134,24 @@ class Robustness(Measurement):
 
     @property
     def pieces(self) -> int:
-        """Return into how many a measurement falls, where no attack is skipped."""
+        """Return the number of pieces if no attack is skipped."""
         return len(self.attacks) * len({0.0, *self.epsilons}) + 1
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the attacks, and the epsilons with their mean."""
+        """Return the attacks, and the epsilons and their mean."""
         radii = [epsilon for epsilon in self.epsilons if epsilon]
         mean = MEAN.format(len(set(radii)))
         return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put what every attack leaves at every epsilon, a piece each, and the worst of them.
+        """Put the scores under every attack at every epsilon, and the worst case over attacks.
 
-        facts: images, how many; task, whose scores they are; audit, an ``AuditLine`` each;
-        attacked, an ``AttackedGallery``, None of volumes and without an attack. Raises UserError
-        for settings that make no sense for the task, and for a model that is not deterministic in
-        evaluation mode.
+        facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
+        ``AttackedGallery`` (None for volumes and without attacks).
+
+        Raises:
+            UserError: settings do not fit the task, or the model is not deterministic in evaluation
+                mode.
         """
         task = subject.data.task
         check_attack_settings(self, task)
@@ -158,7 +161,7 @@ class Robustness(Measurement):
         clean = CleanAnswers(prediction, routing, task.scores(prediction, target.labels))
         if self.survivors:
             target = target._replace(only=clean.scores)
-        # Epsilon 0 shows that the model is deterministic, and where the curves begin.
+        # Epsilon 0 checks that the model is deterministic, and is the start of the curves.
         epsilons = sorted({0.0, *self.epsilons})
         curves = {}
         for attack in self.attacks:
@@ -183,7 +186,7 @@ class Robustness(Measurement):
 
 
 class CleanAnswers(NamedTuple):
-    """What a model says of the clean images."""
+    """The model's answers on the clean images."""
 
     prediction: Tensor  # (N, K)
     routing: tuple[RoutingRecord, ...]  # by MoE layer
@@ -191,36 +194,38 @@ class CleanAnswers(NamedTuple):
 
 
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
-    """The model and the drawn test images, with whose each is."""
+    """Return the model with the drawn test images, their labels and people."""
     test = subject.data.test
-    places = draw_image_indices(len(test.labels), settings.images, SEED)
-    labels = subject.model.targets(torch.from_numpy(test.labels[places]))
+    indices = draw_image_indices(len(test.labels), settings.images, SEED)
+    labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
     return Target(
         subject.model,
         subject.data.task.with_gallery(labels),
-        test.images[places],
+        test.images[indices],
         labels,
         settings.batch,
         SEED,
         settings.precision,
-        people=test.people_at(places),
+        people=test.people_at(indices),
     )
 
 
 def check_attack_settings(settings: Robustness, task: Task) -> None:
-    """Raise UserError for what has no meaning with such labels, before anything is computed."""
+    """Raise UserError for settings that do not fit the task."""
     if settings.survivors and (reason := task.needs_classes("share")):
-        raise UserError(f"robustness.survivors: found true, but {reason}; allowed: false")
+        raise UserError.at("robustness.survivors", found=f"true, but {reason}", allowed="false")
     for number, attack in enumerate(settings.attacks):
         if reason := attack.refuses(task):
-            allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
-            raise UserError(f"robustness.attacks[{number}]: {reason}; allowed: {allowed}")
+            raise UserError(
+                f"robustness.attacks[{number}]: {reason}; allowed: fgsm, pgd or apgd with "
+                "objective task, balance or routing_change"
+            )
 
 
 def attack_curve(
     attack: Attack, target: Target, clean: CleanAnswers, epsilons: list[float], parts: PartStore
 ) -> Curve:
-    """Return one row an epsilon."""
+    """Return one row per epsilon, each stored as soon as it is computed."""
 
     def row(epsilon: float) -> AttackRow:
         name = f"{attack.name} at {epsilon}"
@@ -237,17 +242,17 @@ def attack_curve(
 def put_scores(
     key: str, rows: Sequence[ScoresAtEpsilon], images: int, out: Values, **attack: Place
 ) -> None:
-    """Put the scores at each epsilon, and without 0 once more, with their mean, for details."""
-    left = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
-    for row, scores in zip(rows, left, strict=True):
+    """Put the scores at each epsilon; as details, those above 0 again, and their mean."""
+    scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
+    for row, scores in zip(rows, scores_by_row, strict=True):
         interval = Interval(row.score, row.low, row.high)
         out.put(key, scores, interval, **attack, epsilon=row.epsilon)
-    for row, scores in zip(rows[1:], left[1:], strict=True):
+    for row, scores in zip(rows[1:], scores_by_row[1:], strict=True):
         out.put(f"{key}_at", scores, Interval(row.score), **attack, epsilon=row.epsilon)
-    if left[1:]:
+    if rows[1:]:
         mean = Interval(float(np.mean([row.score for row in rows[1:]])))
-        scores = np.mean(left[1:], axis=0)
-        out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN.format(len(left) - 1))
+        scores = np.mean(scores_by_row[1:], axis=0)
+        out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN.format(len(rows) - 1))
 
 
 def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
@@ -268,7 +273,7 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
 def measure_attack_at_epsilon(
     attack: Attack, target: Target, clean: CleanAnswers, epsilon: float
 ) -> AttackRow:
-    """Return what is left at an epsilon; UserError where 0 changes predictions."""
+    """Return the row of one epsilon; raise UserError if epsilon 0 changes predictions."""
     adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):
@@ -278,8 +283,8 @@ def measure_attack_at_epsilon(
         )
     task = target.task
     unchanged = (adversarial == target.clean_images()).flatten(1).all(1)
-    # Where only some images were attacked, the others' routing would count as unmoved.
-    moved = target.only is None
+    # With attacks on survivors alone, the routing of other images would count as unchanged.
+    is_full = target.only is None
     return AttackRow.of(
         epsilon,
         task,
@@ -287,16 +292,16 @@ def measure_attack_at_epsilon(
         target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
-        routing_change=routing_change_by_layer(clean.routing, routing) if moved else (),
-        processing_change=processing_change_by_layer(clean.routing, routing) if moved else (),
-        items=routing_change_items(clean.routing, routing) if moved else {},
+        routing_change=routing_change_by_layer(clean.routing, routing) if is_full else (),
+        processing_change=processing_change_by_layer(clean.routing, routing) if is_full else (),
+        items=routing_change_items(clean.routing, routing) if is_full else {},
     )
 
 
 def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[float]]:
-    """Both changes of the routing, one number an image, mean over layers; {} for a dense model."""
+    """Return both changes of the routing per image, mean over layers; {} for a dense model."""
     layers = list(zip(before, after, strict=True))
     if not layers:
         return {}

@@ -1,9 +1,9 @@
-"""Router regret: the loss under the chosen experts against that under every other set of them.
+"""Router regret: the loss under the chosen experts − the smallest loss under any set of experts.
 
-One token of one layer uses another set of k experts, weighted by the router's own rule; the choices
-of all other tokens and layers are held, values are computed anew. The smallest loss knows the
-label, as no router can: read it beside the best set for all tokens. The loss is the task's own of
-the item, of a text the mean over the block's words.
+One token of one layer uses another set of k experts, weighted by the router's rule. The choices of
+all other tokens and layers are fixed; their values are recomputed. The smallest loss uses the
+label, which no router knows: compare it with the gain of one set for all tokens. The loss is the
+task's, per item; of a text, the mean over the block's words.
 
 N images (blocks of a text), T tokens, n of them drawn, E experts, S sets.
 """
@@ -43,21 +43,21 @@ from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
 
-# of losses that are not in nats
+# Units of losses that are not in nats.
 UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
 METRICS = {  # of one token of one layer that changes its experts
     "router_regret": Metric(
         "Router regret",
         "lower",
-        note="loss − smallest loss under any set of as many experts, which peeks at the label; one "
+        note="loss − smallest loss under any set of as many experts, which uses the label; one "
         "token of one layer changes its experts; mean over tokens and layers",
         signed=True,
     ),
     "router_regret_normalised": Metric(
         "Router regret, normalised",
         "lower",
-        note="regret / that of a random set: 0 the best set, 1 as by chance; one token of one "
-        "layer changes its experts; mean over tokens and layers",
+        note="regret / regret of a random set: 0 the best set, 1 chance; one token of one layer "
+        "changes its experts; mean over tokens and layers",
         signed=True,
     ),
     "better_sets": Metric(
@@ -71,7 +71,7 @@ METRICS = {  # of one token of one layer that changes its experts
     "fixed_set_gain": Metric(
         "Gain of one set for all",
         note="loss − loss under the set that is best on the other half of the images; below 0 "
-        "where routing is better; one token of one layer changes its experts; mean over tokens "
+        "if routing is better; one token of one layer changes its experts; mean over tokens "
         "and layers",
         signed=True,
     ),
@@ -79,7 +79,7 @@ METRICS = {  # of one token of one layer that changes its experts
 
 
 class RouterRegret(Measurement):
-    """Which tokens of which images try other experts: a forward pass for each token and set."""
+    """Loss of tokens under other sets of experts: one forward pass per token and set."""
 
     metrics = METRICS
     page = OnPage(
@@ -88,10 +88,13 @@ class RouterRegret(Measurement):
         heading="What routers leave on the table",
         charts=(
             Chart(
-                *("router_regret_normalised", "layer", "Router regret", "MoE layer"),
-                y="Regret / that of a random set",
-                words="0: the best set of experts for a token, which knows the label. 1: as a "
-                "random set.",
+                "router_regret_normalised",
+                "layer",
+                title="Router regret",
+                x="MoE layer",
+                y="Regret / regret of a random set",
+                words="0: the best set of experts for a token, chosen with the label. 1: a random "
+                "set.",
             ),
         ),
     )
@@ -99,17 +102,19 @@ class RouterRegret(Measurement):
     images: int | None = Field(
         32, ge=4, description="Test images, evenly spread, the same for every method; null: all."
     )
-    tokens: int = Field(8, ge=1, description="Of each image, drawn, the same for every method.")
-    batch: int = Field(256, ge=1, description="Passes at once.")
+    tokens: int = Field(
+        8, ge=1, description="Tokens per image, drawn at random, the same for every method."
+    )
+    batch: int = Field(256, ge=1, description="Forward passes per batch.")
     explored: int = Field(
         8,
         ge=0,
-        description="Of the explorer's first images as many tokens, whose best experts are kept.",
+        description="Images of the explorer for which each token's best experts are stored.",
     )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: images must have a loss each, tokens a choice of their own."""
+        """Return the reason where tokens do not choose independently, or items share a loss."""
         if reason := no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
@@ -117,36 +122,34 @@ class RouterRegret(Measurement):
         if coupled_image_count(model) > 1:
             return "experts have a capacity, so that one token's choice changes another's"
         if isinstance(model.image.task, ImageText):
-            return "the loss of an image and its caption depends on the images beside it"
+            return "the loss of an image and its caption depends on the batch's other images"
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put each layer's regret, and means over the layers with intervals over images.
+        """Put each layer's regret, and means over layers.
 
-        facts: unit, of the loss; is_exact, whether these are all sets, else regret is a lower
-        bound; best, of each layer the ``BestChoice``s on images of the explorer.
+        facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
+        lower bound); best, per layer the ``BestChoice``s on images of the explorer.
         """
         test = subject.data.test
-        where = evenly_spaced_indices(len(test.images), self.images)
+        indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
         k = experts - removable_expert_count(subject.model)
         subsets = list_subsets(experts, k, SEED)
-        out.people = test.people_at(where)
+        out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
-
-            def compute(drawn: DrawnTokens, layer: int = layer) -> list:
-                return layer_losses(subject, layer, drawn, subsets, self.batch)
-
-            drawn = self.draw_tokens(subject.model, layer, where)
-            losses = np.array(out.parts(f"layer {layer}", partial(compute, drawn)))  # (N, n, S + 1)
+            sample = self.draw_tokens(subject.model, layer, indices)
+            compute = partial(layer_losses, subject, layer, sample, subsets, self.batch)
+            losses = np.array(out.parts(f"layer {layer}", compute))  # (N, n, S + 1)
             by_image.append(regret_metrics_by_image(losses, out.people))
             for name, values in by_image[-1].items():
                 out.put(name, float(values.mean()), layer=layer + 1)
-            drawn = self.draw_tokens(subject.model, layer, shown, 1)
-            losses = out.parts(f"explored {layer}", partial(compute, drawn))
-            best.append(best_choices(subject.model, layer, drawn, losses, subsets))
+            sample = self.draw_tokens(subject.model, layer, shown, 1)
+            compute = partial(layer_losses, subject, layer, sample, subsets, self.batch)
+            losses = out.parts(f"explored {layer}", compute)
+            best.append(best_choices(subject.model, layer, sample, losses, subsets))
         for name, values in means_over_layers(by_image).items():
             out.put(name, values)
         out.facts["subsets"] = len(subsets)
@@ -157,61 +160,58 @@ class RouterRegret(Measurement):
     def draw_tokens(
         self, model: Model, layer: int, images: np.ndarray, *stream: int
     ) -> "DrawnTokens":
-        """Return which tokens of a layer are tried, of images at these places of the split."""
-        random = np.random.default_rng([SEED, layer, *stream])
+        """Draw the tokens of a layer that are tried, of images with these indices in the split."""
+        generator = np.random.default_rng([SEED, layer, *stream])
         layout = model.layouts[layer]
         length = layout.special + prod(layout.grid)
-        rows = [random.permutation(length)[: self.tokens] for _ in images]
+        rows = [generator.permutation(length)[: self.tokens] for _ in images]
         return DrawnTokens(images, np.array(rows, int).reshape(len(images), -1))
 
 
 class DrawnTokens(NamedTuple):
-    """Which tokens of one layer try other experts."""
+    """Tokens of one layer that try other experts."""
 
-    images: np.ndarray  # (N,) int, their places in the test split
+    images: np.ndarray  # (N,) int, indices in the test split
     tokens: np.ndarray  # (N, n) int
 
 
 class BestChoice(NamedTuple):
     """The best experts of one token."""
 
-    image: int  # its place in the test split
+    image: int  # index in the test split
     tokens: list[int]  # on the finest layer's grid
-    experts: list[int]  # [] where the router chose the best
+    experts: list[int]  # [] if the router chose the best
     saved: float  # loss − loss under these experts
 
 
 def layer_losses(
-    subject: MeasuredModel, layer: int, drawn: DrawnTokens, subsets: np.ndarray, batch: int
+    subject: MeasuredModel, layer: int, sample: DrawnTokens, subsets: np.ndarray, batch: int
 ) -> list:
-    """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1).
-
-    batch: passes at once.
-    """
+    """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1)."""
     model, test = subject.model, subject.data.test
     device = model_device(model)
-    labels = model.targets(torch.from_numpy(np.array(test.labels[drawn.images]))).to(device)
-    pictures = image_batches(np.array(test.images[drawn.images]), 1)
+    labels = model.targets(torch.from_numpy(np.array(test.labels[sample.images]))).to(device)
+    pictures = image_batches(np.array(test.images[sample.images]), 1)
     losses = []
     with torch.no_grad():
-        for place, (tokens, image) in enumerate(zip(drawn.tokens, pictures, strict=True)):
+        for place, (tokens, image) in enumerate(zip(sample.tokens, pictures, strict=True)):
             pixels = image.to(device)
             records = model(pixels).routing
-            others = [~record.chosen for record in records[layer + 1 :]]
+            later_barred = [~record.chosen for record in records[layer + 1 :]]
             masks = barred_masks_by_pass(records, layer, tokens, torch.from_numpy(subsets))
             if pixels.ndim == 5:
                 batch = min(batch, max(1, VOXELS // pixels.numel()))
             passes = item_loss_passes(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with bar_experts(model, [*[None] * layer, part, *others]):
+                with bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
 
 
 def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
-    """Return what computes the loss of an item (1, …) in so many passes at once, (passes,)."""
+    """Return a function: number of passes → loss of the item (1, …) in each pass, (passes,)."""
     if isinstance(model, LanguageTransformer):
         return read_block(model, pixels, label)
 
@@ -223,15 +223,15 @@ def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[i
 
 
 def best_choices(
-    model: Model, layer: int, drawn: DrawnTokens, losses: list, subsets: np.ndarray
+    model: Model, layer: int, sample: DrawnTokens, losses: list, subsets: np.ndarray
 ) -> list[BestChoice]:
     """Return the best of ``subsets`` (S, E) of each drawn token by its losses (N, n, S + 1)."""
     layout, fine = model.layouts[layer], finest_layout(model.layouts)
     choices = []
-    for image, tokens, rows in zip(drawn.images.tolist(), drawn.tokens, losses, strict=True):
-        for token, (*others, own) in zip(tokens.tolist(), rows, strict=True):
-            saved = own - min(others)
-            experts = subsets[int(np.argmin(others))].nonzero()[0].tolist()
+    for image, tokens, rows in zip(sample.images.tolist(), sample.tokens, losses, strict=True):
+        for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
+            saved = loss - min(set_losses)
+            experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
             if saved <= TOLERANCE:
                 saved, experts = 0.0, []
             places = tokens_on_finer_grid(token, layout, fine)
@@ -240,7 +240,7 @@ def best_choices(
 
 
 def tokens_on_finer_grid(token: int, layout: TokenLayout, fine: TokenLayout) -> list[int]:
-    """Return the tokens of a grid at least as fine that a token covers."""
+    """Return the tokens that a token covers, on a grid that is as fine or finer."""
     if token < layout.special or layout == fine:
         return [token]
     covered = (coarse_patch_indices(layout, fine) == token - layout.special).nonzero()
@@ -250,51 +250,46 @@ def tokens_on_finer_grid(token: int, layout: TokenLayout, fine: TokenLayout) -> 
 def barred_masks_by_pass(
     records: Sequence[RoutingRecord], layer: int, tokens: np.ndarray, subsets: Tensor
 ) -> Tensor:
-    """Return what a layer bars in each pass, (n · (S + 1), T, E) bool: of one token all but a set.
+    """Return the experts barred per pass, (n · (S + 1), T, E) bool: for one token all but a set.
 
-    records: of one image, B = 1.  subsets: (S, E) bool; behind them the token's own.
+    records: of one image, B = 1. subsets: (S, E) bool; the token's chosen set is tried last.
     """
     chosen = records[layer].chosen[0]
     sets = [torch.cat([subsets.to(chosen.device), chosen[token, None]]) for token in tokens]
     allowed = torch.stack(sets).flatten(0, 1)
     barred = torch.zeros(len(allowed), *chosen.shape, dtype=torch.bool, device=chosen.device)
-    whose = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
-    barred[torch.arange(len(allowed)), whose] = ~allowed
+    token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
+    barred[torch.arange(len(allowed)), token_of_pass] = ~allowed
     return barred
 
 
 def regret_metrics_by_image(
     losses: np.ndarray, people: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return each metric as one value an image, (N,), from losses (N, n, S + 1).
-
-    people: (N,), whose image each is; halves are then of people.
-    """
+    """Return each metric per image, (N,), from losses (N, n, S + 1); people are not split."""
     images, tokens = losses.shape[:2]
-    sets, own = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
+    sets, chosen = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
-    left = subset_regret(sets, own)
-    gain = fixed_subset_gain(sets, own, is_first)
+    subset = subset_regret(sets, chosen)
+
+    def mean_by_image(values: np.ndarray) -> np.ndarray:
+        return values.reshape(images, tokens).mean(axis=1)
+
+    regret, room = mean_by_image(subset.regret), mean_by_image(subset.room)
     by_image = {
-        name: values.reshape(images, tokens).mean(axis=1)
-        for name, values in (
-            ("router_regret", left.regret),
-            ("room", left.room),
-            ("better_sets", left.better),
-            ("fixed_set_gain", gain),
-        )
+        "router_regret": regret,
+        "better_sets": mean_by_image(subset.better),
+        "fixed_set_gain": mean_by_image(fixed_subset_gain(sets, chosen, is_first)),
     }
-    room = by_image.pop("room")
     if room.any():
-        regret = by_image["router_regret"]
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)
     return by_image
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the mean over layers of each metric, (N,).
+    """Return the mean over layers of each metric that all layers have, (N,).
 
-    A metric that some layer lacks, because all its sets have the same loss, has no mean.
+    A layer whose sets have equal losses has no normalised regret.
     """
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)

@@ -1,7 +1,4 @@
-"""Who decides which expert sees a token, and how steadily.
-
-Load, entropy, confidence, matches, sweeps over the router's settings, patches with their experts.
-"""
+"""Routing of test images: load, entropy, confidence, agreement between views, sweeps, pictures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -12,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.core.files import describe_refusal
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
@@ -21,7 +19,7 @@ from moecore.measure.exploring.expert_overlay_data import (
     evenly_spaced_overlays,
     overlapping_crops,
 )
-from moecore.measure.routing_metrics.expert_information import FEWEST
+from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     put_roles,
@@ -34,9 +32,9 @@ from moecore.measure.routing_metrics.layer_metrics import (
     expert_counts,
 )
 from moecore.measure.routing_metrics.layer_use import (
-    layer_use_metrics,
     load_shares,
-    use_metrics_by_image,
+    measure_layer_use,
+    measure_layer_use_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import (
     TRAINED_THRESHOLD,
@@ -67,30 +65,34 @@ from moecore.nn.routing_traces import finest_layout
 from moecore.statistics.intervals import Interval
 from moecore.training.guide import teacher_probs
 
-AUGMENTATIONS = tuple(one for one in get_args(Preset) if one not in ("identity", "erasing"))
-CROPPED = 8  # images of which one is shown in two crops
+AUGMENTATIONS = tuple(name for name in get_args(Preset) if name not in ("identity", "erasing"))
+CROPPED_IMAGES = 8  # candidates for the picture of two crops
 MATCHES = {
     "match_top1": ("Match, first expert", "same first expert"),
     "match_top2_ordered": ("Match, top 2 in order", "same first and second"),
     "match_top2_sets": ("Match, top 2 as sets", "same two experts"),
 }
-SURE = {
+CONFIDENCES = {
     "confidence_highest": ("Highest probability", "higher"),
     "confidence_second": ("Second probability", ""),
     "confidence_others": ("Sum of the others", "lower"),
 }
-SURE_NOTES = ("of a token, mean over tokens and layers", "", "probability outside the best two")
+CONFIDENCE_NOTES = (
+    "of a token, mean over tokens and layers",
+    "",
+    "probability outside the best two",
+)
 BORDER = {
     "border": "on the border of the map of experts, corners included",
     "corner": "in the corners of the map of experts",
     "inner": "inside the map of experts; none where a side has two experts at most: all border",
 }
-LYING = {
+MAP_SHARES = {
     "load": ("Load", "share of the choices"),
     "mass": ("Mass", "share of the probability"),
     "cells": ("Cells", "share of the experts that lie"),
 }
-AGREED = "tokens that agree on the first expert"
+AGREED = "tokens with the same first expert"
 AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
 FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
 AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
@@ -99,15 +101,23 @@ AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per t
 def layer_metric(
     label: str, better: str, form: str, note: str, paper: str, detail: bool = True, needs: str = ""
 ) -> Metric:
-    """Return the metric of each MoE layer."""
-    words = (f"{label}, MoE {{}}", better, form, f"{note}; MoE layer {{}}")
-    return Metric(*words, paper, over="layer", detail=detail, needs=needs)
+    """Return a metric with one value per MoE layer."""
+    return Metric(
+        f"{label}, MoE {{}}",
+        better,
+        form,
+        note=f"{note}; MoE layer {{}}",
+        paper=paper,
+        over="layer",
+        detail=detail,
+        needs=needs,
+    )
 
 
 def swept_metric(
     label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
 ) -> Metric:
-    """Return the metric at each setting that was tried: claims compare it as any other."""
+    """Return a metric with one value per swept setting; claims compare it like any other."""
     symbol, figure = FIGURES[over]
     return Metric(
         f"{label}, {symbol}\u00a0=\u00a0{{}}",
@@ -123,10 +133,14 @@ def swept_metric(
 
 
 def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
-    """Return the chart of a number over a setting (ERMoE, figures S3 and S5)."""
-    words, axis = AXES[over]
+    """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
+    setting, axis = AXES[over]
     return Chart(
-        *(f"{name}_{over}", over, f"{label} over {words}", axis, label),
+        f"{name}_{over}",
+        over,
+        title=f"{label} over {setting}",
+        x=axis,
+        y=label,
         words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
         share=share,
         height=3.2,
@@ -134,21 +148,22 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def slope_metric(side: str, end: str) -> Metric:
-    """Return the metric of how fast the fallback rises on one side of the trained threshold."""
+    """Return the slope of the fallback on one side of the trained threshold."""
     return Metric(
         f"Fallback, slope {side} {AT}",
-        note=f"more fallback for T higher by 1: from {AT} to the {end} T tried (figure S3)",
+        note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
         paper="ermoe",
         detail=True,
         needs="thresholds",
     )
 
 
-def map_metrics(place: str, where: str) -> dict[str, Metric]:
-    """Return load and mass of a part of the map, beside the share of experts that lie there."""
+def map_metrics(place: str, description: str) -> dict[str, Metric]:
+    """Return load and mass of a part of the map, and the share of experts that lie there."""
     metrics = {}
-    for share, (word, what) in LYING.items():
-        label, note = f"{word}, {place}", f"{what} {where}"
+    for share, (name, quantity) in MAP_SHARES.items():
+        label = f"{name}, {place}"
+        note = f"{quantity} {description}"
         metrics[f"{place}_{share}"] = Metric(
             label, "", "share", note=note, paper="moge", is_fixed=share == "cells"
         )
@@ -166,11 +181,11 @@ METRICS = {
         "Switch fraction",
         "lower",
         "share",
-        note="experts of a patch that it had not in another augmented view; 1 − k/E by chance",
+        note="experts of a patch that it did not have in another augmented view; by chance 1 − k/E",
     ),
     **{
         name: Metric(label, better, note=note, paper="prc")
-        for (name, (label, better)), note in zip(SURE.items(), SURE_NOTES, strict=True)
+        for (name, (label, better)), note in zip(CONFIDENCES.items(), CONFIDENCE_NOTES, strict=True)
     },
     **{
         f"{name}_augmented": Metric(
@@ -193,7 +208,7 @@ METRICS = {
         f"{name}_layer": layer_metric(
             label, better, "number", "of a token, mean over tokens", "prc"
         )
-        for name, (label, better) in SURE.items()
+        for name, (label, better) in CONFIDENCES.items()
     },
     "load_cv2": Metric(
         "Load CV²",
@@ -263,8 +278,8 @@ METRICS = {
     ),
     **{
         name: metric
-        for place, where in BORDER.items()
-        for name, metric in map_metrics(place, where).items()
+        for place, description in BORDER.items()
+        for name, metric in map_metrics(place, description).items()
     },
     "fallback_threshold": swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
@@ -277,7 +292,7 @@ METRICS = {
     **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
     "switch_fraction_augmented": Metric(""),
 }
-# numbers of a layer that are no column
+# Values per layer that have no column.
 METRICS |= {
     f"{name}_layer": Metric("", metric.better, metric.form)
     for name, metric in METRICS.items()
@@ -286,7 +301,7 @@ METRICS |= {
 
 
 class Routing(Measurement):
-    """Which test images the routing is measured on, and what is done to them and to the router."""
+    """Routing metrics on test images, also under augmentations and other router settings."""
 
     guided: ClassVar[bool] = True
     metrics = METRICS
@@ -310,7 +325,9 @@ class Routing(Measurement):
     images: int = Field(
         2000, ge=1, description="Test images, evenly spread; the same for every method."
     )
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+    batch: int = Field(
+        256, ge=1, description="Images per forward pass; results do not depend on it."
+    )
     overlays: int = Field(
         4, ge=0, le=16, description="Test images whose patches are shown with their experts."
     )
@@ -319,10 +336,11 @@ class Routing(Measurement):
         description="Two random views, compared (PRC, table 4).",
     )
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
-        AUGMENTATIONS, description="As views, kind by kind: presets, or {name, views, noise}."
+        AUGMENTATIONS,
+        description="Compared like views, each separately: presets, or {name, views, noise}.",
     )
     augmentation_images: int = Field(
-        200, ge=1, description="Of those images, how many are shown each augmentation."
+        200, ge=1, description="How many of the images are compared under each augmentation."
     )
     sweeps: SweepSettings = Field(
         SweepSettings(),
@@ -330,33 +348,35 @@ class Routing(Measurement):
     )
 
     roles: ExpertRoles | None = Field(
-        None, description="What experts are for, by the same pass; null: it is not asked."
+        None, description="Analysis of the experts' roles, from the same pass; null: none."
     )
 
     @model_validator(mode="after")
     def _images_can_be_exchanged(self) -> Self:
-        if self.roles and self.images < FEWEST:
-            few = f"images: found {self.images}, and roles exchange images"
-            raise ValueError(f"{few}; allowed: {FEWEST} and more")
+        if self.roles and self.images < MIN_IMAGES:
+            refusal = describe_refusal(
+                found=f"{self.images}, and roles exchange images", allowed=f"{MIN_IMAGES} and more"
+            )
+            raise ValueError(f"images: {refusal}")
         return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [look_up_augmentation(asked).name for asked in self.augmentations]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            again = ", ".join(twice)
-            raise ValueError(
-                f"augmentations: {again} stands there twice; each name is allowed once"
+        names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            refusal = describe_refusal(
+                found=f"{', '.join(duplicates)} more than once", allowed="each name once"
             )
+            raise ValueError(f"augmentations: {refusal}")
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield views that text does not have, or that would falsify the truth of images."""
-        views = ("views", "augmentations", "augmentation_images")
-        for key in views if around.is_text else ():
-            if key in self.model_fields_set:
-                text = f"found some, but {around.data} is text, which has no views"
-                yield (key,), f"{text}; allowed: leave it out"
+        if around.is_text:
+            views = f"some, but {around.data} is text, which has no views"
+            for key in ("views", "augmentations", "augmentation_images"):
+                if key in self.model_fields_set:
+                    yield (key,), describe_refusal(found=views, allowed="leave it out")
         yield from self.views.pixel_misfits(around)
         if around.has_truth and "augmentations" in self.model_fields_set and self.augmentations:
             yield ("augmentations",), f"found changes of images, {falsifies_truth(around)}"
@@ -364,49 +384,50 @@ class Routing(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: a dense model has no router."""
+        """Return the reason for a dense model, which has no router."""
         return "a dense model has no routing" if model.moe is None else None
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the augmentations, and the settings of both sweeps."""
+        names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         return {
-            "augmentation": [look_up_augmentation(one).name for one in self.augmentations],
+            "augmentation": names,
             "k": self.sweeps.k,
             "threshold": self.sweeps.threshold,
         }
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put everything about the routing of images of the test split.
+        """Put all routing metrics.
 
-        facts: load, of each layer each expert's share of the choices; overlays; corresponding,
-        two crops of an image, None of volumes and single patches; roles, None: they were not asked.
+        facts: load, per layer each expert's share of the choices; overlays; corresponding, two
+        crops of an image (None for volumes and single patches); roles, None without that setting.
         """
         model = subject.model
         test = subject.data.test
-        where = evenly_spaced_indices(len(test.images), self.images)
-        images = test.images[where]
-        records = self.look_once(subject, where, out)
-        out.people = test.people_at(where)
+        indices = evenly_spaced_indices(len(test.images), self.images)
+        images = test.images[indices]
+        records = self.record_routing(subject, indices, out)
+        out.people = test.people_at(indices)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
         put_means(layers, by_image, "{}", out)
         for number, (layer, items) in enumerate(zip(layers, by_image, strict=True), 1):
             put_means([layer], [items], "{}_layer", out, layer=number)
         put_augmented(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
-        known = model.targets(torch.from_numpy(test.labels[where][few]))
-        sample = SweepImages(images[few], known, subject.data.task)
+        labels = model.targets(torch.from_numpy(test.labels[indices][few]))
+        sample = SweepImages(images[few], labels, subject.data.task)
         out.piece("sweeps", partial(put_sweeps, model, sample, self))
         out.facts["load"] = [load_shares(expert_counts(record.chosen)) for record in records]
-        pictured = 0 if images.ndim == TEXT else self.overlays
-        out.facts["overlays"] = evenly_spaced_overlays(images, records, pictured, model.layout)
+        overlays = 0 if images.ndim == TEXT else self.overlays
+        out.facts["overlays"] = evenly_spaced_overlays(images, records, overlays, model.layout)
         finest = finest_layout(model.layouts)
-        out.facts["corresponding"] = overlapping_crops(images[:CROPPED], finest, SEED)
+        out.facts["corresponding"] = overlapping_crops(images[:CROPPED_IMAGES], finest, SEED)
 
-    def look_once(
-        self, subject: MeasuredModel, where: np.ndarray, out: Values
+    def record_routing(
+        self, subject: MeasuredModel, indices: np.ndarray, out: Values
     ) -> tuple[RoutingRecord, ...]:
-        """Return the records of one pass over the test images at these places; put the roles."""
-        model, images = subject.model, subject.data.test.images[where]
+        """Return the routing records of one pass over test images, and put the experts' roles."""
+        model, images = subject.model, subject.data.test.images[indices]
         reason = ExpertRoles.model_refusal(model)
         if self.roles is None or reason:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
@@ -416,14 +437,14 @@ class Routing(Measurement):
         with watch_experts(model, counted) as watched:
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
         if all(record.chosen.any() for record in records):
-            put_roles(subject, where, records, watched, self.roles, out)
+            put_roles(subject, indices, records, watched, self.roles, out)
         else:
             out.facts["roles"] = Skipped(skipped="in a layer no token chose an expert")
         return records
 
 
-Layers = Sequence[Mapping[str, float]]  # numbers of each MoE layer by name
-LayerItems = Sequence[Mapping[str, Tensor]]  # the same as one value an image, (N,), where there is
+Layers = Sequence[Mapping[str, float]]  # per MoE layer: metric name → value
+LayerItems = Sequence[Mapping[str, Tensor]]  # per MoE layer: metric name → values per image, (N,)
 
 
 def routing_metrics_by_layer(
@@ -432,18 +453,20 @@ def routing_metrics_by_layer(
     images: np.ndarray,
     settings: Routing,
 ) -> tuple[Layers, LayerItems]:
-    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher."""
+    """Return each MoE layer's expert use, matches between views, and agreement with the teacher."""
     router = subject.model.experts_and_router.scaled_router
+    threshold, k = score_threshold(router), getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
     by_image = []
-    for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
-        asked = (score_threshold(router), getattr(router, "k", None))
-        layer = {**layer_use_metrics(record, *asked), **matching}
-        items = {**use_metrics_by_image(record, *asked), **matched}
+    for index, (record, (match_means, match_items)) in enumerate(
+        zip(records, matches, strict=True)
+    ):
+        layer = {**measure_layer_use(record, threshold, k), **match_means}
+        items = {**measure_layer_use_by_image(record, threshold, k), **match_items}
         if teacher:
-            theirs = align_teacher_probs(teacher[place], record.probs.shape).argmax(dim=-1)
+            theirs = align_teacher_probs(teacher[index], record.probs.shape).argmax(dim=-1)
             same = agreement_by_image(first_choices(record), theirs)
             layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same
@@ -453,9 +476,9 @@ def routing_metrics_by_layer(
 
 
 def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
-    """Put the mean over these layers of each number that all of them have; key: {} is its name.
+    """Put the mean over layers of each metric that all of them have, and its values per image.
 
-    With one value an image where the number has a column.
+    key: format of the metric's name, with {} for the name in ``layers``.
     """
     items = mean_items_over_layers(by_image)
     for name, mean in average_layers(layers).items():
@@ -465,29 +488,29 @@ def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at:
 
 
 def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
-    """Put the matches under each augmentation; its draws do not depend on the others in the list.
+    """Put the matches under each augmentation, whose draws depend on its name alone.
 
-    None of text, nor of images with a channel of truth, which a change would falsify.
+    Nothing is put for text, and for images with a truth channel, which a change would falsify.
     """
     if images.ndim == TEXT or model.image.truth:
         return
     few = evenly_spaced_indices(len(images), settings.augmentation_images)
     images = images[few]
-    whose = None if out.people is None else out.people[few]
+    people = None if out.people is None else out.people[few]
 
-    def put_matches(asked: TwoViewAugmentation, out: Values) -> None:
-        out.people = whose
-        views = draw_two_views(images, asked, SEED, *asked.name.encode())
-        for name, shares in augmented_row(model, views, settings.batch, whose).items():
-            out.put(f"{name}_augmented", *shares, augmentation=asked.name)
+    def put_matches(augmentation: TwoViewAugmentation, out: Values) -> None:
+        out.people = people
+        views = draw_two_views(images, augmentation, SEED, *augmentation.name.encode())
+        for name, shares in augmented_row(model, views, settings.batch, people).items():
+            out.put(f"{name}_augmented", *shares, augmentation=augmentation.name)
 
     for preset in settings.augmentations:
-        asked = look_up_augmentation(preset, images.ndim == 5)
-        out.piece(f"views {asked.name}", partial(put_matches, asked))
+        augmentation = look_up_augmentation(preset, images.ndim == 5)
+        out.piece(f"views {augmentation.name}", partial(put_matches, augmentation))
 
 
 def put_sweeps(model: Model, sample: SweepImages, settings: Routing, out: Values) -> None:
-    """Put what the same weights give under other settings of the router."""
+    """Put score and routing of the same weights under other settings of the router."""
     swept = run_sweeps(model, sample, settings.sweeps, settings.batch)
     for over, by_setting in swept.items():
         for setting, numbers in sorted(by_setting.items()):

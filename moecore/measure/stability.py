@@ -1,5 +1,6 @@
-"""How steady choice of experts and prediction are under Gaussian noise (PRC, figures 5 and 1)."""
+"""Stability of routing and prediction under Gaussian noise (PRC, figures 5 and 1)."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,18 +15,18 @@ from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays
-from moecore.measure.noise_ramp import class_probs_by_sigma, put_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
     expert_agreement,
 )
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import BATCH, predict_in_batches
 from moecore.statistics.intervals import Interval
 
-SIGMA_MAX = 0.2  # where the ramp of one fixed noise an image ends
-JUMP = 0.1  # a step of the true class's probability above it is a jump
+SIGMA_MAX = 0.2  # end of the ramp of noise, one fixed direction per image
+CHUNK_SIZE = 16  # images whose ramps are in memory at once; fixed: no result depends on `batch`
+JUMP = 0.1  # larger steps of the true class's probability are jumps
 Sigma = Annotated[float, Field(gt=0, le=1)]
 METRICS = {  # the columns are under the largest noise
     "noise_score": Metric(
@@ -46,7 +47,7 @@ METRICS = {  # the columns are under the largest noise
         "Same expert, noise",
         "higher",
         "share",
-        note="tokens whose first expert stays under that noise",
+        note="tokens with the same first expert under the largest noise",
         paper="prc",
     ),
     "jumps": Metric(
@@ -60,7 +61,7 @@ METRICS = {  # the columns are under the largest noise
 
 
 class Stability(Measurement):
-    """Which images get noise, how much, and what counts as a jump."""
+    """Score and routing under noise, and jumps of the prediction along a ramp of noise."""
 
     flat_classes = True
     metrics = METRICS
@@ -70,15 +71,21 @@ class Stability(Measurement):
         heading="Noise",
         charts=(
             Chart(
-                *("noise_selection_change", "sigma", "Selection change under noise"),
-                *("σ of the noise", "1 − IoU of experts"),
+                "noise_selection_change",
+                "sigma",
+                title="Selection change under noise",
+                x="σ of the noise",
+                y="1 − IoU of experts",
                 words="Mean over MoE layers.",
                 share=True,
                 height=3.2,
             ),
             Chart(
-                *("noise_score", "sigma", "{score} under noise"),
-                *("σ of the noise", "{score}{unit}"),
+                "noise_score",
+                "sigma",
+                title="{score} under noise",
+                x="σ of the noise",
+                y="{score}{unit}",
                 words="Test images, the same for every method.",
                 share=None,
                 height=3.2,
@@ -91,50 +98,50 @@ class Stability(Measurement):
         100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
     )
     overlays: int = Field(
-        4, ge=0, le=8, description="Of these, shown with their patches' experts and ramps."
+        4, ge=0, le=8, description="Images shown with their patches' experts and their ramps."
     )
     sigmas: tuple[Sigma, ...] = Field(
-        SIGMAS, min_length=1, description="Of the noise; pixels lie in [0, 1]."
+        SIGMAS, min_length=1, description="σ of the noise; pixels lie in [0, 1]."
     )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it follows the probability of the one class of a flat image."""
+        """Return the reason for data other than flat images of one class each."""
         return no_changed_images_reason(subject, "decision")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put both kinds of noise; facts: pictures of a few images.
+        """Put scores and routing under noise, and jumps along ramps.
 
-        ramp: sigmas; shown, along it each image's index in the split, label, the label's
-        probability, and the predicted class. overlays: the images with noise and the experts of
-        their patches, clean first; none of a dense model.
+        facts: ramp, its sigmas and, of a few images, index in the split, label, the label's
+        probability and the predicted class; overlays, of these images at each sigma, clean first
+        (none for a dense model).
         """
         model = subject.model
         test = subject.data.test
-        where = evenly_spaced_indices(len(test.labels), self.images)
-        images = test.images[where]
-        labels = model.targets(torch.from_numpy(test.labels[where]))
-        drawn = standard_normal_noise(where, images.shape[1:], SEED)
+        indices = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[indices]
+        labels = model.targets(torch.from_numpy(test.labels[indices]))
+        noise = standard_normal_noise(indices, images.shape[1:], SEED)
         _, clean = predict_in_batches(model, images)
         few = np.array([], int)
         if self.overlays:
             few = evenly_spaced_indices(len(labels), self.overlays)
 
-        def noisy(sigma: float, out: Values) -> None:
-            pixels = add_noise(images, drawn, sigma)
+        def put_sigma(sigma: float, out: Values) -> None:
+            pixels = add_noise(images, noise, sigma)
             put_noise(model, clean, pixels, labels, sigma, sigma == max(self.sigmas), out)
 
-        def along(out: Values) -> None:
+        def put_ramp(out: Values) -> None:
             sigmas = (SIGMA_MAX * np.arange(self.steps + 1) / self.steps).tolist()
-            probs = class_probs_by_sigma(model, images, drawn, sigmas)
-            put_ramps(probs, labels, where, sigmas, JUMP, few, out)
+            probs = class_probs_by_sigma(model, images, noise, sigmas)
+            put_ramps(probs, labels, indices, sigmas, JUMP, few, out)
 
         for sigma in sorted(self.sigmas):
-            out.piece(f"noise {sigma}", partial(noisy, sigma))
-        out.piece("ramp", along)
+            out.piece(f"noise {sigma}", partial(put_sigma, sigma))
+        out.piece("ramp", put_ramp)
         if len(few):
-            out.facts["overlays"] = noisy_overlays(model, images[few], drawn[few], self)
+            out.facts["overlays"] = noisy_overlays(model, images[few], noise[few], self)
 
 
 def put_noise(
@@ -146,14 +153,16 @@ def put_noise(
     is_column: bool,
     out: Values,
 ) -> None:
-    """Put the score on images with noise, and how far the choice of experts moved."""
+    """Put the score on noisy images, and the change of the choice of experts."""
     prediction, noisy = predict_in_batches(model, pixels)
     scores = out.task.scores(prediction, labels)
     out.put("noise_score", out.task.interval(scores), sigma=sigma)
     if is_column:
         out.put("noise_score", scores, out.task.interval(scores))
-    moved, same = changes_by_image(clean, noisy), expert_agreement(clean, noisy)
-    for name, layers in (("noise_selection_change", moved), ("noise_agreement", same)):
+    for name, layers in (
+        ("noise_selection_change", changes_by_image(clean, noisy)),
+        ("noise_agreement", expert_agreement(clean, noisy)),
+    ):
         if layers:
             mean = Interval(sum(float(layer.numpy().mean()) for layer in layers) / len(layers))
             out.put(name, mean, sigma=sigma)
@@ -162,14 +171,76 @@ def put_noise(
 
 
 def noisy_overlays(
-    model: Model, images: np.ndarray, drawn: Tensor, settings: Stability
+    model: Model, images: np.ndarray, noise: Tensor, settings: Stability
 ) -> list[dict[str, Any]]:
     """Return ``Overlays`` of the images at each sigma, 0 first; [] for a dense model."""
     rows = []
     for sigma in (0.0, *sorted(settings.sigmas)):
-        pixels = add_noise(images, drawn, sigma)
+        pixels = add_noise(images, noise, sigma)
         _, records = predict_in_batches(model, pixels)
         if records:
-            shown = encode_expert_overlays(to_uint8(pixels.numpy()), records)
-            rows.append({"sigma": sigma, "overlays": shown})
+            overlays = encode_expert_overlays(to_uint8(pixels.numpy()), records)
+            rows.append({"sigma": sigma, "overlays": overlays})
     return rows
+
+
+def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
+    """Count the steps of the true class's probability above a threshold, (N,) int64.
+
+    A step is between neighbouring points: a steep continuous change counts, too. probs: (N, S + 1,
+    K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
+    """
+    steps = true_probability(probs, labels).diff(dim=1).abs()
+    return (steps > threshold).sum(1)
+
+
+def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each image's true class along its ramp, (N, S + 1) fp64."""
+    index = labels[:, None, None].expand(-1, probs.shape[1], 1)
+    return probs.double().gather(2, index).squeeze(2)
+
+
+def class_probs_by_sigma(
+    model: Model, images: np.ndarray, noise: Tensor, sigmas: Sequence[float], batch: int = BATCH
+) -> Tensor:
+    """Return class probabilities (N, S + 1, K) fp64 of every image at every sigma.
+
+    images: uint8 (N, C, H, W); noise: (N, C, H, W), one direction per image.
+    """
+    chunks = []
+    for start in range(0, len(images), CHUNK_SIZE):
+        chunk = slice(start, start + CHUNK_SIZE)
+        pixels = torch.stack(
+            [add_noise(images[chunk], noise[chunk], sigma) for sigma in sigmas], dim=1
+        )
+        logits, _ = predict_in_batches(model, pixels.flatten(0, 1), batch, routing=False)
+        chunks.append(logits.double().softmax(-1).unflatten(0, pixels.shape[:2]))
+    return torch.cat(chunks)
+
+
+def put_ramps(
+    probs: Tensor,
+    labels: Tensor,
+    indices: np.ndarray,
+    sigmas: Sequence[float],
+    threshold: float,
+    shown: Sequence[int] | np.ndarray,
+    out: Values,
+) -> None:
+    """Put the jumps along ramps, and the curves of the images ``shown`` as facts.
+
+    probs: (N, S + 1, K); labels: (N,); indices: of the images in the split.
+    """
+    out.put("jumps", count_jumps(probs, labels, threshold))
+    true = true_probability(probs, labels)
+    predicted = probs.argmax(-1)
+    curves = [
+        {
+            "index": int(indices[i]),
+            "label": int(labels[i]),
+            "probability": true[i],
+            "predicted": predicted[i],
+        }
+        for i in shown
+    ]
+    out.facts["ramp"] = {"sigmas": sigmas, "shown": curves}

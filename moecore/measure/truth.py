@@ -1,7 +1,7 @@
-"""Whether experts are what generated data says they should be: routing against the truth.
+"""Agreement of experts with the true kind of each token, in generated data.
 
 N images, T tokens per image, E experts, D kinds of tokens. Adjusted mutual information after Vinh,
-Epps & Bailey (2010); the null permutes whole images' truths, which keeps their form.
+Epps & Bailey (2010). The null permutes truths among whole images, which keeps their structure.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,13 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choic
 from moecore.data.image_noise import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
+from moecore.measure.changed_images import (
+    ChangedImages,
+    iterate_attacked_images,
+    iterate_noisy_images,
+)
 from moecore.measure.routing_metrics.expert_information import (
-    FEWEST,
+    MIN_IMAGES,
     mutual_information,
     permute_images,
 )
@@ -31,11 +36,6 @@ from moecore.measure.routing_metrics.purity import (
     purity_over_layers,
     token_kinds,
 )
-from moecore.measure.routing_metrics.sweeps import (
-    ChangedImages,
-    attack_variants,
-    noise_variants,
-)
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -43,11 +43,11 @@ from moecore.statistics.intervals import Interval, bootstrap_interval
 
 PERMUTATIONS = 200
 RESAMPLES = 1000
-CHANGED = 500  # images that get noise and are attacked
+CHANGED_IMAGES = 500  # under noise and under attack
 EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
 ATTACK = Pgd(steps=10)
 BATCH = 128
-PIXEL = 255  # ε of the attack is told in 1/255
+PIXEL = 255  # ε of the attack is printed in units of 1/255
 METRICS = {
     "purity": Metric(
         "Purity",
@@ -59,7 +59,7 @@ METRICS = {
     "purity_chance": Metric(
         "Purity by chance",
         form="share",
-        note="the same with the images' truths permuted",
+        note="the same with truths permuted among images",
         detail=True,
     ),
     "adjusted_mutual_information": Metric(
@@ -90,8 +90,8 @@ METRICS = {
         name="purity_{}",
         detail=True,
     ),
-    # of each layer: in nats, from the counts; its mean over permutations; the share of these,
-    # itself among them, with as much
+    # Per layer: in nats, from the counts; mean over permutations; share of permutations, the
+    # identity included, with at least as much.
     "mutual_information": Metric(""),
     "mutual_information_chance": Metric(""),
     "mutual_information_p": Metric(""),
@@ -99,51 +99,49 @@ METRICS = {
 
 
 class Truth(Measurement):
-    """Which test images; their experts are those of each token's first choice."""
+    """Agreement of each token's first expert with the token's true kind."""
 
     metrics = METRICS
     page = OnPage("experts and truth", place=7)
 
     images: int | None = Field(
-        None, ge=FEWEST, description="Test images, evenly spread; null: all of them."
+        None, ge=MIN_IMAGES, description="Test images, evenly spread; null: all of them."
     )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: it needs routers, and tokens whose kind is known."""
+        """Return the reason for models without routers, and data without the tokens' kinds."""
         if not model.image.truth:
-            return "nobody knows the truth of these data's tokens; their card says none"
+            return "the data's card has no truth of tokens"
         if model.moe is None:
             return "the model has no routers"
         return None
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return the words of a ``change_key``."""
+        """Return a ``change_key`` in words."""
         kind, _, strength = str(place).partition("_")
         unit = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}[kind]
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the changes of images."""
+        """Return noise and attack at each strength."""
         noise = [change_key("noise", sigma) for sigma in SIGMAS]
-        return {"change": [*noise, *(change_key("attack", PIXEL * one) for one in EPSILONS)]}
+        attack = [change_key("attack", PIXEL * epsilon) for epsilon in EPSILONS]
+        return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put each layer's agreement of experts and truth, and means over the layers.
+        """Put the agreement of each layer, and means over layers.
 
-        facts: counts, of each layer (E, D), in the matching's order of experts.
+        facts: counts, per layer (E, D), experts in the order of the matching.
         """
-        where = evenly_spaced_indices(len(subject.data.test.labels), self.images)
-        pixels = torch.from_numpy(np.array(subject.data.test.images[where]))
-        _, records = predict_in_batches(subject.model, pixels, prediction=False)
+        model = subject.model
+        indices = evenly_spaced_indices(len(subject.data.test.labels), self.images)
+        pixels = torch.from_numpy(np.array(subject.data.test.images[indices]))
+        _, records = predict_in_batches(model, pixels, prediction=False)
         layers = []
-        for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-
-            def compute(record: RoutingRecord = record, layout: TokenLayout = layout) -> TruthLayer:
-                kinds, truth = token_kinds(pixels, layout), subject.model.image.truth
-                return truth_layer(first_choices(record), kinds, record.probs.shape[-1], truth)
-
+        for index, (record, layout) in enumerate(zip(records, model.layouts, strict=True)):
+            compute = partial(compare_layer_to_truth, record, pixels, layout, model.image.truth)
             layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
         for number, layer in enumerate(layers, 1):
             for name, value in layer.values().items():
@@ -158,7 +156,7 @@ class Truth(Measurement):
 
 
 class TruthLayer(Config):
-    """One layer's experts against the truth; limits are of 95 %, over images."""
+    """Agreement of one layer's experts with the truth; 95 % limits, over images."""
 
     purity: float  # share of tokens that are of their expert's most frequent kind
     purity_low: float | None
@@ -166,14 +164,14 @@ class TruthLayer(Config):
     purity_chance: float  # mean over permutations of the images' truths
     mutual_information: float  # nats, from the counts
     mutual_information_chance: float
-    p: float  # share of permutations, itself among them, with as much mutual information
+    p: float  # share of permutations, the identity included, with at least as much information
     normalised: float  # mutual information / mean of the two entropies
     adjusted: float
-    matched: float  # share of tokens that the best one-to-one matching puts right
+    matched: float  # share of tokens that are right under the best one-to-one matching
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
     def values(self) -> dict[str, Interval]:
-        """Return the numbers by their metrics."""
+        """Return the numbers by metric name."""
         return {
             "purity": Interval(self.purity, self.purity_low, self.purity_high),
             "purity_chance": Interval(self.purity_chance),
@@ -187,34 +185,39 @@ class TruthLayer(Config):
 
 
 def change_key(kind: str, strength: float) -> str:
-    """Return noise_0_2, or attack_8 of ε = 8/255."""
+    """Return noise_0_2 for σ = 0.2, or attack_8 for ε = 8/255."""
     return f"{kind}_{strength:.3g}".replace(".", "_")
 
 
-def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> TruthLayer:
-    """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; 0 is not counted.
+def compare_layer_to_truth(
+    record: RoutingRecord, pixels: Tensor, layout: TokenLayout, kind_count: int
+) -> TruthLayer:
+    """Return the agreement of one layer's first choices with the kinds of the images' tokens."""
+    kinds = token_kinds(pixels, layout)
+    return truth_layer(first_choices(record), kinds, record.probs.shape[-1], kind_count)
 
-    Raises UserError for too few images, see ``permute_images``.
-    """
+
+def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: int) -> TruthLayer:
+    """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; kind 0 is ignored."""
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     chosen, truth = experts.numpy(), kinds.numpy()
-    tables = expert_truth_tables(chosen, truth, number, dialects)
+    tables = expert_truth_tables(chosen, truth, expert_count, kind_count)
     total = tables.sum(axis=0)
     purity = bootstrap_interval(
-        lambda drawn: expert_purity(tables[drawn].sum(axis=0)),
+        lambda resample: expert_purity(tables[resample].sum(axis=0)),
         len(tables),
         RESAMPLES,
         lowest=0.0,
         highest=1.0,
     )
-    null_tables = permuted_truth_tables(chosen, truth, number, dialects)
+    null_tables = permuted_truth_tables(chosen, truth, expert_count, kind_count)
     information = mutual_information(total)
     null_information = np.array([mutual_information(table) for table in null_tables])
-    known = (truth > 0) & (chosen >= 0)
+    is_known = (truth > 0) & (chosen >= 0)
     rows, columns = linear_sum_assignment(total, maximize=True)
     matched = rows[columns.argsort()]
-    order = [*matched, *np.setdiff1d(np.arange(number), matched)]
+    order = [*matched, *np.setdiff1d(np.arange(expert_count), matched)]
     return TruthLayer(
         purity=purity.value,
         purity_low=purity.low,
@@ -223,54 +226,53 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
         mutual_information=information,
         mutual_information_chance=float(null_information.mean()),
         p=float((1 + (null_information >= information).sum()) / (PERMUTATIONS + 1)),
-        normalised=float(normalized_mutual_info_score(truth[known], chosen[known])),
-        adjusted=float(adjusted_mutual_info_score(truth[known], chosen[known])),
+        normalised=float(normalized_mutual_info_score(truth[is_known], chosen[is_known])),
+        adjusted=float(adjusted_mutual_info_score(truth[is_known], chosen[is_known])),
         matched=float(total[rows, columns].sum() / total.sum()),
         counts=total[order].tolist(),
     )
 
 
 def permuted_truth_tables(
-    experts: np.ndarray, kinds: np.ndarray, number: int, dialects: int
+    experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[np.ndarray]:
-    """Return ``expert_truth_tables`` summed over images, (E, D), with their truths exchanged."""
+    """Return the table (E, D) of each permutation of the truths among images."""
     return [
-        expert_truth_tables(experts, one, number, dialects).sum(axis=0)
-        for one in permute_images(kinds, PERMUTATIONS, SEED)
+        expert_truth_tables(experts, permuted, expert_count, kind_count).sum(axis=0)
+        for permuted in permute_images(kinds, PERMUTATIONS, SEED)
     ]
 
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
-    """Put the purity under noise and under attack, of the same images evenly spread: the mean over
-    MoE layers; and of the clean images, as the strength 0 of both.
-    """
+    """Put the purity, mean over MoE layers, under noise and under attack; clean at strength 0."""
     model, test = subject.model, subject.data.test
-    few = evenly_spaced_indices(len(test.labels), CHANGED)
+    few = evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
     images = np.array(test.images[few])
     labels = model.targets(torch.from_numpy(np.array(test.labels[few])))
     target = Target(model, subject.data.task, images, labels, BATCH, SEED)
     clean = target.clean_images()
-    noisy = noise_variants(clean, few.tolist(), SIGMAS, SEED, model.image.channels)
-    attacked = attack_variants(target, ATTACK, EPSILONS)
+    channels = model.image.channels
+    noisy = iterate_noisy_images(clean, few.tolist(), SIGMAS, seed=SEED, channels=channels)
+    attacked = iterate_attacked_images(target, ATTACK, EPSILONS)
     kinds = [token_kinds(torch.from_numpy(images), layout).numpy() for layout in model.layouts]
+    kind_count = model.image.truth
 
     def purity_of(variant: ChangedImages) -> Interval:
         _, records = target.predict_images(variant.pixels)
         tables = [
             expert_truth_tables(
-                first_choices(record).numpy(), of_layer, record.probs.shape[-1], truth
+                first_choices(record).numpy(), layer_kinds, record.probs.shape[-1], kind_count
             )
-            for record, of_layer in zip(records, kinds, strict=True)
+            for record, layer_kinds in zip(records, kinds, strict=True)
         ]
         return bootstrap_interval(
-            lambda drawn: purity_over_layers([one[drawn].sum(axis=0) for one in tables]),
+            lambda resample: purity_over_layers([table[resample].sum(axis=0) for table in tables]),
             len(few),
             RESAMPLES,
             lowest=0.0,
             highest=1.0,
         )
 
-    truth = model.image.truth
     unchanged = purity_of(ChangedImages("clean", "clean", clean))
     out.put("changed_purity", unchanged, noise=0.0)
     out.put("changed_purity", unchanged, attack=0.0)

@@ -1,6 +1,6 @@
-"""Of images and captions: how well prompts that name classes classify other images (CLIP, §3.1).
+"""Zero-shot classification by prompts with class names (CLIP, §3.1), for images and captions.
 
-N images, K classes, P prompts a class, w numbers of an embedding.
+N images, K classes, P prompts per class, w dimensions of an embedding.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, describe_refusal
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.cifar import Cifar
@@ -37,7 +37,7 @@ METRICS = {
         "Zero-shot accuracy",
         "higher",
         "share",
-        note="the class whose prompts lie nearest, of images that no caption was learned for",
+        note="class with the nearest prompts; images of a data set that is not used in training",
         limits="wilson",
     ),
     "zero_shot_top5": Metric(
@@ -52,19 +52,19 @@ METRICS = {
 
 
 class ZeroShot(Measurement):
-    """Images with classes, and what is asked of them."""
+    """Zero-shot classification of another data set's test images."""
 
     metrics = METRICS
     page = OnPage("classes by prompts", place=11, heading="Zero-shot")
 
     source: Labelled = Field(
-        description="where they come from: its test split, at the size of the model's images"
+        description="data set whose test split is used, resized to the model's images"
     )
     templates: tuple[str, ...] = Field(
         ("a photo of a {}",), min_length=1, description="prompts; {} is a class's name"
     )
     names: tuple[str, ...] | None = Field(
-        None, description="other words for the classes, in the source's order; null: its own"
+        None, description="names of the classes, in the source's order; null: the source's names"
     )
     images: int | None = Field(None, ge=1, description="Test images, evenly spread; null: all.")
 
@@ -73,38 +73,49 @@ class ZeroShot(Measurement):
     def _with_a_place(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
         for template in templates:
             try:
-                said = template.format("")
+                prompt = template.format("")
             except (IndexError, KeyError, ValueError) as error:
                 raise ValueError(f"found {template!r}: {error}; allowed: one {{}}") from None
-            if said == template:
+            if prompt == template:
                 raise ValueError(f"found {template!r}; allowed: one {{}}, for the class")
         return templates
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield names and channels that the source has not, where its raw data are here."""
+        """Yield names and channels that do not fit the source, if its raw data are available."""
         try:
             card = self.source.describe()
-        except UserError:  # only the stage needs them
+        except UserError:  # missing raw data; the stage reports them
             return
         if self.names and card.classes and len(self.names) != len(card.classes):
-            found = f"found {len(self.names)} names"
-            yield ("names",), f"{found}; allowed: {len(card.classes)}, one a class"
+            yield (
+                ("names",),
+                describe_refusal(
+                    found=f"{len(self.names)} names", allowed=f"{len(card.classes)}, one per class"
+                ),
+            )
         if around.preview is not None and card.channels != around.preview.channels:
-            found = f"found images of {card.channels} channels"
-            yield ("source",), f"{found}; allowed: {around.preview.channels}"
+            yield (
+                ("source",),
+                describe_refusal(
+                    found=f"images of {card.channels} channels", allowed=around.preview.channels
+                ),
+            )
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs captions."""
+        """Return the reason for data without captions."""
         if isinstance(subject.data.task, ImageText):
             return None
-        return "the images have no captions, so there is no text tower to ask"
+        return "the images have no captions, so there is no text tower"
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put accuracy of the class whose prompts lie nearest; UserError for names that do not fit.
+        """Put the accuracy of the class with the nearest prompts.
 
-        facts: data, images, templates, chance; classes, of each its name, images, how many of them
-        are right, and how many words of its prompts the model does not know.
+        facts: data, images, templates, chance; classes, with name, images, right answers and
+        number of unknown words in the prompts.
+
+        Raises:
+            UserError: numbers of channels or names do not fit the source.
         """
         image = subject.model.image
         with tempfile.TemporaryDirectory() as folder:
@@ -112,33 +123,37 @@ class ZeroShot(Measurement):
             sized.write(Path(folder))
             data = Prepared.open(folder)
             if data.card["channels"] != image.channels:
-                problem = f"images of {data.card['channels']} channels"
-                raise UserError(f"zero_shot.source: found {problem}; allowed: {image.channels}")
-            where = evenly_spaced_indices(len(data.test.labels), self.images)
-            images = np.asarray(data.test.images[where])
-            labels = torch.from_numpy(np.array(data.test.labels[where]))
+                raise UserError.at(
+                    "zero_shot.source",
+                    found=f"images of {data.card['channels']} channels",
+                    allowed=image.channels,
+                )
+            indices = evenly_spaced_indices(len(data.test.labels), self.images)
+            images = np.asarray(data.test.images[indices])
+            labels = torch.from_numpy(np.array(data.test.labels[indices]))
             names = self.names or data.task.classes
-            about = data.card["name"]
+            source_name = data.card["name"]
         if len(names) != data.task.outputs:
-            problem = f"found {len(names)} names"
-            raise UserError(
-                f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class"
+            raise UserError.at(
+                "zero_shot.names",
+                found=f"{len(names)} names",
+                allowed=f"{data.task.outputs}, one per class",
             )
         classes, unknown = class_vectors_and_unknown_words(subject, names, self.templates)
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
-        right = order[:, 0] == labels
-        among = (order[:, :BEST] == labels[:, None]).any(dim=1)
-        out.put("zero_shot_accuracy", right.double().numpy())
+        is_right = order[:, 0] == labels
+        out.put("zero_shot_accuracy", is_right.double().numpy())
         if len(names) > BEST:
-            out.put("zero_shot_top5", mean_share(among.numpy()))
-        out.facts |= {"data": about, "images": len(labels), "templates": len(self.templates)}
+            is_among_best = (order[:, :BEST] == labels[:, None]).any(dim=1)
+            out.put("zero_shot_top5", mean_share(is_among_best.numpy()))
+        out.facts |= {"data": source_name, "images": len(labels), "templates": len(self.templates)}
         out.facts["chance"] = 1 / len(names)
         out.facts["classes"] = [
             {
                 "name": name,
                 "images": int((labels == number).sum()),
-                "correct": int(right[labels == number].sum()),
+                "correct": int(is_right[labels == number].sum()),
                 "unknown": unknown[number],
             }
             for number, name in enumerate(names)
@@ -148,7 +163,7 @@ class ZeroShot(Measurement):
 def class_vectors_and_unknown_words(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
-    """The mean unit vector (K, w + 3) of each class's prompts, and the unknown words."""
+    """Return the mean unit vectors of classes' prompts, (K, w + 3), and unknown words per class."""
     task = subject.model.image.task
     assert isinstance(task, ImageText)
     tokenizer = load_tokenizer(subject.data.folder, task)
@@ -156,9 +171,12 @@ def class_vectors_and_unknown_words(
         [tokenizer.encode(template.format(name), task.context) for template in templates]
         for name in names
     ]
-    tokens = torch.tensor([[one.tokens for one in row] for row in encoded], dtype=torch.int32)
+    tokens = torch.tensor(
+        [[prompt.tokens for prompt in prompts] for prompts in encoded], dtype=torch.int32
+    )
     sides = subject.model.targets(tokens)  # (K, P, w + 3)
     width = task.width
     mean = normalize(sides[:, :, :width].double().mean(dim=1), dim=1).float()
     rest = sides[:, 0, width:]
-    return torch.cat([mean, rest], dim=1), [sum(one.unknown for one in row) for row in encoded]
+    unknown = [sum(prompt.unknown for prompt in prompts) for prompts in encoded]
+    return torch.cat([mean, rest], dim=1), unknown

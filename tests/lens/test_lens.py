@@ -17,7 +17,7 @@ from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.traces import Trace, write_trace
 from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.layer_use import layer_use_metrics, load_shares
+from moecore.measure.routing_metrics.layer_use import load_shares, measure_layer_use
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
 from moecore.nn.router_hooks import build_record
@@ -95,7 +95,7 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
     assert torch.equal(trace.beside("tokens"), torch.from_numpy(images[:, -1].astype(np.int64)))
     numbers = analyse_trace(trace)
     for layer, record in zip(numbers.layers, records, strict=True):
-        expected = layer_use_metrics(record, None, 2)
+        expected = measure_layer_use(record, None, 2)
         assert layer.load == pytest.approx(load_shares(expert_counts(record.chosen)).tolist())
         for name in ("load_cv2", "entropy", "token_entropy", "tail_of_probs"):
             assert layer.quantities[name].value == pytest.approx(expected[name])

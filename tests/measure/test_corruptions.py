@@ -19,8 +19,8 @@ from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
-from moecore.measure.noise_ramp import count_jumps, true_probability
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image
+from moecore.measure.stability import count_jumps, true_probability
 from moecore.measure.transfer import (
     Result,
     Transfer,

@@ -33,10 +33,12 @@ from moecore.measure.routing_metrics.choice_patterns import (
 from moecore.measure.routing_metrics.expert_information import (
     expert_information,
     permute_images,
+    tissue_labels,
+    token_labels_by_kind,
 )
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
-    read_kept_choices,
+    read_encoded_choices,
     read_layers,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
@@ -45,7 +47,6 @@ from moecore.measure.routing_metrics.expert_similarity import (
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
-from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
 from moecore.measure.values import Values
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
@@ -132,11 +133,11 @@ def test_specialisation_of_words():
     words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
     # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
     swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
-    special = expert_information(chosen, words, [swapped], least=3).specialisation
+    special = expert_information(chosen, words, [swapped], min_tokens=3).specialisation
     assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
     assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
     assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
-    assert expert_information(chosen, words, [swapped], least=4).specialisation is None
+    assert expert_information(chosen, words, [swapped], min_tokens=4).specialisation is None
 
 
 def test_an_images_weight_in_specialisation():
@@ -248,7 +249,7 @@ def test_all_of_it_is_of_one_pass():
         layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
     settings = routing_with_roles(windows=(2,))
     images, out = len(measured.data.test.images), values_of_roles(measured)
-    records = settings.look_once(measured, np.arange(images), out)
+    records = settings.record_routing(measured, np.arange(images), out)
     assert len(records) == 2 and settings.images > out.facts["roles"]["images"] == images
     named = {one.metric for one in out.values}
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
@@ -268,12 +269,12 @@ def values_of_roles(measured: MeasuredModel) -> Values:
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
     """Of the few tokens that experts are compared on, too: 80 of 40 images of 4 or 5."""
-    monkeypatch.setattr(expert_similarity_file, "LEAST", 5)
+    monkeypatch.setattr(expert_similarity_file, "MIN_TOKENS_PER_DIMENSION", 5)
     measured = made(NoisyTopK(k=2))
     settings = routing_with_roles(windows=(2,))
     whole, parts = values_of_roles(measured), values_of_roles(measured)
     for batch, out in ((40, whole), (7, parts)):
-        settings.model_copy(update={"batch": batch}).look_once(measured, np.arange(40), out)
+        settings.model_copy(update={"batch": batch}).record_routing(measured, np.arange(40), out)
     for one, other in zip(whole.values, parts.values, strict=True):
         assert (one.metric, one.at) == (other.metric, other.at)
         assert other.value == pytest.approx(one.value, abs=1e-5), one.metric
@@ -285,7 +286,7 @@ def test_experts_by_position_tell_the_position():
     result = expert_roles(measured)
     assert result.find("information_position").value >= 0.49
     assert result.find("information_truth").value == pytest.approx(0, abs=0.01)
-    assert read_kept_choices(result)[0].shape == (40, 5, 3)
+    assert read_encoded_choices(result)[0].shape == (40, 5, 3)
 
 
 def test_margins_are_of_what_the_choice_is_by():
@@ -332,7 +333,7 @@ def test_expert_similarity(monkeypatch):
     constant = torch.full((4, 2), 0.1).double()
     pair = [one.view(2, 2, 2) for one in (first, second, constant)]
     assert expert_similarity(pair) is None
-    monkeypatch.setattr(expert_similarity_file, "LEAST", 1)
+    monkeypatch.setattr(expert_similarity_file, "MIN_TOKENS_PER_DIMENSION", 1)
     alike = expert_similarity(pair)
     expected = [[1, 0.978596, np.nan], [0.978596, 1, np.nan], [np.nan] * 3]
     assert alike.cka.numpy() == pytest.approx(np.array(expected), abs=1e-6, nan_ok=True)

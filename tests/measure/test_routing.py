@@ -20,7 +20,10 @@ from moecore.measure.exploring.expert_overlay_data import (
 )
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
+from moecore.measure.routing_metrics.layer_use import (
+    measure_layer_use,
+    measure_layer_use_by_image,
+)
 from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.measure.values import Values
@@ -186,7 +189,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
     logits, records = predict_in_batches(models["ermoe"], data.test.images[where], 20)
     labels = torch.from_numpy(data.test.labels[where])
     score = float((logits.argmax(1) == labels).double().mean())
-    layers = [layer_use_metrics(record, 0.5, 2) for record in records]
+    layers = [measure_layer_use(record, 0.5, 2) for record in records]
     for over, at in (("k", {"k": 2}), ("threshold", {"threshold": 0.5})):
         assert number(results["ermoe"], f"score_{over}", **at) == score
         for metric in ("load_cv2", "fallback", "tail_mass"):
@@ -253,10 +256,10 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
     router = models[name].experts_and_router.router
     asked = (getattr(router, "threshold", None), router.k)
     for record in records:
-        by_image = use_metrics_by_image(record, *asked)
-        whole = layer_use_metrics(record, *asked)
+        by_image = measure_layer_use_by_image(record, *asked)
+        whole = measure_layer_use(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
-        without = [layer_use_metrics(record.map_tensors(itemgetter(rows)), *asked) for rows in left]
+        without = [measure_layer_use(record.map_tensors(itemgetter(rows)), *asked) for rows in left]
         for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
             if metric not in whole:
                 continue

@@ -16,13 +16,12 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
-from moecore.measure.noise_ramp import class_probs_by_sigma, put_ramps
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
 from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     draw_two_views,
 )
-from moecore.measure.stability import Stability
+from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps
 from moecore.measure.values import Found, Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit

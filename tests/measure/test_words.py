@@ -18,15 +18,14 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps
+from moecore.measure import calibration, few_shot, retrieval, routing, word_swaps
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration
+from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.word_gallery import favourite_words
-from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
+from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
-from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
 from moecore.nn.backbones.language_model import LanguageModel
@@ -169,7 +168,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(word_confidence, "words_at_once", lambda *_: 17)
+    monkeypatch.setattr(calibration, "words_at_once", lambda *_: 17)
     known = final_tokens(subject.model, subject.data.test, 5)
     logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()
@@ -180,7 +179,9 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     torch.testing.assert_close(
         found.squares.flatten(), brier_scores(scaled, labels), rtol=1e-4, atol=1e-5
     )
-    torch.testing.assert_close(found.sure.flatten(), class_confidence(scaled), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.confidence.flatten(), class_confidence(scaled), rtol=1e-5, atol=1e-6
+    )
     assert torch.equal(found.hits.flatten(), top1_hits(scaled, labels))
     for beta in (0.3, 2.0):
         expected = float(nll_derivative_by_row(logits.double(), labels, beta).mean())
@@ -271,7 +272,7 @@ def drawn_set(seed: int, images: int, width: int, classes: int = 3):
     centres = torch.randn(classes, width, generator=generator, dtype=torch.float64)
     noise = torch.randn(images, width, generator=generator, dtype=torch.float64)
     found = 0.5 * centres[labels] + noise
-    found = (found - found.mean(0)) / (found.std(0, correction=0) + LEAST)
+    found = (found - found.mean(0)) / (found.std(0, correction=0) + EPSILON)
     return few_shot.append_bias(found), few_shot.one_vs_rest_targets(labels, classes)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.layer_use import layer_use_metrics, load_shares
+from moecore.measure.routing_metrics.layer_use import load_shares, measure_layer_use
 from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
 from moecore.measure.routing_metrics.two_view_agreement import augmented_row
 from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
@@ -171,7 +171,7 @@ def everything(model) -> dict:
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
     sample = SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
-    uses = [layer_use_metrics(record, threshold, k) for record in records]
+    uses = [measure_layer_use(record, threshold, k) for record in records]
     on_map = ("border", "corner", "inner")
     layers = [
         {name: value for name, value in use.items() if not name.startswith(on_map)} for use in uses

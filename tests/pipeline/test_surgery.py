@@ -117,4 +117,6 @@ def test_reduced_models_are_measured_as_any(study):
     for phase in ("prune", "merge"):
         assert {"test_accuracy", "ece_after", "load_cv2"} <= set(rows[phase])
     page = (study.folder / "reports/index.html").read_text("utf-8")
-    assert all(words in page for words in ("Pruned", "Merged", "Fewer experts", "Experts gone, %"))
+    assert all(
+        words in page for words in ("Pruned", "Merged", "Fewer experts", "Experts removed, %")
+    )

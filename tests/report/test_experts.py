@@ -10,7 +10,7 @@ from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     compare_seeds,
-    read_kept_choices,
+    read_encoded_choices,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
     chance_agreement,
@@ -104,7 +104,7 @@ def test_seeds_that_are_told_the_same_agree():
     """One model thrice: its choices are kept whole. What the page and compare.json say of it."""
     measured = subject(Told())
     result = expert_roles(measured, windows=(2,))
-    chosen = decode_choices(read_kept_choices(result)[0])
+    chosen = decode_choices(read_encoded_choices(result)[0])
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
     models = {"told": dict.fromkeys(range(3), Measured({ExpertRoles: result}))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)
@@ -204,10 +204,10 @@ def test_seeds_are_halved_by_people():
     several = measured._replace(data=measured.data._replace(test=split))
     other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
     results = [expert_roles(one, windows=(2,)) for one in (several, other)]
-    assert read_kept_choices(results[0])[0].people == tuple(np.arange(40) // 2)
+    assert read_encoded_choices(results[0])[0].people == tuple(np.arange(40) // 2)
     models = {"vmoe": dict(enumerate(Measured({ExpertRoles: one}) for one in results))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)
-    layers = zip(*map(read_kept_choices, results), strict=True)
+    layers = zip(*map(read_encoded_choices, results), strict=True)
     chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
     expected, by_image = (
         np.mean(

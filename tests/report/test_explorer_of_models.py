@@ -7,7 +7,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
-    read_kept_choices,
+    read_encoded_choices,
     read_layers,
 )
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
@@ -25,7 +25,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
     found = two_seeds()
     path = written(tmp_path / "seeds.html", found)
     roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
-    layers = [decode_choices(read_kept_choices(one)[1]) for one in (roles, others)]
+    layers = [decode_choices(read_encoded_choices(one)[1]) for one in (roles, others)]
     partners = match_choices(*layers)
     both = address(path, PICKED.replace("prc", "vmoe seed 1"))
     with opened(browser, both, 1400, "light") as page:

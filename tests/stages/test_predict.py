@@ -101,7 +101,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
     (tmp_path / "participants.tsv").write_text(
         "participant_id\tage\tsex\tsite\nsub-1\t60.5\tF\tsite0\nsub-2\tn/a\tmale\telsewhere\n"
     )
-    with pytest.warns(UserWarning, match="pooled line stands in"):
+    with pytest.warns(UserWarning, match="pooled line is used"):
         predict(target, tmp_path, tmp_path / "out.csv")
     rows = read_predictions(tmp_path / "out.csv")
     assert [

@@ -1,4 +1,4 @@
-"""What every calibrator says of itself, and what it leaves."""
+"""Interfaces of calibrators and of what they fit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,61 +15,75 @@ POOLED = "pooled"
 
 
 class FittedCalibrator(Config, ABC):
-    """What a calibrator fitted, as calibrator.json keeps it; ``kind`` is that of the calibrator."""
+    """A fitted calibrator, as calibrator.json stores it; ``kind`` is the calibrator's."""
 
-    uses_age: ClassVar[bool] = False  # then ``apply`` takes the known ages, too: see there
+    uses_age: ClassVar[bool] = False  # whether ``apply`` also takes the known ages
 
     kind: Any
     predictor_sha256: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{64}$",
-        description="Of the model.safetensors that predicted numbers; the stage fills it in.",
+        description="Of the model.safetensors that predicted the numbers; set by the stage.",
     )
 
     @abstractmethod
     def apply(self, predictions: Any, groups: Sequence[str] | None = None) -> Any:
-        """Return calibrated predictions: logits (N, K) of classes, or numbers (N,) fp64.
+        """Return calibrated predictions.
 
-        groups: a name (sex) for each of N numbers, which it may look at; None: at none. Where it
-        ``uses_age``, a third argument ``ages`` (N,): what it returns then serves the difference
-        from the age, and is no prediction of the age.
+        A calibrator that ``uses_age`` takes ``ages`` (N,) as a third argument. Its result serves to
+        compute the difference from the age, and is not a prediction of the age.
+
+        Args:
+            predictions: Logits (N, K) of classes, or numbers (N,) fp64.
+            groups: Group (sex) of each number, (N,); None: no groups.
+
+        Returns:
+            Calibrated predictions of the same shape.
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return whose fit calibrates each prediction: the group's, or ``pooled``."""
+        """Return the fit that calibrates each prediction: its group, or ``pooled``."""
         return [POOLED] * len(groups)
 
     @property
     def summary(self) -> str:
-        """Return in a few words what was fitted."""
+        """Return the fit in a few words."""
         return str(self.kind)
 
 
 class Calibrator(Part, ABC):
-    """A calibrator of predictions, a family of parts; of words only a child of Temperature."""
+    """A calibrator of predictions, a family of parts; for words, a subclass of Temperature."""
 
-    predicts: ClassVar[Literal["classes", "numbers"]]  # what it is given: logits (N, K), or (N,)
-    tasks: ClassVar[tuple[str, ...]]  # the kinds of tasks whose predictions it knows
+    predicts: ClassVar[Literal["classes", "numbers"]]  # its input: logits (N, K), or numbers (N,)
+    tasks: ClassVar[tuple[str, ...]]  # kinds of tasks whose predictions it calibrates
     fitted: ClassVar[type[FittedCalibrator]]  # what ``fit`` returns
 
     @property
     def split(self) -> FitOn:
-        """Return whose predictions it is fitted to."""
+        """Return the split whose predictions it is fitted to."""
         return "validation"
 
     @abstractmethod
     def fit(
         self, predictions: Any, labels: Any, groups: Sequence[str] | None = None
     ) -> FittedCalibrator:
-        """Return what is fitted to the predictions and labels of ``split``; UserError where none.
+        """Fit the calibrator to predictions and labels of ``split``.
 
-        predictions: logits (N, K) with labels int64 (N,), or numbers (N,) fp64 with numbers; of the
-        latter groups (N,), "" is unknown.
+        Args:
+            predictions: Logits (N, K), or numbers (N,) fp64.
+            labels: Classes int64 (N,), or numbers (N,).
+            groups: Group of each number, (N,), "" if unknown; None: no groups.
+
+        Returns:
+            The fitted calibrator.
+
+        Raises:
+            UserError: the predictions allow no fit.
         """
 
 
 def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
-    """Return what a calibrator.json holds; UserError where it is none of such predictions."""
+    """Return the calibrator of a calibrator.json; UserError if it does not fit the predictions."""
     content = read_json(path)
     kind = str(content.get("kind")) if isinstance(content, dict) else ""
     try:
@@ -79,6 +93,6 @@ def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCa
     except ValueError as error:
         raise UserError(f"{path}: kind: {error}") from None
     if part.predicts != predicts:
-        problem = f"found {kind}, which calibrates {part.predicts}"
-        raise UserError(f"{path}: {problem}; allowed: a calibrator of {predicts}")
+        other = f"{kind}, which calibrates {part.predicts}"
+        raise UserError.at(path, found=other, allowed=f"a calibrator of {predicts}")
     return read_json_settings(path, part.fitted, "a fitted calibrator")

@@ -1,4 +1,4 @@
-"""What the calibrators of numbers share: one fit of all pairs, and one of each group (sex).
+"""Fits of number calibrators: one of all pairs, and one of each group (sex).
 
 N predictions, in the target's unit (years).
 """
@@ -15,15 +15,15 @@ Fit = TypeVar("Fit")
 
 
 class FitsByGroup(NamedTuple, Generic[Fit]):
-    """The fit of all pairs, those of groups that had enough, and why the others have none."""
+    """Fits of all pairs and of groups."""
 
     pooled: Fit
     groups: dict[str, Fit]
-    fallbacks: dict[str, str]
+    fallbacks: dict[str, str]  # group without a fit → reason
 
 
 class NoFitError(ValueError):
-    """Why these pairs allow no fit, in words for the user."""
+    """The pairs allow no fit; the text is for the user."""
 
 
 def fit_by_group(
@@ -35,9 +35,11 @@ def fit_by_group(
 ) -> FitsByGroup[Fit]:
     """Return the fit of all pairs and of each group; "" is no group.
 
-    fit: of predictions (N,) and labels (N,); raises NoFitError. A group that it refuses falls back
-    to the fit of all, with a warning. name: "linear, fitted on train". Raises UserError for shapes
-    that differ, NaN or infinite values, and where all pairs allow no fit.
+    fit: of predictions (N,) and labels (N,); may raise NoFitError. A group without a fit uses the
+    fit of all, with a warning. name: such as "linear, fitted on train".
+
+    Raises:
+        UserError: shapes differ, values are not finite, or all pairs together allow no fit.
     """
     predictions = check_finite("predictions", predictions)
     targets = check_finite("ages", labels)
@@ -64,28 +66,24 @@ def fit_by_group(
 
 
 def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
-    """Return each prediction's fit: its group's, or the pooled one, with a warning.
-
-    Raises UserError for another number of groups than of predictions, n.
-    """
+    """Return the fit of each of n predictions: its group's, or the pooled one, with a warning."""
     if len(groups) != n:
         raise UserError(
             f"calibrate: {len(groups)} groups for {n} predictions; allowed: one "
             "group for each prediction"
         )
-    if strange := sorted({group for group in groups if group not in fits}):
-        named = ", ".join(map(repr, strange))
+    if missing := sorted({group for group in groups if group not in fits}):
+        names = ", ".join(map(repr, missing))
         warnings.warn(
-            f"calibrate: no line of their own for {named}; the pooled line stands in",
-            stacklevel=3,
+            f"calibrate: no line of their own for {names}; the pooled line is used", stacklevel=3
         )
     return [fits.get(group, pooled) for group in groups]
 
 
-def check_ages_vary(ages: np.ndarray, fewest: int) -> None:
-    """Raise NoFitError for fewer than ``fewest`` ages, or fewer different ones than needed."""
-    if len(ages) < fewest:
-        raise NoFitError(f"found {len(ages)} pairs; allowed: {fewest} or more")
+def check_ages_vary(ages: np.ndarray, min_pairs: int) -> None:
+    """Raise NoFitError for fewer than ``min_pairs`` ages, or if all are equal."""
+    if len(ages) < min_pairs:
+        raise NoFitError(f"found {len(ages)} pairs; allowed: {min_pairs} or more")
     if ages.max() == ages.min():
         raise NoFitError(
             f"all {len(ages)} ages are {ages[0]:g}; allowed: two different ages or more"
@@ -93,7 +91,7 @@ def check_ages_vary(ages: np.ndarray, fewest: int) -> None:
 
 
 def check_finite(name: str, values: Any) -> np.ndarray:
-    """Return the values (N,) as fp64; UserError for another shape, NaN or infinite ones."""
+    """Return the values (N,) as fp64; UserError for another shape, and for non-finite values."""
     values = np.asarray(values, np.float64)
     if values.ndim != 1:
         raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")

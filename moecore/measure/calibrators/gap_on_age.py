@@ -1,10 +1,10 @@
-"""Correction of the gap by the known age: ŷ − y = g(y) is fitted, and ŷ − g(y) is what is reported.
+"""Correction of the gap by the known age: fits ŷ − y = g(y), and returns ŷ − g(y).
 
-g is a line (Beheshti et al. 2019) or a parabola (Smith et al. 2019), for all and for each sex. It
-needs the age that a prediction is for: so it corrects the gap of people whose age is known, and
-predicts no age. The error of ŷ − g(y) says nothing of a model, for y stands in it (Butler et al.
-2021): a model that always answers 60 would have one of 0. With a line of slope b the gap is b times
-that of ``linear`` (de Lange & Cole 2020).
+g is a line (Beheshti et al. 2019) or a parabola (Smith et al. 2019), for all and for each sex. As g
+needs the true age, the result corrects the gap of people with known age, and is not a prediction of
+age. The error of ŷ − g(y) does not measure a model, because it contains y (Butler et al. 2021): a
+model that always answers 60 would have an error of 0. With a line of slope b the gap is b times the
+gap of ``linear`` (de Lange & Cole 2020).
 
 N predictions, in the target's unit (years).
 """
@@ -29,32 +29,30 @@ from moecore.measure.calibrators.fit_by_group import (
 
 
 class FittedGap(Config):
-    """The gap that is expected at an age, a polynomial of it, fitted to n pairs."""
+    """The expected gap, a polynomial of age, fitted to n pairs."""
 
     coefficients: tuple[float, ...] = Field(
-        min_length=2, description="Of age⁰, age¹ and, of a parabola, age², in the target's unit."
+        min_length=2, description="Of age⁰, age¹ and, for a parabola, age², in the target's unit."
     )
-    n: int = Field(ge=3, description="Pairs that it was fitted to.")
+    n: int = Field(ge=3, description="Number of pairs that it was fitted to.")
 
     def expected_gap(self, ages: np.ndarray) -> np.ndarray:
-        """g(y), (N,) to (N,)."""
+        """Return g(y), (N,) to (N,)."""
         return Polynomial(self.coefficients)(ages)
 
 
 class FittedGapOnAge(FittedCalibrator):
-    """The fitted curves: one for all, and one for each group that had enough."""
+    """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
 
     kind: Literal["gap_on_age"] = "gap_on_age"
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
     pooled: FittedGap = Field(
-        description="The curve of all pairs; for groups without one of their own, too."
+        description="The curve of all pairs; also used for groups without a curve."
     )
     groups: dict[str, FittedGap] = Field(description="Curves by group (sex).")
-    fallbacks: dict[str, str] = Field(
-        {}, description="Groups of the fit that got no curve of their own → why."
-    )
+    fallbacks: dict[str, str] = Field({}, description="Groups without a curve → the reason.")
 
     def apply(
         self,
@@ -62,25 +60,34 @@ class FittedGapOnAge(FittedCalibrator):
         groups: Sequence[str] | None = None,
         ages: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return ŷ − g(y), (N,) fp64, each by its group's curve, else by the pooled one.
+        """Return ŷ − g(y), (N,) fp64, by the group's curve, or the pooled one.
 
-        ages: (N,), known; UserError without them, or where one is NaN.
+        Args:
+            predictions: ŷ, (N,).
+            groups: Group of each prediction, (N,); None: the pooled curve for all.
+            ages: y, (N,), required.
+
+        Returns:
+            Corrected numbers, (N,) fp64.
+
+        Raises:
+            UserError: ages are missing, or values are not finite.
         """
         if ages is None:
             raise UserError(
-                "calibrate.calibrator: gap_on_age corrects by the known age, and there is none; "
-                "allowed: ages of all volumes, or kind: linear, which takes none"
+                "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "
+                "allowed: ages of all volumes, or kind: linear, which needs none"
             )
         predictions = check_finite("predictions", predictions)
-        known = check_finite("ages", ages)
+        ages = check_finite("ages", ages)
         if groups is None:
-            return predictions - self.pooled.expected_gap(known)
+            return predictions - self.pooled.expected_gap(ages)
         curves = fit_of_each(self.groups, self.pooled, groups, len(predictions))
-        gaps = [curve.expected_gap(age) for curve, age in zip(curves, known, strict=True)]
+        gaps = [curve.expected_gap(age) for curve, age in zip(curves, ages, strict=True)]
         return predictions - np.array(gaps, np.float64)
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Whose curve corrects each prediction: the group's, or ``pooled`` where it has none."""
+        """Return the curve that corrects each prediction: its group, or ``pooled``."""
         return [group if group in self.groups else POOLED for group in groups]
 
 
@@ -94,22 +101,30 @@ class GapOnAge(Calibrator):
     kind: Literal["gap_on_age"] = "gap_on_age"
     degree: Literal[1, 2] = Field(1, description="1: a line in age; 2: a parabola.")
     fit_on: FitOn = Field(
-        "train", description="out_of_fold: training images, each seen by other models than its own."
+        "train", description="out_of_fold: training images, predicted by models of other folds."
     )
 
     @property
     def split(self) -> FitOn:
-        """Return whose predictions it is fitted to."""
+        """Return the split whose predictions it is fitted to."""
         return self.fit_on
 
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedGapOnAge:
-        """The curves of ``predictions`` (N,) − ``labels`` (N,) on ``labels``.
+        """Fit the curves of ``predictions`` − ``labels`` on ``labels``.
 
-        groups: (N,) names, "" is unknown; None: of all. A group with too few pairs or ages falls
-        back to the pooled curve, with a warning. Raises UserError for shapes that differ, NaN or
-        infinite values, and where the pairs of all do not suffice.
+        Args:
+            predictions: ŷ, (N,).
+            labels: Ages, (N,).
+            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group with too few
+                pairs or ages uses the pooled curve, with a warning.
+
+        Returns:
+            The fitted curves.
+
+        Raises:
+            UserError: shapes differ, values are not finite, or all pairs together are too few.
         """
         name = f"gap_on_age, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self._fit_curve, name)
@@ -123,5 +138,5 @@ class GapOnAge(Calibrator):
             )
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()
         coefficients = np.zeros(self.degree + 1)
-        coefficients[: len(curve.coef)] = curve.coef  # ``convert`` drops zeros at the end
+        coefficients[: len(curve.coef)] = curve.coef  # ``convert`` drops trailing zeros
         return FittedGap(coefficients=tuple(coefficients.tolist()), n=len(ages))

@@ -1,11 +1,10 @@
-"""Linear correction of a predicted age: ŷ = a + b·y is fitted, and (ŷ − a)/b is what is reported.
+"""Linear correction of a predicted age: fits ŷ = a + b·y, and returns (ŷ − a)/b.
 
-A network that is trained to predict an age leans towards the mean age: b < 1, so young brains look
-older and old ones younger. The correction takes that out. The line is fitted where the ages are
-known; the fitted object takes none, so a new brain needs no age.
+A network trained to predict age is biased towards the mean age: b < 1, so young brains look older
+and old brains younger. The correction removes this bias. The fit needs ages; its use does not.
 
 N predictions, in the target's unit (years). Sources: Cole et al. (2018); Smith et al. (2019); de
-Lange & Cole (2020), who compare it with that of Beheshti et al. (2019), which is ``gap_on_age``.
+Lange & Cole (2020), who compare it with Beheshti et al. (2019), here ``gap_on_age``.
 """
 
 from collections.abc import Sequence
@@ -32,9 +31,9 @@ class FittedLine(Config):
         allow_inf_nan=False, description="a of ŷ = a + b·y, in the target's unit."
     )
     slope: float = Field(
-        allow_inf_nan=False, description="b of ŷ = a + b·y; 1 would need no correction."
+        allow_inf_nan=False, description="b of ŷ = a + b·y; 1 needs no correction."
     )
-    n: int = Field(ge=3, description="Pairs that it was fitted to.")
+    n: int = Field(ge=3, description="Number of pairs that it was fitted to.")
 
     @field_validator("slope")
     @classmethod
@@ -44,29 +43,33 @@ class FittedLine(Config):
         return slope
 
     def invert(self, predictions: np.ndarray) -> np.ndarray:
-        """(ŷ − a)/b, (N,) to (N,)."""
+        """Return (ŷ − a)/b, (N,) to (N,)."""
         return (predictions - self.intercept) / self.slope
 
 
 class FittedLinear(FittedCalibrator):
-    """The fitted lines: one for all, and one for each group that had enough."""
+    """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
     pooled: FittedLine = Field(
-        description="The line of all pairs; for groups without one of their own, too."
+        description="The line of all pairs; also used for groups without a line."
     )
     groups: dict[str, FittedLine] = Field(description="Lines by group (sex).")
-    fallbacks: dict[str, str] = Field(
-        {}, description="Groups of the fit that got no line of their own → why."
-    )
+    fallbacks: dict[str, str] = Field({}, description="Groups without a line → the reason.")
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
-        """Corrected predictions, (N,) to (N,) fp64: each by its group's line.
+        """Return (ŷ − a)/b by the group's line, or the pooled one, with a warning.
 
-        Where there is none by the pooled one, with a warning. groups: one name for each prediction;
-        None: the pooled line for all. There is no age among the arguments. Raises UserError for
-        another number of groups than of predictions, and for NaN or infinite predictions.
+        Args:
+            predictions: ŷ, (N,).
+            groups: Group of each prediction, (N,); None: the pooled line for all.
+
+        Returns:
+            Corrected ages, (N,) fp64.
+
+        Raises:
+            UserError: numbers of groups and predictions differ, or predictions are not finite.
         """
         predictions = check_finite("predictions", predictions)
         if groups is None:
@@ -76,7 +79,7 @@ class FittedLinear(FittedCalibrator):
         return np.array(inverted, np.float64)
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Whose line corrects each prediction: the group's, or ``pooled`` where it has none."""
+        """Return the line that corrects each prediction: its group, or ``pooled``."""
         return [group if group in self.groups else POOLED for group in groups]
 
 
@@ -89,26 +92,34 @@ class Linear(Calibrator):
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(
-        "train", description="out_of_fold: training images, each seen by other models than its own."
+        "train", description="out_of_fold: training images, predicted by models of other folds."
     )
     min_slope: float = Field(
-        0.1, gt=0, lt=1, description="Floor of |b|, by which errors are divided; below: refused."
+        0.1, gt=0, lt=1, description="Smallest |b| allowed, as errors are divided by it."
     )
 
     @property
     def split(self) -> FitOn:
-        """Return whose predictions it is fitted to."""
+        """Return the split whose predictions it is fitted to."""
         return self.fit_on
 
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedLinear:
-        """The lines of ``predictions`` (N,) on ``labels`` (N,), both in the target's unit.
+        """Fit the lines of ``predictions`` on ``labels``.
 
-        groups: (N,) names, "" is unknown; None: of all. A group whose own line is refused (too few
-        pairs, one age, a slope below the floor) falls back to the pooled line, with a warning.
-        Raises UserError for shapes that differ, n < 3, NaN or infinite values, equal targets, and a
-        pooled |b| below ``min_slope``.
+        Args:
+            predictions: ŷ, (N,), in the target's unit.
+            labels: Ages, (N,).
+            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group without a line
+                (too few pairs, one age, a small slope) uses the pooled line, with a warning.
+
+        Returns:
+            The fitted lines.
+
+        Raises:
+            UserError: shapes differ, n < 3, values are not finite, targets are equal, or the pooled
+                |b| is below ``min_slope``.
         """
         name = f"linear, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self._fit_line, name)
@@ -121,14 +132,14 @@ class Linear(Calibrator):
         if line is None or abs(slope) < self.min_slope:
             raise NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
-                "(predictions hardly follow age; train longer)"
+                "(predictions depend little on age; train longer)"
             )
         return line
 
 
 def _least_squares(predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
-    """Least squares of ŷ on y."""
-    # Around the means, which keeps the digits where ages are far from 0.
+    """Return the least-squares line of ŷ on y."""
+    # Around the means, which avoids cancellation if ages are far from 0.
     centre = targets - targets.mean()
     slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
     return FittedLine(

@@ -14,23 +14,19 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 
-LOWEST = 0.05  # reached where every validation image is right
-HIGHEST = 20.0  # reached where logits tell no labels
+MIN_TEMPERATURE = 0.05  # reached if every validation image is right
+MAX_TEMPERATURE = 20.0  # reached if logits carry no information about labels
 
 
 class FittedTemperature(FittedCalibrator):
     """A fitted temperature."""
 
     kind: Literal["temperature"] = "temperature"
-    temperature: float = Field(
-        gt=0, allow_inf_nan=False, description="What the logits are divided by."
-    )
-    at_limit: bool = Field(
-        False, description="True where the best temperature lies beyond a limit."
-    )
+    temperature: float = Field(gt=0, allow_inf_nan=False, description="Divisor of the logits.")
+    at_limit: bool = Field(False, description="Whether the best temperature is beyond a limit.")
 
     def apply(self, predictions: Tensor, groups: Sequence[str] | None = None) -> Tensor:
-        """Calibrated logits, (N, K) to (N, K); the order of the classes stays, and the accuracy."""
+        """Return logits / temperature, (N, K); order of classes and accuracy do not change."""
         return predictions / self.temperature
 
     @property
@@ -51,7 +47,19 @@ class Temperature(Calibrator):
     def fit(
         self, predictions: Tensor, labels: Tensor, groups: Sequence[str] | None = None
     ) -> FittedTemperature:
-        """Return the temperature of the smallest NLL, given its slope dNLL/dβ at β = 1/T."""
+        """Return the temperature with the smallest NLL.
+
+        Args:
+            predictions: Logits (N, K).
+            labels: Classes (N,).
+            groups: Not used.
+
+        Returns:
+            The fitted temperature.
+
+        Raises:
+            UserError: logits are not finite, or labels do not fit.
+        """
         _check_logits(predictions, labels)
         logits = predictions.detach().double().cpu()
         labels = labels.long().cpu()
@@ -62,27 +70,28 @@ class Temperature(Calibrator):
     def fit_slope(
         self, slope_at: Callable[[float], float], tolerance: float = 1e-12
     ) -> FittedTemperature:
-        """Return the temperature with the smallest NLL, given its slope dNLL/dβ at β = 1/T: for
-        predictions that are too many to be there at once. tolerance: relative, of β.
+        """Return the temperature with the smallest NLL from its slope dNLL/dβ at β = 1/T.
+
+        For predictions that do not fit in memory. tolerance: relative, of β.
         """
         from scipy.optimize import root_scalar  # slow to import
 
         slope_at = cache(slope_at)
-        low, high = 1 / HIGHEST, 1 / LOWEST
-        # the NLL is convex in β
+        low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
+        # The NLL is convex in β.
         if slope_at(low) >= 0:
-            return FittedTemperature(temperature=HIGHEST, at_limit=True)
+            return FittedTemperature(temperature=MAX_TEMPERATURE, at_limit=True)
         if slope_at(high) <= 0:
-            return FittedTemperature(temperature=LOWEST, at_limit=True)
+            return FittedTemperature(temperature=MIN_TEMPERATURE, at_limit=True)
         beta = root_scalar(slope_at, bracket=(low, high), rtol=tolerance).root
         return FittedTemperature(temperature=1 / beta)
 
 
 def _check_logits(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 2 or logits.shape[0] == 0 or labels.shape != logits.shape[:1]:
-        problem = f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
         raise UserError(
-            f"calibrate: {problem} of the validation split; (N, K) and (N,) with N ≥ 1 are needed"
+            f"calibrate: logits {tuple(logits.shape)} and labels {tuple(labels.shape)} of the "
+            "validation split; (N, K) and (N,) with N ≥ 1 are needed"
         )
     if not torch.isfinite(logits).all():
         bad = int((~torch.isfinite(logits)).any(dim=1).sum())
@@ -91,9 +100,9 @@ def _check_logits(logits: Tensor, labels: Tensor) -> None:
             "model is damaged, train it again"
         )
     if labels.min() < 0 or labels.max() >= logits.shape[1]:
-        problem = f"labels go from {int(labels.min())} to {int(labels.max())}"
         raise UserError(
-            f"calibrate: {problem}; the model has the classes 0 to {logits.shape[1] - 1}"
+            f"calibrate: labels go from {int(labels.min())} to {int(labels.max())}; the model has "
+            f"the classes 0 to {logits.shape[1] - 1}"
         )
     if labels.min() == labels.max():
         raise UserError(
@@ -103,6 +112,6 @@ def _check_logits(logits: Tensor, labels: Tensor) -> None:
 
 
 def nll_derivative_by_row(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
-    """Return the derivative of each row's NLL in β, z̄ − z_label with the mean under softmax(βz)."""
+    """Return each row's dNLL/dβ = z̄ − z_label, z̄ the mean of logits under softmax(βz)."""
     mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
     return mean - logits.gather(1, labels[:, None])[:, 0]

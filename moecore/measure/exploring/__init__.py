@@ -1,1 +1,1 @@
-"""What pages let a reader look at: experts of patches and words, and each expert's favourites."""
+"""Data of pages for exploration: experts of patches and words, and galleries of experts."""

@@ -1,7 +1,4 @@
-"""Which experts read which words of captions, in each MoE layer of a text tower.
-
-n captions, M tokens of one.
-"""
+"""Experts of the words of captions in each MoE layer of a text tower. n captions, M tokens each."""
 
 import torch
 from torch import Tensor
@@ -12,11 +9,11 @@ from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
 from moecore.nn.predict import eval_mode
 from moecore.training.guide import GuidedModel
 
-Read = list[tuple[str, list[int]]]  # words with their experts, that with most weight first
+Read = list[tuple[str, list[int]]]  # words with their experts, largest weight first
 
 
 def find_two_towers(model: Model) -> TwoTowerModel | None:
-    """The two towers of a model; None where it has none."""
+    """Return the two-tower model, without its guide; None for other models."""
     student = model.model if isinstance(model, GuidedModel) else model
     if isinstance(student, TwoTowerModel):
         return student
@@ -25,31 +22,29 @@ def find_two_towers(model: Model) -> TwoTowerModel | None:
 
 @torch.no_grad()
 def experts_by_word(
-    model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, most: int = 2
+    model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, max_experts: int = 2
 ) -> list[list[Read]]:
-    """Return for each of the captions (n, M) and each layer its words, first to last, with the
-    ``most`` experts that read them; [] if none are sparse.
-    """
+    """Return the words with their experts per caption (n, M) and MoE layer; [] without layers."""
     captions_read: list[list[Read]] = []
     with eval_mode(model):
         for part in tokens.split(TEXTS):
             _, records = model.text(part.to(model.logit_scale.device))
-            there = model.text.caption_mask(part)
-            layers = [experts_by_weight(record.combine[0].cpu(), most) for record in records]
+            masks = model.text.caption_mask(part)
+            layers = [experts_by_weight(record.combine[0].cpu(), max_experts) for record in records]
             first = 0
-            for row, mask in zip(part, there, strict=True):
-                words = [tokenizer.word(token) for token in row[mask].tolist()]
-                last = first + len(words)
+            for row, mask in zip(part, masks, strict=True):
+                caption = [tokenizer.word(token) for token in row[mask].tolist()]
+                last = first + len(caption)
                 captions_read.append(
-                    [list(zip(words, layer[first:last], strict=True)) for layer in layers]
+                    [list(zip(caption, layer[first:last], strict=True)) for layer in layers]
                 )
                 first = last
     return captions_read
 
 
-def experts_by_weight(combine: Tensor, most: int) -> list[list[int]]:
-    """Return for each row of weights (n, E) the experts whose weight is not 0, largest first."""
-    weights, order = combine.topk(min(most, combine.shape[-1]))
+def experts_by_weight(combine: Tensor, max_experts: int) -> list[list[int]]:
+    """Return the experts with nonzero weight per row of weights (n, E), largest first."""
+    weights, order = combine.topk(min(max_experts, combine.shape[-1]))
     return [
         [expert for expert, weight in zip(*row, strict=True) if weight > 0]
         for row in zip(order.tolist(), weights.tolist(), strict=True)

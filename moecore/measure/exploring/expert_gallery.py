@@ -1,4 +1,4 @@
-"""What each expert does on many test images: its load, classes, places, kinds, favourite patches.
+"""Profiles of experts on many test images: load, classes, places, kinds, favourite patches.
 
 N images, T tokens per image, P patches, E experts, K classes, D true kinds of tokens.
 """
@@ -28,78 +28,78 @@ from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.tasks.base import Task
 
 CHUNK = 50  # images whose records are in memory at once
-CLASSES = 5  # of an expert
-CROPS = 800  # of a layer: with many experts each has fewer
+CLASSES = 5  # per expert
+CROPS = 800  # per layer, shared by its experts
 
 
 class FavouritePatch(Config):
     """A patch of a test image."""
 
-    image: int  # its place in the split
-    patch: int  # of the finest grid of all layers
-    probability: float  # that the router gave the expert
+    image: int  # index in the split
+    patch: int  # on the finest grid of all layers
+    probability: float  # of the expert
 
 
 class ExpertProfile(Config):
-    """One expert."""
+    """What one expert does."""
 
-    load: float  # share of all choices, of all tokens
-    classes: tuple[tuple[int, float], ...]  # class, its share of these choices; the largest first
-    kinds: tuple[tuple[int, float], ...]  # the same of the tokens' true kinds, where they are known
-    # of a text: words, and the share of their tokens that chose it; the largest first
+    load: float  # share of all tokens' choices
+    classes: tuple[tuple[int, float], ...]  # class, its share of these choices; largest first
+    kinds: tuple[tuple[int, float], ...]  # the same for the tokens' true kinds, if known
+    # of a text: words, and the share of their tokens that chose the expert; largest first
     words: tuple[tuple[str, float], ...] = ()
-    peak: float  # of the patches at one place the share that chose it, where that is largest
-    favourites: tuple[FavouritePatch, ...]  # of the highest probability; one an image at most
+    peak: float  # largest share, over places, of the patches at a place that chose the expert
+    favourites: tuple[FavouritePatch, ...]  # highest probability; at most one per image
 
 
 class LayerGallery(Config):
     """The experts of one MoE layer."""
 
     experts: tuple[ExpertProfile, ...]
-    # (E, 1, *grid) of the finest layer: of the patches at each place the share that chose the
-    # expert, divided by its peak; None of a text
+    # (E, 1, *grid) of the finest layer: share of the patches at each place that chose the expert,
+    # divided by its peak; None for a text
     places: EncodedPicture | None
-    crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None: there are none
+    crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None without crops
 
 
 class ExpertUseByImage(NamedTuple):
-    """One layer on a few images."""
+    """Use of one layer's experts on a few images."""
 
-    chosen: Tensor  # (N, E) int64, tokens
+    chosen: Tensor  # (N, E) int64, number of tokens
     highest: Tensor  # (N, E), the largest probability of a patch that chose the expert; −1: none
     patch: Tensor  # (N, E) int64, that patch
-    at_place: Tensor  # (1, P, E) int64, images whose patch there chose the expert
-    of_kind: Tensor  # (1, D, E) int64, tokens of the kind that chose it
+    at_place: Tensor  # (1, P, E) int64, images whose patch at this place chose the expert
+    of_kind: Tensor  # (1, D, E) int64, tokens of the kind that chose the expert
 
 
 class GalleryImages(NamedTuple):
-    """Test images, and where they lie in the split."""
+    """Test images of a gallery."""
 
-    places: np.ndarray  # (N,)
+    places: np.ndarray  # (N,), indices in the split
     split: Split
     task: Task
-    channels: int  # those that are shown, the first ones
+    channels: int  # number of the first channels that are shown
 
 
 def expert_galleries_by_layer(
-    model: Model, gallery: GalleryImages, most: int
+    model: Model, gallery: GalleryImages, favourites: int
 ) -> list[LayerGallery]:
-    """Return the experts of every MoE layer, with at most ``most`` favourites each."""
+    """Return the profiles of every MoE layer's experts, with at most ``favourites`` each."""
     chunks = list(zip(*iterate_expert_use(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
-    uses = []
+    layers = []
     fine = finest_layout(model.layouts)
     for layer, layout in zip(chunks, model.layouts, strict=True):
-        seen = ExpertUseByImage(*(torch.cat(field) for field in zip(*layer, strict=True)))
-        at_place = seen.at_place.sum(dim=0)[coarse_patch_indices(layout, fine)]
+        use = ExpertUseByImage(*(torch.cat(field) for field in zip(*layer, strict=True)))
+        at_place = use.at_place.sum(dim=0)[coarse_patch_indices(layout, fine)]
         places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
-        use = _expert_uses(seen, labels, gallery, places, layout, most)
-        uses.append(use if layout == fine else _on_grid(use, layout, fine))
-    return uses
+        profiles = _profile_experts(use, labels, gallery, places, layout, favourites)
+        layers.append(profiles if layout == fine else _move_to_grid(profiles, layout, fine))
+    return layers
 
 
 def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[ExpertUseByImage]]:
-    """Every layer on the images, CHUNK at a time."""
+    """Yield the use of every layer's experts, CHUNK images at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
         _, records = predict_in_batches(model, images, CHUNK, prediction=False)
@@ -112,21 +112,21 @@ def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[Ex
 
 
 def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor:
-    """Return whether each token is of each of D ``kinds``, (N, T, D) bool; D is 0: unknown."""
+    """Return whether each token is of each kind, (N, T, D) bool; D = 0 without known kinds."""
     if not kinds:
         tokens = layout.special + prod(layout.grid)
         return torch.zeros(len(images), tokens, 0, dtype=torch.bool)
-    known = token_kinds(torch.from_numpy(images), layout)
-    return known[..., None] == torch.arange(1, kinds + 1)
+    by_token = token_kinds(torch.from_numpy(images), layout)
+    return by_token[..., None] == torch.arange(1, kinds + 1)
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Return what a router did with each image's patches (the ``special`` tokens are none).
+    """Return the use of experts by each image's patches; special tokens are not patches.
 
     kinds: (N, T, D) bool.
     """
-    liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
-    highest, patch = liked.max(dim=1)
+    probs = torch.where(record.chosen, record.probs, -1.0)[:, special:]
+    highest, patch = probs.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
     at_place = record.chosen[:, special:].sum(dim=0, keepdim=True)
     of_kind = (kinds.double().mT @ record.chosen.double()).sum(dim=0, keepdim=True).long()
@@ -134,9 +134,9 @@ def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> E
 
 
 def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
-    """(E, K): of the choices of an expert the share of each class; None where there are none.
+    """Return each class's share of an expert's choices, (E, K); None without classes.
 
-    counts: (N, E), choices in each image.  An image of several classes counts for each of them.
+    counts: (N, E), choices in each image. An image of several classes counts for each of them.
     """
     members = task.by_class(labels)
     if members is None:
@@ -147,74 +147,73 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
     return (summed / summed.sum(dim=0).clamp(min=1)).T
 
 
-def _expert_uses(
-    seen: ExpertUseByImage,
+def _profile_experts(
+    use: ExpertUseByImage,
     labels: Tensor,
     gallery: GalleryImages,
     places: Tensor,
     layout: TokenLayout,
-    most: int,
+    max_favourites: int,
 ) -> LayerGallery:
-    counts = seen.chosen.sum(dim=0)
-    shares = class_shares(seen.chosen, labels, gallery.task)
-    kinds = seen.of_kind.sum(dim=0).double().T
+    counts = use.chosen.sum(dim=0)
+    shares = class_shares(use.chosen, labels, gallery.task)
+    kinds = use.of_kind.sum(dim=0).double().T
     kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
     peaks = places.flatten(1).amax(dim=1)
     number = len(counts)
-    kept = max(1, min(most, CROPS // number))
+    max_favourites = max(1, min(max_favourites, CROPS // number))
     experts = []
     crops = []
     for expert in range(number):
-        order = seen.highest[:, expert].sort(descending=True, stable=True).indices[:kept]
-        liked = [row for row in order.tolist() if seen.highest[row, expert] >= 0]
-        patches = [int(seen.patch[row, expert]) for row in liked]
+        order = use.highest[:, expert].sort(descending=True, stable=True).indices
         favourites = [
             FavouritePatch(
                 image=int(gallery.places[row]),
-                patch=patch,
-                probability=round(float(seen.highest[row, expert]), 4),
+                patch=int(use.patch[row, expert]),
+                probability=round(float(use.highest[row, expert]), 4),
             )
-            for row, patch in zip(liked, patches, strict=True)
+            for row in order[:max_favourites].tolist()
+            if use.highest[row, expert] >= 0
         ]
-        crops += [_crop_favourite(gallery, one, layout) for one in favourites]
+        crops += [_crop_favourite(gallery, favourite, layout) for favourite in favourites]
         classes = () if shares is None else largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(
             ExpertProfile(
                 load=round(load, 5),
                 classes=classes,
-                kinds=[(place + 1, share) for place, share in largest_shares(kinds[expert])],
+                kinds=[(index + 1, share) for index, share in largest_shares(kinds[expert])],
                 peak=round(float(peaks[expert]), 4),
                 favourites=favourites,
             )
         )
-    of_peak = places / peaks.clamp(min=1e-9).view(-1, *[1] * (places.ndim - 1))
+    relative = places / peaks.clamp(min=1e-9).view(-1, *[1] * (places.ndim - 1))
     return LayerGallery(
         experts=experts,
-        places=encode_thumbnails(of_peak),
+        places=encode_thumbnails(relative),
         crops=encode_thumbnails(torch.stack(crops), CROP) if crops else None,
     )
 
 
-def _on_grid(use: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> LayerGallery:
-    """Favourites of a coarser layer, at the first patch of the finest grid that each covers."""
-    covers = coarse_patch_indices(layout, fine)
+def _move_to_grid(layer: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> LayerGallery:
+    """Move favourites of a coarser layer to the first patch of the finest grid that they cover."""
+    covering = coarse_patch_indices(layout, fine)
 
-    def moved(one: FavouritePatch) -> FavouritePatch:
-        first = int((covers == one.patch).nonzero()[0])
-        return one.model_copy(update={"patch": first})
+    def move(favourite: FavouritePatch) -> FavouritePatch:
+        first = int((covering == favourite.patch).nonzero()[0])
+        return favourite.model_copy(update={"patch": first})
 
     experts = [
-        one.model_copy(update={"favourites": tuple(map(moved, one.favourites))})
-        for one in use.experts
+        expert.model_copy(update={"favourites": tuple(map(move, expert.favourites))})
+        for expert in layer.experts
     ]
-    return use.model_copy(update={"experts": tuple(experts)})
+    return layer.model_copy(update={"experts": tuple(experts)})
 
 
-def largest_shares(shares: Tensor, most: int = CLASSES) -> tuple[tuple[int, float], ...]:
-    """Return the places of the largest shares that are not 0, the first largest, and these."""
-    order = shares.sort(descending=True, stable=True).indices[:most].tolist()
-    return tuple((place, round(float(shares[place]), 4)) for place in order if shares[place] > 0)
+def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, float], ...]:
+    """Return index and value of the ``number`` largest nonzero shares, largest first."""
+    order = shares.sort(descending=True, stable=True).indices[:number].tolist()
+    return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
 
 
 def _crop_favourite(

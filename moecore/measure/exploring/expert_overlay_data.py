@@ -1,7 +1,4 @@
-"""Which expert sees which patch: the routing of a few images as small grids of expert indices.
-
-And which patches of two views show the same.
-"""
+"""Pictures with the experts of their patches, and corresponding patches of two crops."""
 
 import base64
 import math
@@ -24,19 +21,19 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
 )
 from moecore.nn.correspondence import match_patches
 
-SIDE = 96  # pixels: larger images are shown smaller
-CROP = 24  # the same of a patch with what is around it
+SIDE = 96  # pixels; larger images are shrunk
+CROP = 24  # the same for a patch with its surroundings
 MODES = {2: "area", 3: "trilinear"}  # by number of axes
 
 
 class EncodedPicture(Config):
-    """Images or volumes with pixels of a byte; the last axis is the fastest."""
+    """Images or volumes with one byte per pixel; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # as ``core.encoded_arrays.encode_arrays`` writes them
+    pixels: str  # encoded by ``core.encoded_arrays.encode_arrays``
 
     def array(self) -> np.ndarray:
-        """The pixels, uint8 of this shape."""
+        """Return the pixels, uint8 of this shape."""
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
@@ -48,41 +45,41 @@ def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
 
 
 def shrink_pixels(pixels: Tensor, side: int) -> Tensor:
-    """The pixels with means over areas, so that the longest axis has ``side`` at most."""
+    """Average pixels over areas, so that the longest axis has at most ``side`` pixels."""
     size = pixels.shape[2:]
     if max(size) <= side:
         return pixels
-    wanted = [max(1, round(length * side / max(size))) for length in size]
-    return interpolate(pixels, wanted, mode=MODES[len(size)])
+    small = [max(1, round(length * side / max(size))) for length in size]
+    return interpolate(pixels, small, mode=MODES[len(size)])
 
 
 def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
-    """A patch in the middle of half a patch on each side, black outside of the image; (C, h, w).
+    """Return a patch with half a patch on each side, black outside of the image; (C, h, w).
 
-    image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior, of which
-    the axial slice through the patch is taken, anterior up. h and w are twice the patch's.
+    image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior: the axial
+    slice through the patch, anterior up. h and w are twice the patch's.
     """
-    place = [int(index) for index in np.unravel_index(patch, layout.grid)]
+    position = [int(index) for index in np.unravel_index(patch, layout.grid)]
     sides = [size // patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     if image.ndim == 4:
-        level = place[2] * sides[2] + sides[2] // 2
+        level = position[2] * sides[2] + sides[2] // 2
         image = image[..., level].transpose(1, 2).flip(1)
-        place = [layout.grid[1] - 1 - place[1], place[0]]
+        position = [layout.grid[1] - 1 - position[1], position[0]]
         sides = [sides[1], sides[0]]
     margins = [side // 2 for side in sides]
-    around = torch.nn.functional.pad(image, (margins[1], margins[1], margins[0], margins[0]))
-    top, left = (index * side for index, side in zip(place, sides, strict=True))
+    padded = torch.nn.functional.pad(image, (margins[1], margins[1], margins[0], margins[0]))
+    top, start = (index * side for index, side in zip(position, sides, strict=True))
     height, width = (side + 2 * margin for side, margin in zip(sides, margins, strict=True))
-    return around[:, top : top + height, left : left + width]
+    return padded[:, top : top + height, start : start + width]
 
 
-# Stronger than in our trainings, so that the picture has patches without a partner.
+# Stronger crops than in our trainings, so that the picture has patches without a partner.
 CROPS = TwoViewAugmentation(name="crops", views=ViewSettings(crop=CropRanges(scale=(0.3, 0.8))))
-PREFIX = 2  # at most a class token and a distillation token stand before the patches
+PREFIX = 2  # largest number of tokens before the patches: class token and distillation token
 
 
 class Overlays(Config):
-    """A few images, and which expert has the largest combine weight in each of their patches."""
+    """A few images, with the expert of the largest combine weight for each patch."""
 
     shape: tuple[int, int, int, int]  # (N, C, H, W)
     pixels: str  # base64 of the bytes
@@ -91,23 +88,22 @@ class Overlays(Config):
     """[layer][image]: rows of text, one index a patch, "-" where no expert processed it."""
 
     def images(self) -> np.ndarray:
-        """The images uint8 (N, C, H, W)."""
+        """Return the images, uint8 (N, C, H, W)."""
         return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
 
 
 class MatchedCrops(Config):
-    """Two random crops of one image; patches that show the same have one number (PRC, figure 4)."""
+    """Two random crops of one image; corresponding patches have the same number (PRC, figure 4)."""
 
-    views: EncodedPicture  # (2, C, h, w), the one of higher resolution first
+    views: EncodedPicture  # (2, C, h, w), the crop of higher resolution first
     numbers: tuple[tuple[str, ...], tuple[str, ...]]
-    """Rows of text as in Overlays: the place of the patch in the second view, "-" for no partner.
-    """
+    """Rows of text as in Overlays: the index of the patch in the second view, "-": no partner."""
 
 
 def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
-    """The crops of the first image whose views share half of their patches, or the most of all.
+    """Return crops of the first image whose views share half of their patches, or most of them.
 
-    images: uint8 (N, C, H, W), N ≥ 1.  None for volumes, and where the image is a single patch.
+    images: uint8 (N, C, H, W), N ≥ 1. None for volumes and for images of a single patch.
     """
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None
@@ -129,24 +125,20 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
 
 
 def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
-    """The images with the experts of their patches.
+    """Return the images (N, C, H, W) uint8 with the experts of their patches.
 
-    images: (N, C, H, W) uint8; records: fields (N, T, E), T a square number of patches after at
-    most two prefix tokens.  Raises UserError where the patches form no square grid.
+    records: fields (N, T, E), T a square number of patches after at most two other tokens.
     """
-    return _encode_overlays(
-        images, records, [_expert_grids(record) for record in records] if len(images) else []
-    )
+    grids = [_expert_grids(record) for record in records] if len(images) else []
+    return _encode_overlays(images, records, grids)
 
 
 def overlay_middle_slices(
     volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: TokenLayout
 ) -> Overlays:
-    """``encode_expert_overlays`` of volumes: middle axial slices and their patches' experts.
+    """Return ``encode_expert_overlays`` of middle axial slices, anterior up, right on the right.
 
-    volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E) of
-    tokens that lie as ``layout`` says.  The slice lies in the patches' middle row along the last
-    axis and is turned so that anterior is up and right is right.
+    volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E).
     """
     row = layout.grid[2] // 2
     depth = layout.size[2] // layout.grid[2]
@@ -166,23 +158,20 @@ def overlay_middle_slices(
 def evenly_spaced_overlays(
     images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: TokenLayout
 ) -> Overlays:
-    """Images with their patches' experts, evenly spread over all; of volumes the middle slices, and
-    of text, of which there are no pictures (``number`` 0), an empty set.
-    """
+    """Return ``number`` images with their patches' experts; of volumes, middle slices."""
+    indices = np.array([], int)
     if number:
-        where = evenly_spaced_indices(len(images), number)
-    else:
-        where = np.array([], int)
-    few = tuple(layer.map_tensors(lambda field: field[where]) for layer in records)
+        indices = evenly_spaced_indices(len(images), number)
+    few = tuple(layer.map_tensors(lambda field: field[indices]) for layer in records)
     if images.ndim == 5:
-        return overlay_middle_slices(images[where], few, layout)
-    if images.ndim == 3:
+        return overlay_middle_slices(images[indices], few, layout)
+    if images.ndim == 3:  # text, with ``number`` 0
         images = images[:, :, None]  # (N, C, 1, M)
-    return encode_expert_overlays(images[where], few)
+    return encode_expert_overlays(images[indices], few)
 
 
 def _upright_planes(planes: np.ndarray) -> np.ndarray:
-    """(…, right, anterior) to rows from anterior down and columns from left to right."""
+    """Turn planes (…, right, anterior) to rows from anterior down, columns from left to right."""
     return np.ascontiguousarray(planes.swapaxes(-1, -2)[..., ::-1, :])
 
 
@@ -198,23 +187,25 @@ def _encode_overlays(
 
 
 def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
-    """Expert indices (rows, columns) of one grid; −1 where no expert processed the patch."""
+    """Return expert indices (rows, columns) of one grid; −1 if no expert processed the patch."""
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
 
 
 def _expert_grids(record: RoutingRecord) -> np.ndarray:
-    """(N, rows, columns) expert index of each patch, −1 for none."""
+    """Return the expert index of each patch, (N, rows, columns), −1 for none."""
     weights = record.combine
     tokens = weights.shape[1]
     side = math.isqrt(tokens)
     if tokens - side * side > PREFIX:
-        grid = f"no square grid of patches after at most {PREFIX} other tokens"
-        raise UserError(f"routing: {tokens} tokens are {grid}; set routing.overlays to 0")
+        raise UserError(
+            f"routing: {tokens} tokens are no square grid of patches after at most {PREFIX} other "
+            "tokens; set routing.overlays to 0"
+        )
     return _best_experts(weights)[:, tokens - side * side :].reshape(-1, side, side).numpy()
 
 
 def _best_experts(weights: Tensor) -> Tensor:
-    """The expert of the largest of the weights (N, T, E), −1 where all are 0; (N, T)."""
+    """Return the expert of the largest weight (N, T, E), −1 if all are 0; (N, T)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 

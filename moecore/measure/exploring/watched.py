@@ -1,7 +1,7 @@
-"""The routing of the explorer's first test images after some epochs of a training.
+"""Routing of the explorer's first test images after some epochs of a training.
 
-What was seen is kept beside the checkpoint, so a training that was killed reports all of them.
-Nothing is decided by it: the images are only looked at.
+Traces are stored next to the checkpoint, so that a resumed training reports all epochs. Nothing is
+selected by them.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import ImageTraces, build_image_traces
 from moecore.training.outcome import WatchedEpoch
 
-IMAGES = 32  # the most that the explorer shows
-VOLUMES = 6  # the same of volumes, which are large
-EPOCHS = 12
+IMAGES = 32  # the largest number in the explorer
+VOLUMES = 6  # fewer, as volumes are large
+MAX_EPOCHS = 12
 
 
 def spread_places(total: int, number: int) -> list[int]:
-    """``number`` of ``total`` places, spread evenly, all where there are fewer.
+    """Return ``number`` evenly spread indices below ``total``, or all.
 
-    The first ones stay when ``number`` grows: they follow van der Corput's sequence of base 2, so
-    the first, the middle one, those at the quarters, and so on.
+    A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
+    is start, middle, quarters, and so on.
     """
     places: dict[int, None] = {}
     step = 0
@@ -36,28 +36,28 @@ def spread_places(total: int, number: int) -> list[int]:
 
 
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
-    """The places in the test split of the first images that the explorer shows."""
+    """Return indices in the test split of the first images that the explorer shows."""
     images = data.test.images
-    most = VOLUMES if images.ndim == 5 else IMAGES
-    return spread_places(len(images), min(number, most))
+    limit = VOLUMES if images.ndim == 5 else IMAGES
+    return spread_places(len(images), min(number, limit))
 
 
 def watched_epochs(epochs: int) -> tuple[int, ...]:
-    """At most EPOCHS of ``epochs``, from 1, evenly spread; the last is always there."""
-    spread = np.linspace(epochs, 1, min(epochs, EPOCHS)).round().astype(int)
+    """Return at most MAX_EPOCHS of ``epochs``, from 1, evenly spread, with the last."""
+    spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
 
 
 def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write into ``folder`` what the model does with the images after ``epoch``."""
+    """Write predictions and routing of the explorer's images after ``epoch``."""
     images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
-    seen = build_image_traces(prediction, records, data.task, model.layouts)
-    write_json(_trace_path(folder, epoch), seen.model_dump(mode="json"))
+    traces = build_image_traces(prediction, records, data.task, model.layouts)
+    write_json(_trace_path(folder, epoch), traces.model_dump(mode="json"))
 
 
 def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
-    """Return what was kept in ``folder``; raises UserError where an epoch is missing."""
+    """Return what ``write_epoch_trace`` wrote; raise UserError if an epoch is missing."""
     places = explorer_image_indices(data, IMAGES)
     return tuple(
         WatchedEpoch(

@@ -1,6 +1,6 @@
-"""What each expert reads of many blocks of test text: its load, its words, its true kinds.
+"""Profiles of experts on many blocks of test text: load, words, true kinds.
 
-N blocks, T tokens of one, E experts, D true kinds of tokens.
+N blocks, T tokens per block, E experts, D true kinds of tokens.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 
-WORDS = 8  # of an expert
-RARE = 10  # a word that occurs less often in these blocks is not counted
+WORDS = 8  # per expert
+RARE = 10  # words that occur less often in the blocks are ignored
 
 
 def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
-    """Return the words (N, T) that a model's tokens are; before them stand those it only reads.
+    """Return the words (N, T) of the last block of the context.
 
-    blocks: (N, C, T), whose last half are kinds where the truth is known.
+    blocks: (N, C, T), channels of context blocks; with known truth, followed by as many of kinds.
     """
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 
@@ -34,7 +34,7 @@ def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
 def word_galleries_by_layer(
     model: Model, blocks: np.ndarray, vocabulary: Sequence[str]
 ) -> list[LayerGallery]:
-    """Return the experts of every MoE layer on blocks (N, C, T) of text."""
+    """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
     _, records = predict_in_batches(model, blocks, CHUNK, prediction=False)
     words = word_numbers(blocks, bool(model.image.truth))
     galleries = []
@@ -49,12 +49,12 @@ def word_galleries_by_layer(
             ExpertProfile(
                 load=round(float(load), 5),
                 classes=(),
-                kinds=[(place + 1, share) for place, share in largest_shares(of_expert)],
+                kinds=[(index + 1, share) for index, share in largest_shares(kind_shares)],
                 words=[(vocabulary[word], share) for word, share in favourites],
                 peak=0,
                 favourites=(),
             )
-            for load, of_expert, favourites in zip(
+            for load, kind_shares, favourites in zip(
                 loads, kinds, favourite_words(words, chosen.numpy()), strict=True
             )
         ]
@@ -65,16 +65,17 @@ def word_galleries_by_layer(
 def favourite_words(
     words: np.ndarray, chosen: np.ndarray, rare: int = RARE
 ) -> list[list[tuple[int, float]]]:
-    """Return for each expert the words of whose tokens the largest shares chose it, and these.
+    """Return, per expert, the words with the largest shares of tokens that chose it, and shares.
 
-    words: (N, T); chosen: (N, T, E) bool.  A word counts if it occurs ``rare`` times.
+    words: (N, T); chosen: (N, T, E) bool. Words that occur fewer than ``rare`` times are ignored.
     """
-    numbers, place, counts = np.unique(words, return_inverse=True, return_counts=True)
-    uses = np.zeros((len(numbers), chosen.shape[-1]))
-    np.add.at(uses, place.ravel(), chosen.reshape(-1, chosen.shape[-1]))
+    vocabulary, inverse, counts = np.unique(words, return_inverse=True, return_counts=True)
+    uses = np.zeros((len(vocabulary), chosen.shape[-1]))
+    np.add.at(uses, inverse.ravel(), chosen.reshape(-1, chosen.shape[-1]))
     is_common = counts >= rare
+    common = vocabulary[is_common]
     shares = torch.from_numpy(uses[is_common] / counts[is_common, None])
     return [
-        [(int(numbers[is_common][row]), share) for row, share in largest_shares(of_expert, WORDS)]
-        for of_expert in shares.T
+        [(int(common[row]), share) for row, share in largest_shares(expert_shares, WORDS)]
+        for expert_shares in shares.T
     ]

@@ -1,1 +1,1 @@
-"""What a frozen model knows: linear probes, simulated ageing and rescans, tissues and cubes."""
+"""Probes of frozen models: linear probes, simulated ageing and rescans, tissues and cubes."""

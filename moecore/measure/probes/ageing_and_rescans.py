@@ -1,4 +1,4 @@
-"""Simulated people who are in no split of a cohort, aged and scanned again; sessions of real ones.
+"""Ageing and rescans of simulated people who are in no split; sessions of real people.
 
 S subjects, A ages; ages and predictions in years.
 """
@@ -18,40 +18,40 @@ from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval, bootstrap_mean
 
 RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
-PEOPLE = 1000  # set aside; those who are scanned again begin at half of them
+PEOPLE = 1000  # reserved for these checks; rescans use the second half
 
 
 class ScanRequest(NamedTuple):
-    """Which scan of whom is drawn."""
+    """Arguments of one simulated scan."""
 
     age: float
     sex: str
-    person: int  # their seed
+    person: int  # seed
     scan: int = 0
     site: int = 0
 
 
 class UnseenPeopleSimulator(NamedTuple):
-    """People of a cohort's simulation who are in no split."""
+    """Simulator of a cohort's people who are in no split."""
 
     source: Phantom
 
     def person(self, number: int) -> int:
-        """The seed of person ``number``, below ``PEOPLE``."""
+        """Return the seed of person ``number``, below ``PEOPLE``."""
         return self.source.person_seed(self.source.subjects + number)
 
     def draw(self, scans: Sequence[ScanRequest]) -> np.ndarray:
-        """Volumes float16 (N, 1, D, H, W), as `prepare` would store them."""
+        """Simulate volumes, float16 (N, 1, D, H, W), as `prepare` would store them."""
         return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
 
 
 def alternating_sex(number: int) -> str:
-    """Women and men in turn."""
+    """Return F and M in turn."""
     return "FM"[number % 2]
 
 
 def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
-    """Years (N,) fp64, of volumes (N, 1, D, H, W)."""
+    """Return predicted years (N,) fp64 of volumes (N, 1, D, H, W)."""
     prediction, _ = predict_in_batches(model, volumes, batch, routing=False)
     return prediction[:, 0].double().numpy()
 
@@ -59,9 +59,9 @@ def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np
 def predict_ageing(
     model: Model, people: UnseenPeopleSimulator, subjects: int, ages: Sequence[float], batch: int
 ) -> np.ndarray:
-    """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay.
+    """Return predictions (S, A) for the same subjects at all ages.
 
-    Returns what the model says, (S, A).
+    Anatomy, scanner and the difference of brain age from age do not change.
     """
     rows = []
     for number in range(subjects):
@@ -72,21 +72,20 @@ def predict_ageing(
 
 
 def rising_step_share(predictions: np.ndarray) -> float:
-    """Share of all subjects' steps in which the prediction rises; predictions (S, A), A ≥ 2."""
+    """Return the share of steps with a rising prediction; predictions (S, A), A ≥ 2."""
     return float((np.diff(predictions, axis=1) > 0).mean())
 
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
-    """Spearman's correlation of age (A,) and prediction (S, A), per subject; 0 if constant."""
-    # Here: scipy.stats takes a second, and all stages import the table of measurements.
-    from scipy.stats import rankdata
+    """Return Spearman's correlation of age (A,) and each subject's predictions (S, A), or 0."""
+    from scipy.stats import rankdata  # slow to import
 
-    wanted = rankdata(ages) - (len(ages) + 1) / 2
-    centred_ranks = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
-    lengths = np.sqrt((wanted @ wanted) * (centred_ranks * centred_ranks).sum(axis=1))
+    age_ranks = rankdata(ages) - (len(ages) + 1) / 2
+    ranks = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
+    lengths = np.sqrt((age_ranks @ age_ranks) * (ranks * ranks).sum(axis=1))
     return [
         float(total / length) if length else 0.0
-        for total, length in zip(centred_ranks @ wanted, lengths, strict=True)
+        for total, length in zip(ranks @ age_ranks, lengths, strict=True)
     ]
 
 
@@ -98,40 +97,43 @@ def measure_simulated_rescans(
 ) -> tuple[Interval, Interval]:
     """Return the mean absolute difference of two scans of a person, at one site and at two.
 
-    One person of each of the ages.
+    There is one person of each age.
     """
-    who = [
-        (float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
+    scans = [
+        ScanRequest(float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
     ]
-    first, again, elsewhere = (
-        predicted_ages(model, people.draw([ScanRequest(*one, scan, site) for one in who]), batch)
-        for scan, site in ((0, 0), (1, 0), (1, 1))
-    )
+
+    def predict(scan: int, site: int) -> np.ndarray:
+        volumes = people.draw([request._replace(scan=scan, site=site) for request in scans])
+        return predicted_ages(model, volumes, batch)
+
+    first, again, elsewhere = predict(0, 0), predict(1, 0), predict(1, 1)
     return bootstrap_mean(np.abs(again - first)), bootstrap_mean(np.abs(elsewhere - first))
 
 
 def compare_sessions(
     model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
 ) -> Interval:
-    """Return the mean absolute difference of two sessions of a participant of the test split, less
-    the years between; pairs of places, one or more.
+    """Return the mean |change of predicted age − years between| over pairs of test sessions.
+
+    pairs: indices in the test split, at least one pair.
     """
-    places, where = np.unique(pairs, return_inverse=True)
-    over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
-    earlier, later = over[where.reshape(-1, 2)].T
-    whose = data.test.people_at(np.array(pairs)[:, 0])
-    return bootstrap_mean(np.abs(later - earlier), people=whose)
+    indices, inverse = np.unique(pairs, return_inverse=True)
+    gaps = predicted_ages(model, data.test.images[indices], batch) - data.test.labels[indices]
+    earlier, later = gaps[inverse.reshape(-1, 2)].T
+    people = data.test.people_at(np.array(pairs)[:, 0])
+    return bootstrap_mean(np.abs(later - earlier), people=people)
 
 
 def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
-    """Pairs of places: consecutive sessions of one person at most RESCAN_YEARS apart."""
+    """Return index pairs of a person's consecutive sessions at most RESCAN_YEARS apart."""
     visits = sorted(
-        (subject["participant_id"], float(subject["age"]), place)
-        for place, subject in enumerate(subjects)
+        (subject["participant_id"], float(subject["age"]), index)
+        for index, subject in enumerate(subjects)
     )
     return [
         (earlier, later)
-        for (who, age, earlier), (other, older, later) in pairwise(visits)
-        if who == other and older - age <= RESCAN_YEARS
+        for (person, age, earlier), (other, later_age, later) in pairwise(visits)
+        if person == other and later_age - age <= RESCAN_YEARS
     ]

@@ -1,56 +1,56 @@
-"""What a frozen model's features tell of a target: a linear head fitted anew (linear probe).
+"""Linear probe: a new linear head on a frozen model's features (Alain & Bengio, 2016).
 
-Alain & Bengio (2016), arXiv 1610.01644.
-
-N images, F features.
+N images or volumes, F features. Also its errors, and a model's, on volumes with a single tissue;
+ages in years.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
+from moecore.data.prepared import SPLITS, Prepared, evenly_spaced_indices
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
+from moecore.statistics.intervals import Interval, bootstrap_mean
+from moecore.training.single_tissue_volumes import keep_only_tissue
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
-PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of deviation 1
+PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; features have standard deviation 1
 
 
 def predict_with_features(
     model: Model, images: np.ndarray | Tensor, batch: int = BATCH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions (N,) of one number per image, and what ``model.head`` reads, (N, F); both fp64.
-
-    images and batch: as ``predict_in_batches`` takes them; the model is left as it was.
-    """
-    read: list[Tensor] = []
+    """Return predictions (N,) of one number per image, and inputs of the head (N, F); fp64."""
+    features: list[Tensor] = []
     hook = model.head.register_forward_pre_hook(
-        lambda head, given: read.append(given[0].detach().cpu())
+        lambda head, inputs: features.append(inputs[0].detach().cpu())
     )
     try:
         predicted, _ = predict_in_batches(model, images, batch, routing=False)
     finally:
         hook.remove()
-    return predicted[:, 0].double().numpy(), torch.cat(read).double().numpy()
+    return predicted[:, 0].double().numpy(), torch.cat(features).double().numpy()
 
 
 def fit_ridge_probe(
     train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
 ) -> tuple[Pipeline, float]:
-    """Ridge regression fitted on ``train``, features (N, F) and targets (N,), and its penalty.
+    """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty.
 
-    The penalty is that of the least mean absolute error on ``validation``, the greatest of equal
-    ones. Features are standardised by the training split.  Raises UserError for numbers that are
-    not finite.
+    The penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
     """
-    # Here: sklearn takes a second, and all stages import the table of measurements.
+    # Imported here, as sklearn is slow to import and all stages import the measurements.
     from sklearn.linear_model import Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -67,3 +67,72 @@ def fit_ridge_probe(
     }
     best = min(sorted(errors, reverse=True), key=errors.__getitem__)
     return fitted[best], best
+
+
+ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, most first
+
+
+class ModelAndProbeErrors(NamedTuple):
+    """Absolute errors on test volumes, (N,), of the model and of a probe fitted on such volumes."""
+
+    raw: np.ndarray
+    probe: np.ndarray
+
+
+class VolumePredictions(NamedTuple):
+    """Predicted ages (N,), inputs of the head (N, F) and true ages (N,) of volumes."""
+
+    predicted: np.ndarray
+    features: np.ndarray
+    ages: np.ndarray
+
+
+def predict_volumes(
+    model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
+) -> VolumePredictions:
+    """Predict ``count`` volumes of a split (None: all), complete or with one tissue."""
+    volumes = getattr(data, split).images
+    ages = np.array(getattr(data, split).labels, np.float64)
+    chosen = evenly_spaced_indices(len(ages), count)
+    chunks = []
+    for start in range(0, len(chosen), batch):
+        indices = chosen[start : start + batch]
+        images = torch.from_numpy(volumes[indices])
+        if region is not None:
+            share = torch.from_numpy(data.regions(split)[indices, region])
+            images = keep_only_tissue(images, share)
+        chunks.append(predict_with_features(model, images, batch))
+    predicted, features = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    return VolumePredictions(predicted, features, ages[chosen])
+
+
+def model_and_probe_errors(
+    model: Model, data: Prepared, region: int | None, batch: int, count: int | None
+) -> ModelAndProbeErrors:
+    """Return errors on the test split; the probe is fitted on ``count`` training volumes."""
+    train, validation, test = (
+        predict_volumes(model, data, split, region, batch, count if split == "train" else None)
+        for split in SPLITS
+    )
+    probe, _ = fit_ridge_probe((train.features, train.ages), (validation.features, validation.ages))
+    return ModelAndProbeErrors(
+        raw=np.abs(test.predicted - test.ages),
+        probe=np.abs(probe.predict(test.features) - test.ages),
+    )
+
+
+def tissue_error_differences(
+    tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
+) -> dict[tuple[str, str], Interval]:
+    """Return (tissue, previous tissue) → additional error of the probe, paired over volumes.
+
+    {} if a tissue is missing.
+    """
+    if any(name not in tissues for name in ORDER):
+        return {}
+    return {
+        (more, less): bootstrap_mean(
+            tissues[more].probe - tissues[less].probe, lowest=-math.inf, people=people
+        )
+        for less, more in pairwise(ORDER)
+    }

@@ -1,11 +1,10 @@
-"""Do region experts know their tissue where nobody taught them? Tissues mixed at shares that
-training never showed, whole volumes, and volumes of another generator.
+"""Region experts on volumes unlike training's: mixed tissues, complete volumes, new generator.
 
-They learn from isolated volumes whose tissue is their label, so that they follow it on other
-isolated volumes is what they were taught, and is here for comparison only.
+In training, volumes have a single tissue, which is the label of the experts: agreement on such
+volumes is expected, and serves for comparison only.
 
-N people with one volume each, R tissues that have an expert; shares of a tissue are uint8, 255 for
-1. What agrees with what: cubes.py; formulas: docs/methods.md.
+N people with one volume each, R tissues that have an expert; shares of a tissue are uint8, 255 is
+1. Agreement: expert_tissue_agreement.py; formulas: docs/methods.md.
 """
 
 from collections.abc import Callable
@@ -35,15 +34,17 @@ from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval
 from moecore.training.single_tissue_volumes import keep_only_tissue, region_channels
 
-OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
-SHARES = (0.25, 0.5, 0.75)  # of the second tissue's voxels: those left
-Kept = Callable[[np.ndarray], np.ndarray]  # shares of one person (R, D, H, W) → those that are left
+FIRST_SEED = 10**12  # of the other generator's people, above the seeds of every cohort
+SHARES = (0.25, 0.5, 0.75)  # remaining voxels of the second tissue
+Filter = Callable[[np.ndarray], np.ndarray]  # a person's shares (R, D, H, W) → remaining shares
 
 
 class RegionGeneralisationSettings(Config):
-    """On what region experts are tried that training did not show them."""
+    """Volumes that differ from training, on which region experts are tested."""
 
-    volumes: int = Field(48, ge=2, description="Test participants, at most; a volume of each.")
+    volumes: int = Field(
+        48, ge=2, description="Largest number of test participants, one volume each."
+    )
     subjects: int = Field(
         24, ge=2, le=PEOPLE, description="Simulated subjects of another generator of volumes."
     )
@@ -52,19 +53,19 @@ class RegionGeneralisationSettings(Config):
 class RegionExpertAgreement(NamedTuple):
     """Region experts on the volumes of one generator."""
 
-    whole: TissueAgreement  # nothing isolated
-    isolated: TissueAgreement  # one tissue left, over all tissues: what was taught
-    correlation: dict[str, Interval]  # whole volumes: of a tissue's share of a cube and the score
+    whole: TissueAgreement  # complete volumes
+    isolated: TissueAgreement  # single tissues, over all tissues, as in training
+    correlation: dict[str, Interval]  # complete volumes: a tissue's share of a cube and the score
 
 
 class RegionExperts(NamedTuple):
-    """Region experts where they were taught, and where not."""
+    """Region experts on all sorts of volumes."""
 
     test: RegionExpertAgreement
-    mixed: TissueAgreement | None  # over all mixtures; None where one tissue has an expert
-    # all of one tissue, and of another the share that is left of its voxels
+    mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
+    # (complete tissue, thinned tissue, remaining share of its voxels) → agreement
     mixtures: dict[tuple[str, str, float], TissueAgreement]
-    other: RegionExpertAgreement | None  # None where the data lie on another grid than this one's
+    other: RegionExpertAgreement | None  # of the other generator; None on another voxel grid
 
 
 class VolumesAndTissues(NamedTuple):
@@ -83,127 +84,123 @@ def measure_generalisation(
     seed: int,
     batch: int,
 ) -> RegionExperts:
-    """All of it, on the test split and on volumes made here.
+    """Return the agreement on test volumes, on mixtures and on the other generator's volumes.
 
-    tissues: those after which the first experts are named, in that order; ages: the youngest and
-    the oldest of the other generator's people, in years; seed: draws them and the mixtures; batch:
-    volumes a forward pass.
+    tissues: names of the first experts, in order; ages: youngest and oldest age of the other
+    generator's people, in years; seed: of these people and of the mixtures.
     """
-    test = own_scans(data, tissues, settings.volumes)
+    test = select_scans(data, tissues, settings.volumes)
     mixed = {}
-    for whole, thinned in permutations(range(len(tissues)), 2):
-        for left in SHARES:
-            kept = tissue_mixture_filter(whole, thinned, left, seed)
-            mixed[whole, thinned, left] = route_tissue_masked_volumes(model, test, kept, batch)
+    for complete, thinned in permutations(range(len(tissues)), 2):
+        for share in SHARES:
+            mask = tissue_mixture_filter(complete, thinned, share, seed)
+            mixed[complete, thinned, share] = route_tissue_masked_volumes(model, test, mask, batch)
     other = None
     if has_generator_voxel_grid(data):
-        made = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
-        other = measure_tissue_routing(model, made, tissues, batch)
+        cohort = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
+        other = measure_tissue_routing(model, cohort, tissues, batch)
     return RegionExperts(
         test=measure_tissue_routing(model, test, tissues, batch),
         mixed=cube_tissue_agreement(list(mixed.values())) if mixed else None,
         mixtures={
-            (tissues[whole], tissues[thinned], left): cube_tissue_agreement([cubes])
-            for (whole, thinned, left), cubes in mixed.items()
+            (tissues[complete], tissues[thinned], share): cube_tissue_agreement([cubes])
+            for (complete, thinned, share), cubes in mixed.items()
         },
         other=other,
     )
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether the other generator makes volumes as the data has them."""
+    """Return whether the other generator's voxel grid is the data's."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
-def own_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
-    """The first volume of each of ``count`` test participants, evenly spread over the split."""
+def select_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAndTissues:
+    """Return the first volume of each of ``count`` test participants, evenly spread."""
     channels = list(region_channels(tissues, data.card))
     first: dict[str, int] = {}
-    for place, row in enumerate(data.subjects("test")):
-        first.setdefault(row["participant_id"], place)
-    places = np.array(list(first.values()))[evenly_spaced_indices(len(first), count)]
-    return VolumesAndTissues(data.test.images[places], data.regions("test")[places][:, channels])
+    for index, row in enumerate(data.subjects("test")):
+        first.setdefault(row["participant_id"], index)
+    indices = np.array(list(first.values()))[evenly_spaced_indices(len(first), count)]
+    return VolumesAndTissues(data.test.images[indices], data.regions("test")[indices][:, channels])
 
 
 def simulate_shell_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
-    """People of the other generator, of ages evenly spread, women and men in turn."""
+    """Simulate people of the other generator with evenly spread ages, women and men in turn."""
     channels = [REGIONS.index(tissue) for tissue in tissues]
-    who = [
-        (float(age), alternating_sex(number), OTHERS + seed * PEOPLE + number)
+    people = [
+        (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))
     ]
-    made = list(map_in_threads(lambda person: simulate_shell_scan(*person), who))
-    images, regions = (np.stack(part) for part in zip(*made, strict=True))
+    scans = list(map_in_threads(lambda person: simulate_shell_scan(*person), people))
+    images, regions = (np.stack(part) for part in zip(*scans, strict=True))
     return VolumesAndTissues(images, regions[:, channels])
 
 
 def measure_tissue_routing(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
-    """Whole volumes, and each tissue alone."""
-    whole = route_tissue_masked_volumes(model, scans, None, batch)
-    alone = [
+    """Return the agreement on complete volumes, and on each tissue alone."""
+    complete = route_tissue_masked_volumes(model, scans, None, batch)
+    single = [
         route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)
         for tissue in range(len(tissues))
     ]
     return RegionExpertAgreement(
-        whole=cube_tissue_agreement([whole]),
-        isolated=cube_tissue_agreement(alone),
+        whole=cube_tissue_agreement([complete]),
+        isolated=cube_tissue_agreement(single),
         correlation={
-            name: cube_tissue_score_correlation(whole, tissue)
+            name: cube_tissue_score_correlation(complete, tissue)
             for tissue, name in enumerate(tissues)
         },
     )
 
 
-def one_tissue_filter(tissue: int) -> Callable[[int], Kept]:
-    """Only one tissue is left, as in training."""
+def one_tissue_filter(tissue: int) -> Callable[[int], Filter]:
+    """Return a filter of each person that leaves one tissue, as in training."""
 
-    def kept(shares: np.ndarray) -> np.ndarray:
+    def mask(shares: np.ndarray) -> np.ndarray:
         remaining = np.zeros_like(shares)
         remaining[tissue] = shares[tissue]
         return remaining
 
-    return lambda person: kept
+    return lambda person: mask
 
 
 def tissue_mixture_filter(
-    whole: int, thinned: int, left: float, seed: int
-) -> Callable[[int], Kept]:
-    """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
+    complete: int, thinned: int, share: float, seed: int
+) -> Callable[[int], Filter]:
+    """Return a filter of each person that leaves ``complete``, and a share of ``thinned``'s voxels.
 
-    A person's voxel draws one number: what is left at a share is left at all greater ones.
+    Each voxel draws one number: a larger share includes the voxels of a smaller one.
     """
 
-    def of_person(person: int) -> Kept:
-        def kept(shares: np.ndarray) -> np.ndarray:
+    def of_person(person: int) -> Filter:
+        def mask(shares: np.ndarray) -> np.ndarray:
             number = np.random.default_rng([seed, person]).random(shares.shape[1:])
             remaining = np.zeros_like(shares)
-            remaining[whole] = shares[whole]
-            remaining[thinned] = shares[thinned] * (number < left)
+            remaining[complete] = shares[complete]
+            remaining[thinned] = shares[thinned] * (number < share)
             return remaining
 
-        return kept
+        return mask
 
     return of_person
 
 
 def route_tissue_masked_volumes(
-    model: Model, scans: VolumesAndTissues, kept: Callable[[int], Kept] | None, batch: int
+    model: Model, scans: VolumesAndTissues, mask: Callable[[int], Filter] | None, batch: int
 ) -> RoutedCubes:
-    """The cubes of volumes of which ``kept`` leaves some tissue; None leaves them whole.
-
-    kept: takes the person's number.
-    """
+    """Route volumes with some tissue masked; mask: number of a person → filter; None: no mask."""
     parts = []
     for start in range(0, len(scans.images), batch):
         images = scans.images[start : start + batch]
         shares = scans.shares[start : start + batch]
-        if kept is not None:
+        if mask is not None:
             rows = enumerate(shares, start)
-            shares = np.stack([kept(number)(row) for number, row in rows])
+            shares = np.stack([mask(number)(row) for number, row in rows])
             total = shares.sum(axis=1, dtype=np.int64).clip(max=255).astype(np.uint8)
             images = keep_only_tissue(torch.from_numpy(images), torch.from_numpy(total)).numpy()
         parts.append(route_scans(model, VolumesAndTissues(images, shares), batch))
@@ -211,7 +208,7 @@ def route_tissue_masked_volumes(
 
 
 def route_scans(model: Model, scans: VolumesAndTissues, batch: int) -> RoutedCubes:
-    """Amounts and scores of volumes as they are."""
+    """Return amounts and scores of volumes."""
     _, records = predict_in_batches(model, scans.images, batch)
     layout = model.layout
     scores = records[-1].logits[:, layout.special :, : scans.shares.shape[1]]

@@ -1,8 +1,6 @@
-"""Trained models whose tokens choose otherwise, and what that costs.
+"""Bar experts or single choices of a trained model, and compare losses under other sets of experts.
 
-Without some experts, by the router's own rule; without the r-th of a token's experts; the loss
-under the router's experts against that under other sets of k of E. L MoE layers, B images, T tokens
-per image, n tokens, S sets.
+L MoE layers, B images, T tokens per image, E experts, n tokens, S sets of k experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,10 +22,9 @@ from moecore.training.guide import GuidedModel
 
 @contextmanager
 def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]:
-    """Forbid experts inside the ``with``: tokens choose again, among the others.
+    """Bar experts inside the ``with``: tokens choose among the others, by the router's rule.
 
-    barred: a bool mask for each of L layers, which broadcasts to (B, T, E), on the model's device;
-    None: the layer chooses as always.
+    barred: per layer a bool mask on the model's device that broadcasts to (B, T, E), or None.
     """
     routers = list_routers(model)
     try:
@@ -40,18 +37,18 @@ def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]
 
 
 def list_routers(model: Model) -> list[Any]:
-    """Return the routers of the MoE layers in their order, without those of a teacher."""
-    own = find_own_model(model)
-    return [layer.router for layer in own.modules() if isinstance(layer, MoEFeedForward)]
+    """Return the routers of the MoE layers in order, without a teacher's routers."""
+    layers = find_own_model(model).modules()
+    return [layer.router for layer in layers if isinstance(layer, MoEFeedForward)]
 
 
 def find_own_model(model: Model) -> Model:
-    """Return the model without the teacher that its router asks."""
+    """Return the model without its guide."""
     return model.model if isinstance(model, GuidedModel) else model
 
 
 def no_barring_reason(model: Model) -> str | None:
-    """Return why experts cannot be barred, in words; None where they can."""
+    """Return the reason why experts cannot be barred, or None."""
     if model.moe is None:
         return "a dense model has no experts"
     kind = model.moe.router.kind
@@ -66,21 +63,21 @@ def no_barring_reason(model: Model) -> str | None:
 
 
 def removable_expert_count(model: Model) -> int:
-    """Return how many experts can be barred so that a token still has those that it uses."""
+    """Return the number of experts that can be barred without fewer experts per token."""
     moe = model.experts_and_router
     choices = moe.experts.choices
     return choices - round(moe.scaled_router.active(choices))
 
 
-# what becomes of the others: nothing; they are scaled to the old sum; the next one steps in
+# The other weights: unchanged; scaled to the old sum; the next expert replaces the dropped one.
 Way = Literal["as_is", "renormalised", "reroute"]
 
 
 @contextmanager
 def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
-    """Take the ``rank``-th choice (from 1) from every token in every layer inside the ``with``.
+    """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``.
 
-    A token that chose fewer loses nothing.  model: one that ``no_barring_reason`` has none for.
+    Tokens with fewer choices lose nothing. ``no_barring_reason(model)`` must be None.
     """
 
     def drop(router: Any, inputs: tuple[Any, ...], decided: tuple[Any, RoutingRecord]) -> Any:
@@ -94,7 +91,7 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
             )
         router.barred = is_dropped
         try:
-            return router.forward(*inputs)  # not the call, which would come here again
+            return router.forward(*inputs)  # calling the router would run this hook again
         finally:
             router.barred = None
 
@@ -107,48 +104,45 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
 
 
 def find_ranked_choice(record: RoutingRecord, rank: int) -> Tensor:
-    """Return each token's ``rank``-th most probable expert of those chosen, (B, T, E) bool."""
+    """Return the ``rank``-th most probable of each token's chosen experts, (B, T, E) bool."""
     order = chosen_first_scores(record.probs, record.chosen).argsort(
         dim=-1, descending=True, stable=True
     )
-    nobody = torch.zeros_like(record.chosen)
-    return nobody.scatter(-1, order[..., rank - 1 : rank], True) & record.chosen
+    is_ranked = torch.zeros_like(record.chosen).scatter(-1, order[..., rank - 1 : rank], True)
+    return is_ranked & record.chosen
 
 
 def drop_weights(combine: Tensor, is_dropped: Tensor, is_renormalised: bool) -> Tensor:
-    """Return weights (B, T, E) without the dropped ones (B, T, E) bool.
-
-    is_renormalised: scaled to the old sum, where any is left.
-    """
-    left = combine.masked_fill(is_dropped, 0)
+    """Return weights (B, T, E) without the dropped ones; renormalised: scaled to the old sum."""
+    weights = combine.masked_fill(is_dropped, 0)
     if not is_renormalised:
-        return left
-    total, rest = combine.sum(dim=-1, keepdim=True), left.sum(dim=-1, keepdim=True)
-    return torch.where(rest > 0, left * total / rest, left)
+        return weights
+    total, rest = combine.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True)
+    return torch.where(rest > 0, weights * total / rest, weights)
 
 
 def reweigh_router_plan(
     plan: SparsePlan | ProjectionDispatchPlan, combine: Tensor
 ) -> SparsePlan | ProjectionDispatchPlan:
-    """Return the plan with weights from (B, T, E); its experts compute what they did."""
+    """Return the plan with weights from (B, T, E); experts process the same tokens."""
     if isinstance(plan, ProjectionDispatchPlan):
         return plan._replace(plan=reweigh_plan(plan.plan, combine))
     return reweigh_plan(plan, combine)
 
 
 def reweigh_plan(plan: SparsePlan, combine: Tensor) -> SparsePlan:
-    """Return the plan with each pair's weight from (B, T, E), by the expert whose row it has."""
+    """Return the plan with each pair's weight from (B, T, E), found by the row's expert."""
     experts = torch.searchsorted(plan.offsets.long(), plan.rows, right=True)
     return plan._replace(weights=combine.gather(-1, experts.view_as(plan.weights)))
 
 
-EXACT = 512  # sets of experts, of which all are tried
-SAMPLED = 256  # of more sets so many are drawn
-TOLERANCE = 1e-6  # of a loss: below it is rounding
+MAX_SUBSETS = 512  # all sets are tried up to this number
+SAMPLED_SUBSETS = 256  # drawn from larger numbers of sets
+TOLERANCE = 1e-6  # differences of losses below it are rounding
 
 
 class SubsetRegret(NamedTuple):
-    """One value a token, (n,)."""
+    """Regret of each token, (n,)."""
 
     regret: np.ndarray  # loss − smallest loss, ≥ 0
     room: np.ndarray  # mean loss over the sets − smallest loss: the regret of a random set
@@ -156,35 +150,34 @@ class SubsetRegret(NamedTuple):
 
 
 def list_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
-    """Return sets of k experts, (S, E) bool: all in their order, or SAMPLED of more than EXACT."""
-    if comb(experts, k) <= EXACT:
+    """Return sets of k experts, (S, E) bool: all in order, or a sample of more than MAX_SUBSETS."""
+    if comb(experts, k) <= MAX_SUBSETS:
         chosen = np.array(list(combinations(range(experts), k)))
     else:
-        drawn = np.random.default_rng(seed).random((SAMPLED, experts))
-        chosen = drawn.argsort(axis=1)[:, :k]
+        keys = np.random.default_rng(seed).random((SAMPLED_SUBSETS, experts))
+        chosen = keys.argsort(axis=1)[:, :k]
     subsets = np.zeros((len(chosen), experts), dtype=bool)
     np.put_along_axis(subsets, chosen, True, axis=1)
     return subsets
 
 
-def subset_regret(losses: np.ndarray, own: np.ndarray) -> SubsetRegret:
-    """Return what tokens would gain by their best sets.
+def subset_regret(losses: np.ndarray, chosen: np.ndarray) -> SubsetRegret:
+    """Return the regret of tokens from losses (n, S) of sets and (n,) of the chosen set.
 
-    losses: (n, S) of the sets.  own: (n,) of the chosen set, which counts among them: of sampled
-    sets the regret is a lower bound.
+    If sets were sampled, the regret is a lower bound.
     """
-    smallest = np.minimum(losses.min(axis=1), own)
-    better = losses < (own - TOLERANCE)[:, None]
-    return SubsetRegret(own - smallest, losses.mean(axis=1) - smallest, better.mean(axis=1))
+    smallest = np.minimum(losses.min(axis=1), chosen)
+    better = losses < (chosen - TOLERANCE)[:, None]
+    return SubsetRegret(chosen - smallest, losses.mean(axis=1) - smallest, better.mean(axis=1))
 
 
-def fixed_subset_gain(losses: np.ndarray, own: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return what each token would gain by one set for all tokens, (n,); below 0: routing gains.
+def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+    """Return each token's gain with one set for all tokens, (n,); below 0 if routing is better.
 
-    is_first: (n,) bool, the tokens of one half.  A half has the set that is best for the other.
+    is_first: (n,) bool, the tokens of one half. Each half uses the set that is best on the other.
     """
-    gain = np.empty(len(own))
+    gain = np.empty(len(chosen))
     for half in (is_first, ~is_first):
         best = losses[~half].mean(axis=0).argmin()
-        gain[half] = own[half] - losses[half, best]
+        gain[half] = chosen[half] - losses[half, best]
     return gain

@@ -1,7 +1,6 @@
-"""How stable the choice of experts is: between two views of an image, and over epochs of training.
+"""Stability of the choice of experts: between two views of an image (PRC), and over epochs (TGR).
 
-PRC, table 4; TGR-MoE. B images, P pairs of corresponding tokens per image, E experts, N images of
-the epochs, L MoE layers, T tokens.
+B images, P pairs of corresponding tokens per image, E experts; N images of the epochs, T tokens.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from moecore.core.files import UserError
 
 
 class MatchRatios(NamedTuple):
-    """Share of pairs, 0 to 1, that choose the same."""
+    """Shares of pairs that choose the same, 0 to 1."""
 
     top1: float  # best expert
     top2_ordered: float  # best and second in this order
@@ -24,15 +23,17 @@ class MatchRatios(NamedTuple):
 
 
 def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
-    """Return how many pairs of each image agree, (B, 3) int64.
+    """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best.
 
-    Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
-    (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs there are.  Ties go to the
-    lowest index.  Raises UserError where there is no pair, or E is 1.
+    Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
+    (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
     """
     if probs_1.shape[-1] < 2 or not is_pair.any():
-        given = f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts"
-        raise UserError(f"consistency: {given}; needed: at least one pair and two experts")
+        raise UserError.at(
+            "consistency",
+            found=f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts",
+            allowed="at least one pair and two experts",
+        )
     ours = _two_best(probs_1)
     theirs = _two_best(probs_2)
     ordered = ours == theirs
@@ -43,18 +44,17 @@ def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> 
 
 
 def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> MatchRatios:
-    """Match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
+    """Return the match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
     counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
     return MatchRatios(*(count / pairs for count in counts.tolist()))
 
 
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
-    """Share of tokens whose best expert is the final model's, and the epoch before's (TGR-MoE).
+    """Return the share of tokens with the best expert of the final, and of the previous, epoch.
 
     first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
-    Returns ``with_final``, one value an epoch (the last is 1), and ``consecutive``, one value from
-    each epoch to the next.  Raises UserError where there is no epoch, or shapes differ.
+    ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
     """
     epochs = _check_epochs(first_experts)
     return {
@@ -67,14 +67,16 @@ def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
     epochs = [np.asarray(experts) for experts in first_experts]
     shapes = sorted({experts.shape for experts in epochs})
     if len(shapes) != 1 or epochs[0].size == 0:
-        problem = f"{len(epochs)} epochs with choices of shape {shapes}"
-        needed = "at least one epoch, all of one shape (images, tokens)"
-        raise UserError(f"consistency: {problem}; needed: {needed}")
+        raise UserError.at(
+            "consistency",
+            found=f"{len(epochs)} epochs with choices of shape {shapes}",
+            allowed="at least one epoch, all of one shape (images, tokens)",
+        )
     return epochs
 
 
 def _two_best(probs: Tensor) -> Tensor:
-    # topk does not say who wins a tie
+    # topk does not define the order of ties
     return probs.argsort(dim=-1, descending=True, stable=True)[..., :2]
 
 

@@ -1,7 +1,7 @@
-"""How the routing settles while a model is trained (TGR, §5.1; MoGE, figure 2).
+"""How routing stabilises during training (TGR, §5.1; MoGE, figure 2).
 
-Its decisions on the same images are kept after every epoch, beside the checkpoint, so a training
-that was killed reports all epochs.
+Decisions on the same images are stored after every epoch, next to the checkpoint, so that a resumed
+training reports all epochs.
 """
 
 from collections.abc import Sequence
@@ -35,41 +35,38 @@ IMAGES = 500  # of the validation split
 
 
 class EpochWatch(NamedTuple):
-    """Looks at a model at the end of each epoch of its training; ``folder`` outlives the process.
-
-    A dense model has no routing to look at.
-    """
+    """Records the routing at the end of each epoch of a training, in a ``folder`` that is kept."""
 
     folder: Path
-    model: Model  # as it is used, on its device
+    model: Model  # as evaluated, on its device
     data: Prepared
     experts: tuple[str, ...]  # their names
     epochs: int
     seed: int  # of the random control of tissues, the same at all epochs
 
     def look(self, epoch: int) -> float | None:
-        """Keep what the routing does on validation images after ``epoch`` (from 1).
+        """Store the routing of validation images after ``epoch`` (from 1).
 
-        Returns the share of their tokens whose first expert is that of the epoch before, mean over
-        layers; None for the first epoch and a dense model.
+        Return the share of tokens with the same first expert as after the previous epoch, mean over
+        layers; None for the first epoch and for a dense model.
         """
         if self.model.moe is None:
             return None
         images = self.data.validation.images[:IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
-        alike = spread_to_one_grid(records, self.model.layouts)
-        first = torch.stack([first_choices(record) for record in alike], dim=1)
-        chosen = np.stack([record.chosen.numpy() for record in alike], axis=1)
-        kept = {
+        on_one_grid = spread_to_one_grid(records, self.model.layouts)
+        first = torch.stack([first_choices(record) for record in on_one_grid], dim=1)
+        chosen = np.stack([record.chosen.numpy() for record in on_one_grid], axis=1)
+        tensors = {
             "first": first.to(torch.int16),  # (N, layers, T)
             # (N, layers, T, bytes of E bits)
             "chosen": torch.from_numpy(np.packbits(chosen, axis=-1)),
         }
         maps = routing_maps_by_class(records, labels, self.data)
         if maps is not None:
-            kept["maps"] = maps.float()
-        write_tensors(_epoch_path(self.folder, epoch), kept)
+            tensors["maps"] = maps.float()
+        write_tensors(_epoch_path(self.folder, epoch), tensors)
         if epoch in probed_epochs(self.epochs):
             write_epoch_tissue_routing(
                 self.folder, epoch, self.model, self.data, self.experts, self.seed
@@ -79,36 +76,32 @@ class EpochWatch(NamedTuple):
         if epoch == 1:
             return None
         before, _ = read_tensors(_epoch_path(self.folder, epoch - 1))
-        return float((kept["first"] == before["first"]).double().mean())
+        return float((tensors["first"] == before["first"]).double().mean())
 
     def collect_settling(self) -> Settling:
-        """Return what was kept, over all epochs.
-
-        Raises UserError, naming the file, where an epoch is missing.
-        """
+        """Return the stored routing of all epochs; raise UserError if a file is missing."""
         if self.model.moe is None:
             return Settling()
         epochs = range(1, self.epochs + 1)
-        kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
-        agreement = agreement_over_epochs([tensors["first"].flatten(1).numpy() for tensors in kept])
-        first = [tensors["first"].numpy() for tensors in kept]
+        stored = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
+        first = [tensors["first"].numpy() for tensors in stored]
+        agreement = agreement_over_epochs([experts.reshape(len(experts), -1) for experts in first])
         people = self.data.validation.people
         if people is not None:
             people = people[:IMAGES]
-        saturation = saturation_by_image([tensors["chosen"].numpy() for tensors in kept])
+        saturation = saturation_by_image([tensors["chosen"].numpy() for tensors in stored])
         half = encode_item_values(saturation[(self.epochs - 1) // 2], people)
-        mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
+        mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in stored[epoch - 1]]
+        is_text = self.data.task.long
         return Settling(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
             agreement_items=agreement_items(first, people) | {"saturation_half": half},
             purity=self._purity(first) if self.model.image.truth else (),
-            class_maps={str(epoch): _round_maps(kept[epoch - 1]["maps"]) for epoch in mapped},
+            class_maps={str(epoch): _round_maps(stored[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=read_epoch_tissue_routing(self.folder, self.data, self.epochs),
-            watched=()
-            if self.data.task.long
-            else read_epoch_traces(self.folder, self.data, self.epochs),
+            watched=() if is_text else read_epoch_traces(self.folder, self.data, self.epochs),
         )
 
     def _purity(self, first: Sequence[np.ndarray]) -> list[float]:
@@ -119,43 +112,43 @@ class EpochWatch(NamedTuple):
 
 
 def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return per epoch the share of its tokens' final experts that each image's had, (N,).
+    """Return, per epoch, each image's share of final experts that its tokens already had, (N,).
 
-    Mean over layers and tokens (OLMoE, §5.1).  chosen: per epoch, (N, L, T, bytes of E bits).
+    Mean over layers and tokens (OLMoE, §5.1). chosen: per epoch, (N, L, T, bytes of E bits).
     """
 
     def unpack(packed: np.ndarray) -> Tensor:
         return torch.from_numpy(np.unpackbits(packed, axis=-1)).bool()
 
     final = unpack(chosen[-1])
-    return [kept_choices(unpack(one), final).mean(dim=(1, 2)).numpy() for one in chosen]
+    return [kept_choices(unpack(packed), final).mean(dim=(1, 2)).numpy() for packed in chosen]
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
-    """Each item's share of tokens that agree, once a quarter, half and all of training is done;
-    of consecutive epochs also the mean over training.
+    """Return each item's share of tokens that agree, at a quarter, half and the end of training.
 
-    first: per epoch, (N, L, T) integers. people: (N,), whose each is, or None.
+    With the final epoch, and between consecutive epochs; the latter also as mean over training.
+    first: per epoch, (N, L, T) integers.
     """
     epochs = len(first)
 
-    def kept(*pairs: tuple[int, int]) -> str:
-        same = [(first[one] == first[other]).mean(axis=(1, 2)) for one, other in pairs]
+    def encode_agreement(*pairs: tuple[int, int]) -> str:
+        same = [(first[epoch] == first[other]).mean(axis=(1, 2)) for epoch, other in pairs]
         return encode_item_values(np.mean(same, axis=0), people)
 
     packed = {}
-    for name, place in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
-        packed[f"with_final_{name}"] = kept((place, epochs - 1))
+    for name, index in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
+        packed[f"with_final_{name}"] = encode_agreement((index, epochs - 1))
     if epochs == 1:
         return packed
-    pairs = [(place, place + 1) for place in range(epochs - 1)]
-    for name, place in (
+    pairs = [(epoch, epoch + 1) for epoch in range(epochs - 1)]
+    for name, index in (
         ("quarter", (epochs - 2) // 4),
         ("half", (epochs - 2) // 2),
         ("last", epochs - 2),
     ):
-        packed[f"consecutive_{name}"] = kept(pairs[place])
-    return packed | {"consecutive_mean": kept(*pairs)}
+        packed[f"consecutive_{name}"] = encode_agreement(pairs[index])
+    return packed | {"consecutive_mean": encode_agreement(*pairs)}
 
 
 def finetuning_agreement(
@@ -163,25 +156,25 @@ def finetuning_agreement(
     after: Sequence[RoutingRecord],
     people: np.ndarray | None = None,
 ) -> Settling:
-    """Return how much of the same images' routing fine-tuning leaves, for each layer."""
+    """Return the agreement of the routing before and after fine-tuning, per layer."""
     same = expert_agreement(before, after)
     if not same:
         return Settling(routing_agreement_before_after=())
     by_image = torch.stack(same)
     items = {"before_after": encode_item_values(by_image.mean(dim=0).numpy(), people)}
-    kept = by_image.mean(dim=1).tolist()
-    return Settling(routing_agreement_before_after=kept, agreement_items=items)
+    means = by_image.mean(dim=1).tolist()
+    return Settling(routing_agreement_before_after=means, agreement_items=items)
 
 
 def shown_epochs(epochs: int) -> list[int]:
-    """The epochs, from 1, whose class maps are shown: the first, after each third, the last."""
+    """Return the epochs, from 1, whose class maps are shown: first, after each third, last."""
     return sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
 
 
 def routing_maps_by_class(
     records: Sequence[RoutingRecord], labels: Tensor, data: Prepared
 ) -> Tensor | None:
-    """Class maps (K, layers, E) of images (N,); None where labels are no classes.
+    """Return class maps (K, layers, E); None if labels are not classes.
 
     An image of several classes counts for each of them.
     """
@@ -194,7 +187,7 @@ def routing_maps_by_class(
 
 
 def _round_maps(maps: Tensor) -> list:
-    # Pages show three digits; five keep a result of many classes small.
+    # Pages show three digits; five decimals limit the size of results with many classes.
     return [[[round(value, 5) for value in layer] for layer in row] for row in maps.tolist()]
 
 

@@ -1,79 +1,134 @@
-"""What a token's experts tell of its label: mutual information and specialisation beyond chance.
+"""Labels of tokens, and the experts' information about them and specialisation above chance.
 
-Of information a pair of a token and one of its experts is one count. B images, T tokens per image,
-E experts, K labels, M pairs.
+Each pair of a token and one of its experts is one count of the information. B images, T tokens per
+image, E experts, K labels.
 """
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
-from moecore.measure.base import SEED
-from moecore.measure.routing_metrics.token_labels import RARE
+from moecore.data.text.words import read_vocabulary, stop_word_labels
+from moecore.measure.base import SEED, MeasuredModel
+from moecore.measure.probes.expert_tissue_agreement import tissue_sums_by_cube
+from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import permuted_orders
 
+RARE = 10  # words that occur less often in the texts are ignored
+TEXT = 3  # axes of blocks of text, (N, C, M)
+
+
+def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
+    """Return {"class": (N, 1)} if each image has one class; labels (N, …) of the task."""
+    members = subject.model.image.task.by_class(labels)
+    if members is None or not torch.equal(members[0], torch.arange(len(labels))):
+        return {}
+    return {"class": members[1].unsqueeze(-1)}
+
+
+def token_labels_by_kind(
+    subject: MeasuredModel, indices: np.ndarray, images: np.ndarray, layout: TokenLayout
+) -> dict[str, Tensor]:
+    """Return labels of tokens, (N, T), or (1, T) if equal in all images; -1 if unknown.
+
+    position; truth (data with known truth); word and stop_word (texts), with rare words unknown;
+    tissue (volumes with maps), the largest in a cube. indices: of the images in the test split.
+    """
+    data = subject.data
+    labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
+    if subject.model.image.truth:
+        labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
+    if images.ndim == TEXT:
+        blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
+        words = images[:, blocks - 1].astype(np.int64)
+        labels["word"] = torch.from_numpy(mask_rare_words(words))
+        if not subject.model.image.truth:  # ciphers hide which words are stop words
+            kinds = stop_word_labels(read_vocabulary(data.folder, subject.model.image.task.outputs))
+            labels["stop_word"] = torch.from_numpy(kinds[words])
+    if data.card.get("regions"):
+        labels["tissue"] = tissue_labels(data.regions("test"), indices, layout)
+    return labels
+
+
+def mask_rare_words(words: np.ndarray) -> np.ndarray:
+    """Return words (N, T), with -1 for words that occur fewer than RARE times among them."""
+    _, inverse, counts = np.unique(words, return_inverse=True, return_counts=True)
+    return np.where(counts[inverse.reshape(words.shape)] >= RARE, words, -1)
+
+
+def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) -> Tensor:
+    """Return the largest tissue of each token's cube, (N, T); -1: none, or a special token.
+
+    maps: (…, R, D, H, W), tissue shares of voxels; indices: (N,), volumes to use.
+    """
+    sums = np.concatenate([tissue_sums_by_cube(maps[[index]], layout.grid) for index in indices])
+    largest = np.where(sums.any(axis=-1), sums.argmax(axis=-1), -1)
+    return torch.from_numpy(np.pad(largest, ((0, 0), (layout.special, 0)), constant_values=-1))
+
+
 PERMUTATIONS = 200
-FEWEST = 4  # images whose labels are exchanged: of three, no order is rarer than 1 in 3! = 6
+MIN_IMAGES = 4  # to permute labels: with three images, p cannot be below 1 / 3! = 1 / 6
 
 
 class ExpertInformation(NamedTuple):
-    """Nats; ``excess_by_image`` (B,): values whose mean is ``information`` − ``chance``.
+    """Mutual information of experts and labels, in nats."""
 
-    Specialisation is a share, and None where no label is of enough tokens.
-    """
-
-    information: float  # plug-in
-    chance: float  # mean over the permuted labels
-    p: float  # share of permutations, the labels' own among them, with as much information
+    information: float  # plug-in estimate
+    chance: float  # mean over permuted labels
+    p: float  # share of permutations, the identity included, with at least as much information
     label_entropy: float
-    excess_by_image: np.ndarray
-    specialisation: "Specialisation | None"
+    excess_by_image: np.ndarray  # (B,), with the mean ``information`` − ``chance``
+    specialisation: "Specialisation | None"  # None if no label has enough tokens
 
 
 class Specialisation(NamedTuple):
-    """How far a label's tokens share an expert: mean over labels of enough tokens (OLMoE)."""
+    """Concentration of labels' tokens on one expert, mean over labels with enough (OLMoE)."""
 
     share: float  # largest share of a label's tokens that one expert has
-    chance: float  # mean over the permuted labels
-    labels: int  # that are of enough tokens
-    excess_by_image: np.ndarray  # (B,), whose mean is ``share`` − ``chance``
+    chance: float  # mean over permuted labels
+    labels: int  # number of labels with enough tokens
+    excess_by_image: np.ndarray  # (B,), with the mean ``share`` − ``chance``
 
 
 def mutual_information(table: np.ndarray) -> float:
-    """Return the plug-in mutual information of a table of counts, in nats; 0 of no counts."""
+    """Return the plug-in mutual information of a table of counts, in nats; 0 without counts."""
     joint = table / max(1, table.sum())
     independent = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0, keepdims=True)
-    there = joint > 0
-    return float((joint[there] * np.log(joint[there] / independent[there])).sum())
+    is_used = joint > 0
+    return float((joint[is_used] * np.log(joint[is_used] / independent[is_used])).sum())
 
 
 def expert_information(
-    chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], least: int = 1
+    chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], min_tokens: int = 1
 ) -> ExpertInformation:
-    """Return what experts tell of labels.
+    """Return information and specialisation of experts, chosen (B, T, E) bool, about labels.
 
-    chosen: (B, T, E) bool.  labels: (B, T), integers from 0, or −1 where unknown, which is not
-    counted.  permuted: the same labels in orders that break only their link with the experts: maps
-    of whole images, or places within each image; tokens are never exchanged freely.  least: tokens
-    of a label whose specialisation counts.
-    Raises UserError where fewer than two labels are known.
+    labels: (B, T), integers from 0, −1 if unknown, which is ignored. permuted: the same labels in
+    other orders that break only their link with the experts: whole images' maps permuted, or
+    positions within images; never single tokens. min_tokens: of a label to count for
+    specialisation.
     """
     if len(np.unique(labels[labels >= 0])) < 2:
-        problem = "found fewer than two labels among the images"
-        raise UserError(f"expert_information: {problem}; allowed: two or more")
+        raise UserError.at(
+            "expert_information",
+            found="fewer than two labels among the images",
+            allowed="two or more",
+        )
     pairs = chosen.nonzero()
     table = _count_table(chosen, pairs, labels)
     tokens = np.bincount(labels[labels >= 0], minlength=table.shape[1])
-    common = tokens >= least
+    common = tokens >= min_tokens
     nulls = []
-    for one in permuted:
-        counts = _count_table(chosen, pairs, one)
+    for permuted_labels in permuted:
+        counts = _count_table(chosen, pairs, permuted_labels)
         nulls.append(
             (mutual_information(counts), largest_expert_shares(counts, tokens, common).sum())
         )
@@ -92,9 +147,9 @@ def expert_information(
 
 
 def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) -> np.ndarray:
-    """Return of each common label which share of its tokens the expert has that has the most.
+    """Return, for each common label, the largest share of its tokens that one expert has.
 
-    table: (E, K) counts.  tokens, common: (K,), how many a label has and whether these are enough.
+    table: (E, K) counts; tokens: (K,), per label; common: (K,) bool, labels with enough tokens.
     """
     return table[:, common].max(axis=0) / tokens[common]
 
@@ -102,24 +157,24 @@ def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndar
 def permute_images(
     labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the images' maps exchanged, or people's with all.
-
-    Raises UserError for fewer than FEWEST images: what they tell would be all chance, unnoticed.
-    """
+    """Yield ``number`` permutations of labels (B, T) among images; with people, among people."""
     check_exchangeable(len(labels))
     for order in permuted_orders(len(labels), number, seed, people):
         yield labels[order]
 
 
 def check_exchangeable(images: int) -> None:
-    """Raise UserError where there are too few images for a null that exchanges them."""
-    if images < FEWEST:
-        problem = f"found {images} images or texts, which are exchanged to know what chance gives"
-        raise UserError(f"permutation null: {problem}; allowed: {FEWEST} and more")
+    """Raise UserError for too few images: every result would be chance, unnoticed."""
+    if images < MIN_IMAGES:
+        raise UserError.at(
+            "permutation null",
+            found=f"{images} images or texts, which are permuted to measure chance",
+            allowed=f"{MIN_IMAGES} and more",
+        )
 
 
 def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the tokens of each image exchanged."""
+    """Yield ``number`` permutations of labels (B, T) among the tokens of each image."""
     random = np.random.default_rng(seed)
     for _ in range(number):
         yield random.permuted(labels, axis=1)
@@ -139,11 +194,11 @@ def _count_table(
 def _information_by_image(
     table: np.ndarray, pairs: tuple[np.ndarray, ...], labels: np.ndarray, images: int
 ) -> np.ndarray:
-    """Return one value an image whose mean is the mutual information (infinitesimal jackknife)."""
+    """Return the mutual information as one value per image (infinitesimal jackknife), (B,)."""
     image, token, expert = pairs
     label = labels[image, token]
-    known = label >= 0
-    image, expert, label = image[known], expert[known], label[known]
+    is_known = label >= 0
+    image, expert, label = image[is_known], expert[is_known], label[is_known]
     joint = table / table.sum()
     independent = joint.sum(axis=1)[expert] * joint.sum(axis=0)[label]
     pointwise = np.log(joint[expert, label] / independent)
@@ -159,7 +214,7 @@ def _specialisation(
     common: np.ndarray,
     null: np.ndarray,
 ) -> Specialisation | None:
-    """Return it of labels (B, T) with their table (E, K); null: of permuted ones, the sums."""
+    """Return the specialisation; null: per permutation, the sum of shares over common labels."""
     number = int(common.sum())
     if not number:
         return None
@@ -169,7 +224,7 @@ def _specialisation(
     image, token = ((labels >= 0) & common[labels]).nonzero()
     label = labels[image, token]
     is_with_most = chosen[image, token, table.argmax(axis=0)[label]]
-    # the influence of an image on each label's share, which is a ratio of two sums
+    # Influence of each image on each label's share, which is a ratio of two sums.
     above = np.bincount(image, (is_with_most - shares[label]) / tokens[label], len(chosen))
     share, chance = shares.sum() / number, null.mean() / number
     excess = share - chance + above * len(chosen) / number
@@ -177,21 +232,21 @@ def _specialisation(
 
 
 class LabelSpecialisation(Config):
-    """The largest share of a label's tokens that one expert has."""
+    """Largest share of a label's tokens that one expert has."""
 
-    share: float  # mean over the labels of RARE tokens at least
-    chance: float  # of permuted labels, mean
-    labels: int  # how many are of as many tokens
+    share: float  # mean over labels with at least RARE tokens
+    chance: float  # mean over permuted labels
+    labels: int  # number of labels with at least RARE tokens
 
 
 class LabelInformation(Config):
-    """What the experts of a token tell of one kind of label, in nats."""
+    """Mutual information of experts and one kind of label, in nats."""
 
-    information: float  # plug-in mutual information
-    chance: float  # of permuted labels, mean
-    p: float  # share of permutations, itself among them, with as much information
+    information: float  # plug-in estimate
+    chance: float  # mean over permuted labels
+    p: float  # share of permutations, the identity included, with at least as much information
     normalised: float  # (information − chance) / entropy of the labels
-    specialisation: LabelSpecialisation | None = None  # None where no label has RARE tokens
+    specialisation: LabelSpecialisation | None = None  # None if no label has RARE tokens
 
 
 def label_information(
@@ -200,34 +255,31 @@ def label_information(
     labels: dict[str, Tensor],
     people: np.ndarray | None = None,
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
-    """Return what experts tell of each kind of label of which they see two, and values by image.
-
-    A position is exchanged within its image, every other label with its image's whole map, and with
-    all images of the person.
-    """
+    """Return the information about each kind of label with two or more values, and its items."""
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
-    for name, given in labels.items():
-        of_tokens = given.expand(chosen.shape[:2])[:, layout.special :].numpy()
-        is_told = (of_tokens >= 0) & patches.any(axis=-1)
-        if len(np.unique(of_tokens[is_told])) < 2:
+    for name, kind_labels in labels.items():
+        token_labels = kind_labels.expand(chosen.shape[:2])[:, layout.special :].numpy()
+        is_counted = (token_labels >= 0) & patches.any(axis=-1)
+        if len(np.unique(token_labels[is_counted])) < 2:
             continue
-        if name == "position":
-            permuted = permute_positions(of_tokens, PERMUTATIONS, SEED)
+        if name == "position":  # the same in all images, so permuted within each image
+            permuted = permute_positions(token_labels, PERMUTATIONS, SEED)
         else:
-            permuted = permute_images(of_tokens, PERMUTATIONS, SEED, people)
-        told = expert_information(patches, of_tokens, permuted, RARE)
-        values[f"information_{name}"] = told.excess_by_image / told.label_entropy
-        rows[name] = LabelInformation(
-            information=told.information,
-            chance=told.chance,
-            p=told.p,
-            normalised=(told.information - told.chance) / told.label_entropy,
-        )
-        if special := told.specialisation:
+            permuted = permute_images(token_labels, PERMUTATIONS, SEED, people)
+        result = expert_information(patches, token_labels, permuted, RARE)
+        values[f"information_{name}"] = result.excess_by_image / result.label_entropy
+        shares = None
+        if special := result.specialisation:
             values[f"specialisation_{name}"] = special.excess_by_image
             shares = LabelSpecialisation(
                 share=special.share, chance=special.chance, labels=special.labels
             )
-            rows[name] = rows[name].model_copy(update={"specialisation": shares})
+        rows[name] = LabelInformation(
+            information=result.information,
+            chance=result.chance,
+            p=result.p,
+            normalised=(result.information - result.chance) / result.label_entropy,
+            specialisation=shares,
+        )
     return rows, values

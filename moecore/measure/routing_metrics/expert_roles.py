@@ -1,4 +1,4 @@
-"""What experts are for: who goes with whom, who is like whom, what they specialise in, how sure.
+"""Roles of experts: co-activation, similarity, specialisation, margins and predictability.
 
 All from the pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
@@ -35,30 +35,28 @@ from moecore.measure.routing_metrics.choice_patterns import (
 )
 from moecore.measure.routing_metrics.expert_information import (
     LabelInformation,
+    image_labels_by_kind,
     label_information,
+    token_labels_by_kind,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
     CountedImages,
-    KeptChoices,
+    EncodedChoices,
     KeptTokens,
     PairAgreement,
     Similarity,
-    compare_kept_choices,
+    compare_encoded_choices,
     expert_similarity,
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.token_labels import (
-    image_labels_by_kind,
-    token_labels_by_kind,
-)
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.intervals import indices_by_person
 
-LABELS = {  # name → the words of a column and of a figure
+LABELS = {  # name → label in columns and figures
     "class": "class",
     "position": "position",
     "truth": "truth",
@@ -73,28 +71,28 @@ TWO_IMAGES = "the same of tokens of two images; mean over layers"
 METRICS = {
     **{
         f"information_{name}": Metric(
-            f"Experts tell the {words}", "", "share", note=TELLS, signed=True
+            f"Experts tell the {label}", "", "share", note=TELLS, signed=True
         )
-        for name, words in LABELS.items()
+        for name, label in LABELS.items()
     },
     **{
         f"information_{name}_p": Metric(
-            f"Experts tell the {words}, p",
+            f"Experts tell the {label}, p",
             note="share of permutations of the labels with as much information; largest of the "
             "layers",
             detail=True,
         )
-        for name, words in LABELS.items()
+        for name, label in LABELS.items()
     },
     **{
         f"specialisation_{name}": Metric(
-            f"Specialisation by {words}",
+            f"Specialisation by {label}",
             "",
             "share",
             note=f"{SPECIAL}; mean over labels and layers",
             signed=True,
         )
-        for name, words in LABELS.items()
+        for name, label in LABELS.items()
     },
     "pair_lift": Metric(
         "Co-activation lift",
@@ -106,21 +104,20 @@ METRICS = {
         "Similarity of experts, CKA",
         "",
         "share",
-        note="linear CKA of what two experts make of the same tokens, mean over pairs; mean over "
-        "layers",
+        note="linear CKA of two experts' outputs for the same tokens, mean over pairs and layers",
         chance=TWO_IMAGES,
         signed=True,
     ),
     "expert_cosine": Metric(
         "Similarity of experts, cosine",
-        note="cosine of what two experts make of a token, mean over pairs; mean over layers",
+        note="cosine of two experts' outputs for a token, mean over pairs and layers",
         chance=TWO_IMAGES,
         signed=True,
     ),
     "margin": Metric(
         "Margin",
-        note="lowest score of a chosen expert − highest of another, by what the router chooses "
-        "by (of a trace: probabilities); mean over layers",
+        note="lowest score of a chosen expert − highest score of another, in the scores that the "
+        "router chooses by (of a trace: probabilities); mean over layers",
         signed=True,
     ),
     "smallest_margin": Metric(
@@ -130,8 +127,8 @@ METRICS = {
         "Choice foretold a layer earlier",
         "",
         "share",
-        note="of a token's experts those that the layer's router chooses from what came to the "
-        "layer before; mean over layers",
+        note="share of a token's experts that the layer's router also chooses from the inputs of "
+        "the layer before; mean over layers",
         chance="k / number of experts; mean over layers",
         signed=True,
     ),
@@ -151,7 +148,8 @@ METRICS = {
         "Hottest experts foretold",
         "",
         "share",
-        note="of the most used eighth of the experts those that both loads have; mean over layers",
+        note="of the most used eighth of the experts, the share that both loads have in common; "
+        "mean over layers",
         detail=True,
     ),
     "batch_violation": Metric(
@@ -164,7 +162,7 @@ METRICS = {
         "Load of the most used quarter",
         "",
         "share",
-        note="share of the choices that a quarter of the experts has; mean over layers",
+        note="share of the choices that go to the most used quarter of experts; mean over layers",
         detail=True,
     ),
     "consistency": Metric(
@@ -173,19 +171,19 @@ METRICS = {
         "share",
         note="F1 of the best sets of experts for windows of {} neighbouring tokens; mean over "
         "layers",
-        chance="the same with each image's tokens exchanged; mean over layers",
+        chance="the same with each image's tokens permuted; mean over layers",
         over="window",
         signed=True,
     ),
     "seed_stability": Metric(
         "Stability over seeds",
-        note="correlation over tokens of who chose an expert of one seed and its partner of "
-        "another, mean over experts, layers and pairs of seeds",
+        note="correlation over tokens of choosing an expert of one seed and its matched expert of "
+        "another seed, mean over experts, layers and pairs of seeds",
         of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).correlation,
     ),
     "seed_stability_chance": Metric(
         "Stability over seeds, by chance",
-        note="the same with one seed's images exchanged",
+        note="the same with one seed's images permuted",
         detail=True,
         of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).chance,
     ),
@@ -193,39 +191,35 @@ METRICS = {
         "Choices that seeds share",
         "",
         "share",
-        note="of one seed's experts those that the other chose too, once matched",
+        note="share of one seed's choices that the other seed also makes, experts matched",
         detail=True,
         of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).overlap,
     ),
 }
-QUARTER = 4  # of the experts, whose load is told
-KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
+COVERAGE_PARTS = 4  # "coverage" is the load of the most used 1 / COVERAGE_PARTS of the experts
+STORED_TOKENS = 2**13  # per layer, whose experts are stored to compare seeds
 
 
 class ExpertRoles(MeasuredPart):
-    """The sizes that some numbers depend on.
+    """Roles of the experts; values are above chance where the metric is signed.
 
-    information_{label} is above chance and over the label's entropy, specialisation_{label} less
-    its chance. pair_lift: mean of P(b | a) / P(b) over pairs of experts that tokens chose; its
-    chance is at an even load. margin: see ``selection_scores``. consistency: F1 of the best sets
-    for windows of so many tokens; its chance with the tokens of each image exchanged. expert_cka,
-    expert_cosine: of what two make of the same tokens, mean over pairs; their chance of tokens of
-    two images. early_choice, early_load, early_load_rank, early_hottest: see
-    ``choice_predictability``. batch_violation: the mean MaxVio of batches, beside that of even
-    random choices.
+    information_{label}: above chance, divided by the label's entropy. pair_lift: mean of
+    P(b | a) / P(b) over pairs of experts that tokens chose; chance is at an even load. margin: see
+    ``selection_scores``. consistency: F1 of the best sets for windows of tokens. early_*: see
+    ``choice_predictability``. batch_violation: mean MaxVio of batches.
     """
 
     metrics = METRICS
     page = OnPage("what experts are for", place=7, about="information_class")
 
-    batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
+    batch: int = Field(64, ge=1, description="Images per batch for MaxVio of a batch.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
-        (2, 4, 8), description="Neighbouring tokens that share a set of experts; fewer than all."
+        (2, 4, 8), description="Sizes of windows of neighbouring tokens, below the sequence length."
     )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why a model's experts have no roles, in words: tokens choose among experts."""
+        """Return the reason for models whose tokens do not choose among experts."""
         moe = model.moe
         if moe is None:
             return "a dense model has no experts"
@@ -239,7 +233,7 @@ class ExpertRoles(MeasuredPart):
 
 
 class WatchedPass(NamedTuple):
-    """What a pass tells beside its records, by the names of the layers."""
+    """Data of a pass in addition to its records, by names of layers."""
 
     tokens: dict[str, KeptTokens]
     early: dict[str, EarlyChoices]
@@ -247,64 +241,63 @@ class WatchedPass(NamedTuple):
 
 @contextmanager
 def watch_experts(model: Model, images: CountedImages) -> Iterator[WatchedPass]:
-    """Keep, of the pass over these images inside, what ``tell_roles`` needs of it."""
+    """Collect what ``put_roles`` needs of the pass over these images inside the ``with``."""
     with keep_layer_tokens(model, images) as tokens, choose_one_layer_early(model) as early:
         yield WatchedPass(tokens, early)
 
 
 def put_roles(
     subject: MeasuredModel,
-    where: np.ndarray,
+    indices: np.ndarray,
     records: Sequence[RoutingRecord],
     watched: WatchedPass,
     settings: ExpertRoles,
     out: Values,
 ) -> None:
-    """Put means over the layers, with intervals over images; facts.roles: each layer's roles.
+    """Put means over layers; facts.roles: each layer's roles.
 
-    records: of a pass over the test images at these places, (N,), which was watched.
+    records, watched: of one pass over the test images with these indices, (N,).
     """
     test = subject.data.test
-    images = np.array(test.images[where])
-    people = test.people_at(where)
-    alike = [
-        expert_similarity(kept.outputs(len(images)), people) for kept in watched.tokens.values()
+    images = np.array(test.images[indices])
+    people = test.people_at(indices)
+    similarities = [
+        expert_similarity(tokens.outputs(len(images)), people) for tokens in watched.tokens.values()
     ]
-    predicted = [one.chosen(len(images)) for one in watched.early.values()]
+    predicted = [choices.chosen(len(images)) for choices in watched.early.values()]
     scores = selection_scores(subject.model, list(watched.early), records)
-    classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+    classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[indices])))
 
     @cache
-    def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
-        return classes | token_labels_by_kind(subject, where, images, layout)
+    def labels_on_grid(layout: TokenLayout) -> dict[str, Tensor]:
+        return classes | token_labels_by_kind(subject, indices, images, layout)
 
     layers: list[RolesLayer] = []
     by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-        labels = dict(known_labels(layout))
-        beside = BesideRecord(people, alike[index], predicted[index], scores=scores[index])
-        if index:
-            before = records[index - 1], subject.model.layouts[index - 1]
-            there = record_on_finer_grid(*before, layout)
-            labels["layer_before"] = first_choices(there)
-            beside = beside._replace(before=there.chosen)
-        layer, values = layer_roles(record, layout, labels, settings, beside)
+        labels = dict(labels_on_grid(layout))
+        inputs = RoleInputs(people, similarities[index], predicted[index], scores=scores[index])
+        if index > 0:
+            before = record_on_finer_grid(
+                records[index - 1], subject.model.layouts[index - 1], layout
+            )
+            labels["layer_before"] = first_choices(before)
+            inputs = inputs._replace(before=before.chosen)
+        layer, values = measure_layer_roles(record, layout, labels, settings, inputs)
         layers.append(layer)
         by_image.append(values)
     out.people = people
-    # the first layer has none before it
-    for name in [name for name in by_image[-1] if all(name in one for one in by_image[1:])]:
-        metric, at = metric_and_place(name)
-        out.put(metric, mean_over_layers_with_name(by_image, name), **at)
+    # The first layer has no metrics that compare it with the layer before.
+    for name in by_image[-1]:
+        if all(name in values for values in by_image[1:]):
+            metric, at = metric_and_place(name)
+            out.put(metric, mean_over_layers_with_name(by_image, name), **at)
     put_without_items(layers, out)
     out.facts["roles"] = {"images": len(images), "batch": settings.batch, "layers": layers}
 
 
 def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]]:
-    """Return the metric of a layer's number, followed by ``suffix``, and its place.
-
-    That of consistency_2 is the window of two tokens.
-    """
+    """Return metric and place of a name in a layer's values: consistency_2 → window=2."""
     metric, _, window = name.rpartition("_")
     if metric != "consistency":
         return f"{name}{suffix}", {}
@@ -312,23 +305,23 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
 
 
 def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
-    """Put means over the layers of what has no value an image, and the largest p of each label."""
+    """Put means over layers of metrics without values per image, and each label's largest p."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
-        if known := [layer.values[name] for layer in layers if name in layer.values]:
-            out.put(name, sum(known) / len(known))
+        if values := [layer.values[name] for layer in layers if name in layer.values]:
+            out.put(name, sum(values) / len(values))
     for name in dict.fromkeys(name for layer in layers for name in layer.chances):
-        known = [layer.chances[name] for layer in layers if name in layer.chances]
+        values = [layer.chances[name] for layer in layers if name in layer.chances]
         metric, at = metric_and_place(name, "_chance")
-        out.put(metric, sum(known) / len(known), **at)
+        out.put(metric, sum(values) / len(values), **at)
     for name in LABELS:
-        if known := [layer.labels[name].p for layer in layers if name in layer.labels]:
-            out.put(f"information_{name}_p", max(known))
-    shares = [layer.coverage[max(1, len(layer.coverage) // QUARTER) - 1] for layer in layers]
+        if values := [layer.labels[name].p for layer in layers if name in layer.labels]:
+            out.put(f"information_{name}_p", max(values))
+    shares = [layer.coverage[max(1, len(layer.coverage) // COVERAGE_PARTS) - 1] for layer in layers]
     out.put("coverage", sum(shares) / len(shares))
 
 
 class RolesLayer(Config):
-    """One MoE layer's."""
+    """Roles of one MoE layer's experts."""
 
     share: tuple[float, ...]  # of tokens that chose the expert
     together: tuple[tuple[float, ...], ...]  # P(b chosen | a chosen), rows a
@@ -339,10 +332,10 @@ class RolesLayer(Config):
     values: dict[str, float]
     chances: dict[str, float]
     coverage: tuple[float, ...]  # share of the choices that the m most used experts have
-    # similarity of the outputs of networks a and b; nothing of too few tokens
+    # similarity of the outputs of experts a and b; () for too few tokens
     cka: tuple[tuple[Number, ...], ...] = ()
     cosine: tuple[tuple[Number, ...], ...] = ()
-    kept: KeptChoices
+    kept: EncodedChoices
 
 
 def read_layers(result: Found) -> list[RolesLayer]:
@@ -350,49 +343,48 @@ def read_layers(result: Found) -> list[RolesLayer]:
     return [RolesLayer.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
-def read_kept_choices(result: Found) -> tuple[KeptChoices, ...]:
-    """Return the choices that each layer kept."""
+def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
+    """Return each layer's stored choices."""
     layers = result.facts["roles"]["layers"]
-    return tuple(KeptChoices.model_validate(layer["kept"]) for layer in layers)
+    return tuple(EncodedChoices.model_validate(layer["kept"]) for layer in layers)
 
 
 def compare_seeds(ours: Found, theirs: Found) -> PairAgreement:
-    """Return how far two seeds agree; the same two are compared once."""
-    return compare_kept_choices(read_kept_choices(ours), read_kept_choices(theirs))
+    """Return the agreement of two seeds; results are cached."""
+    return compare_encoded_choices(read_encoded_choices(ours), read_encoded_choices(theirs))
 
 
-ByImage = dict[str, np.ndarray]  # name → one value an image, (N,)
+ByImage = dict[str, np.ndarray]  # name → one value per image, (N,)
 
 
-class BesideRecord(NamedTuple):
-    """What is known of a layer's tokens and experts beside its record; None where it is not."""
+class RoleInputs(NamedTuple):
+    """Inputs of a layer's analysis in addition to its record; None if not available."""
 
-    people: np.ndarray | None = None  # (N,) whose image each is
-    alike: Similarity | None = None
-    # (N, T, E) bool, what its router would have chosen a layer earlier
-    predicted: Tensor | None = None
-    before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
-    scores: Tensor | None = None  # (N, T, E), what the choice is by; None: the probabilities
-
-
-NOTHING_BESIDE = BesideRecord()
+    people: np.ndarray | None = None  # (N,), the person of each image
+    similarity: Similarity | None = None
+    predicted: Tensor | None = None  # (N, T, E) bool, choices from the tokens of the layer before
+    before: Tensor | None = None  # (N, T, E') bool, choices of the tokens in the layer before
+    scores: Tensor | None = None  # (N, T, E), that decide the choice; None: the probabilities
 
 
-def layer_roles(
+NO_INPUTS = RoleInputs()
+
+
+def measure_layer_roles(
     record: RoutingRecord,
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    beside: BesideRecord = NOTHING_BESIDE,
+    inputs: RoleInputs = NO_INPUTS,
 ) -> tuple[RolesLayer, ByImage]:
-    """Return one layer's roles, and its numbers by image; consistency_2: of windows of two.
+    """Return one layer's roles, and its metrics per image; consistency_2: of windows of two.
 
-    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
+    labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
     tokens, experts = chosen[..., 0].numel(), len(counts)
-    information, by_image = label_information(chosen, layout, labels, beside.people)
+    information, by_image = label_information(chosen, layout, labels, inputs.people)
     consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
     by_image |= consistency
     extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
@@ -402,24 +394,24 @@ def layer_roles(
         by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
-    scores = record.probs if beside.scores is None else beside.scores
+    scores = record.probs if inputs.scores is None else inputs.scores
     margins, smallest = margin_values(scores, record.chosen)
     by_image |= margins
     extra |= smallest
-    if beside.predicted is not None:
-        told = choice_predictability(beside.predicted, chosen)
-        by_image |= told.by_image
-        chances |= told.chances
-        extra |= told.of_layer
+    if inputs.predicted is not None:
+        predictability = choice_predictability(inputs.predicted, chosen)
+        by_image |= predictability.by_image
+        chances |= predictability.chances
+        extra |= predictability.of_layer
     matrices = {}
-    if (alike := beside.alike) is not None:
-        by_image |= alike.by_image
-        chances |= alike.chances
-        matrices = {"cka": alike.cka.tolist(), "cosine": alike.cosine.tolist()}
-    if beside.before is not None:
-        matrices["after"] = follow_up_shares(beside.before, chosen).tolist()
-        matrices["before"] = follow_up_shares(chosen, beside.before).tolist()
-    few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
+    if (similarity := inputs.similarity) is not None:
+        by_image |= similarity.by_image
+        chances |= similarity.chances
+        matrices = {"cka": similarity.cka.tolist(), "cosine": similarity.cosine.tolist()}
+    if inputs.before is not None:
+        matrices["after"] = follow_up_shares(inputs.before, chosen).tolist()
+        matrices["before"] = follow_up_shares(chosen, inputs.before).tolist()
+    few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
         together=conditional_coactivation(count_coactivation(chosen).sum(dim=0)).tolist(),
@@ -428,17 +420,17 @@ def layer_roles(
         chances=chances,
         coverage=cumulative_load_shares(counts).tolist(),
         **matrices,
-        kept=KeptChoices(
+        kept=EncodedChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),
-            people=people_numbers(beside.people, few),
+            people=people_numbers(inputs.people, few),
         ),
     )
     return layer, by_image
 
 
 def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | None:
-    """Return a number for the person of each of a few images; None where none has several."""
+    """Return a number for the person of each image in ``few``; None if no person has several."""
     if people is None or indices_by_person(people) is None:
         return None
     return np.unique(people, return_inverse=True)[1][few].tolist()
@@ -447,19 +439,19 @@ def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | No
 def selection_scores(
     model: Model, layers: Sequence[str], records: Sequence[RoutingRecord]
 ) -> list[Tensor]:
-    """Return what each of these layers' router chose by, (N, T, E) on the CPU."""
+    """Return the scores that each layer's router chose by, (N, T, E) on the CPU."""
+    device = model_device(model)
     scores = []
     for name, record in zip(layers, records, strict=True):
         router = find_own_model(model).get_submodule(name).router
-        choice = getattr(router, "selection_scores", None)
-        if choice is None:
+        score_record = getattr(router, "selection_scores", None)
+        if score_record is None:
             scores.append(record.probs)
         else:
-            there = record.map_tensors(lambda field: field.to(model_device(model)))
-            scores.append(choice(there).cpu())
+            scores.append(score_record(record.map_tensors(lambda field: field.to(device))).cpu())
     return scores
 
 
 def mean_over_layers_with_name(layers: list[ByImage], name: str) -> np.ndarray:
-    """Return the mean over the layers that have the name: all, or all but the first, (N,)."""
+    """Return the mean over the layers with this name: all, or all except the first, (N,)."""
     return np.mean([layer[name] for layer in layers if name in layer], axis=0)

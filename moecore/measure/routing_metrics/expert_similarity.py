@@ -1,7 +1,7 @@
-"""How alike experts are: those of a layer on the same tokens, and those of two trainings.
+"""Similarity of a layer's experts on the same tokens, and of the experts of two trainings.
 
-Two trainings' experts are matched on some images and compared on others. N or B images, T tokens of
-each, c of them kept, n tokens, E experts that are networks, d width.
+Two trainings' experts are matched on some images and compared on others. N or B images, T tokens
+per image, c of them stored, n tokens, E experts that are networks, d width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import first_half, permuted_orders
 from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
 
-LEAST = 10  # tokens for each number of their width: CKA is near 1 for any two experts with few
+MIN_TOKENS_PER_DIMENSION = 10  # with few tokens, CKA is near 1 for any two experts
 
 NAMES = ("expert_cka", "expert_cosine")
 
 
 class CountedImages:
-    """Images (N, C, *pixels) that know where the batch that was read last begins."""
+    """Images (N, C, *pixels) that remember the start of the latest batch that was read."""
 
     def __init__(self, images: ImageSequence) -> None:
         self.images = images
@@ -42,7 +42,7 @@ class CountedImages:
 
     @property
     def shape(self) -> Sequence[int]:
-        """Return N, C and the pixels."""
+        """Return (N, C, *pixels)."""
         return self.images.shape
 
     def __len__(self) -> int:
@@ -54,65 +54,65 @@ class CountedImages:
 
 
 class KeptTokens(NamedTuple):
-    """Tokens of all images as they came to one MoE layer."""
+    """Input tokens of one MoE layer, of all images."""
 
     layer: MoEFeedForward
-    parts: list[Tensor]  # (B, c, d), the calls of its router
+    parts: list[Tensor]  # (B, c, d), per call of its router
 
     @torch.no_grad()
     def outputs(self, images: int) -> list[Tensor]:
-        """Return what each expert makes of the tokens of so many images, E times (N, c, d) fp64."""
-        # a text is read with the blocks before its own, which are calls too: the last is its own
+        """Return each expert's outputs for the stored tokens, E times (N, c, d) fp64."""
+        # A text is read with the blocks before it, which are calls, too: the last call is its own.
         calls = sum(map(len, self.parts)) // images
         tokens = torch.cat(self.parts[calls - 1 :: calls])
-        rows = compute_all_outputs(self.layer, tokens.flatten(0, 1))
-        return [one.double().view(tokens.shape) for one in rows]
+        by_expert = compute_all_outputs(self.layer, tokens.flatten(0, 1))
+        return [outputs.double().view(tokens.shape) for outputs in by_expert]
 
 
 @contextmanager
 def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str, KeptTokens]]:
-    """Inside the ``with``, where these images pass, keep some tokens of each MoE layer.
+    """Store some tokens of each MoE layer while these images pass inside the ``with``.
 
-    c are as many as make LEAST · d of all images, or all; they are evenly spread in an image, and
-    start one later in the next, whatever the batches; every BATCH images they start anew.
+    c is the smallest number with MIN_TOKENS_PER_DIMENSION · d tokens over all images, or T. Tokens
+    are evenly spread in an image; they start one token later in each next image, and again at 0
+    every BATCH images, whatever the batch size.
     """
-    kept: dict[str, KeptTokens] = {}
+    stored: dict[str, KeptTokens] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
         batch, length, width = tokens.shape
-        number = min(length, ceil(LEAST * width / len(images)))
+        number = min(length, ceil(MIN_TOKENS_PER_DIMENSION * width / len(images)))
         rows = torch.arange(batch, device=tokens.device).unsqueeze(-1)
         spread = torch.arange(number, device=tokens.device) * (length // number)
         first = (images.start + rows) % BATCH
-        own = kept.setdefault(name, KeptTokens(layer, []))
-        own.parts.append(tokens[rows, (first + spread) % length])
+        layer_tokens = stored.setdefault(name, KeptTokens(layer, []))
+        layer_tokens.parts.append(tokens[rows, (first + spread) % length])
 
     with watch_layers(find_own_model(model), keep):
-        yield kept
+        yield stored
 
 
 class Similarity(NamedTuple):
-    """Of all pairs of experts; NaN beside an expert that says the same of all tokens."""
+    """Similarity of all pairs of experts; NaN for experts with the same output for all tokens."""
 
     cka: Tensor  # (E, E) fp64
     cosine: Tensor  # (E, E) fp64
-    by_image: dict[str, np.ndarray]  # NAMES → mean over the pairs that have one, (N,)
-    chances: dict[str, float]  # where one of a pair reads another image's, or person's, tokens
+    by_image: dict[str, np.ndarray]  # NAMES → mean over pairs without NaN, (N,)
+    chances: dict[str, float]  # one of a pair reads another image's, or person's, tokens
 
 
 def expert_similarity(
     outputs: Sequence[Tensor], people: np.ndarray | None = None
 ) -> Similarity | None:
-    """Return how alike experts are; None of fewer than LEAST · d tokens, or without such a pair.
+    """Return the similarity of experts; None for too few tokens, or without a pair that varies.
 
-    outputs: E times (N, c, d), of the same tokens.  Linear CKA (Kornblith et al. 2019), and the
-    mean cosine of what two say of a token, 0 for a vector of zeros.
-    people: (N,), whose image each is; by chance people are then exchanged, with all their images.
+    outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
+    cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
     """
     images, number, width = outputs[0].shape
-    experts = [ExpertOutputs.of(one) for one in outputs]
-    varied = [place for place, one in enumerate(experts) if one.strength > 0]
-    if images * number < LEAST * width or len(varied) < 2:
+    experts = [ExpertOutputs.of(values) for values in outputs]
+    varied = [index for index, expert in enumerate(experts) if expert.strength > 0]
+    if images * number < MIN_TOKENS_PER_DIMENSION * width or len(varied) < 2:
         return None
     (order,) = permuted_orders(images, 1, 0, people)
     pairs = torch.full((2, len(experts), len(experts)), torch.nan, dtype=torch.float64)
@@ -133,99 +133,103 @@ def expert_similarity(
 
 
 class ExpertOutputs(NamedTuple):
-    """What one expert says of tokens."""
+    """Outputs of one expert."""
 
     values: Tensor  # (N, c, d)
-    centred: Tensor  # (N, c, d), X: less their mean
+    centred: Tensor  # X, (N, c, d): values − mean
     strength: Tensor  # ‖XᵀX‖²
-    by_image: Tensor  # (N,) what each image adds to it: of its tokens xᵀ(XᵀX)x
+    by_image: Tensor  # (N,), each image's part of the strength: xᵀ(XᵀX)x summed over its tokens
 
     @classmethod
     def of(cls, values: Tensor) -> "ExpertOutputs":
-        """Return them of values (N, c, d); equal ones have no strength, none by rounding either."""
-        moved = values - values[0, 0]
+        """Return the outputs' terms, from values (N, c, d)."""
+        moved = values - values[0, 0]  # equal outputs then have strength 0 without rounding error
         centred = moved - moved.mean(dim=(0, 1))
         return cls(values, centred, *cross_strength(centred, centred))
 
     def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
-        """Return them with the images in another order (N,)."""
-        values, centred, by_image = (
-            one[order] for one in (self.values, self.centred, self.by_image)
+        """Return the outputs with images in another order (N,)."""
+        return self._replace(
+            values=self.values[order],
+            centred=self.centred[order],
+            by_image=self.by_image[order],
         )
-        return ExpertOutputs(values, centred, self.strength, by_image)
 
     def similarities(self, other: "ExpertOutputs") -> Tensor:
-        """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine, one value an image, (2, N).
+        """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine per image, (2, N).
 
-        Their means are the two; CKA's by each image's influence (infinitesimal jackknife).
+        CKA's values are mean plus influence of each image (infinitesimal jackknife).
         """
         strength, by_image = cross_strength(self.centred, other.centred)
         scale = (self.strength * other.strength).sqrt()
         cka = strength / scale
-        own = self.by_image / self.strength + other.by_image / other.strength
-        influence = len(own) * (2 * by_image / scale - own * cka)
+        relative = self.by_image / self.strength + other.by_image / other.strength
+        influence = len(relative) * (2 * by_image / scale - relative * cka)
         cosines = cosine_similarity(self.values, other.values, dim=-1).mean(dim=1)
         return torch.stack([cka + influence, cosines])
 
 
 def cross_strength(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ‖XᵀY‖² of centred outputs (N, c, d), and what each image adds to it, (N,)."""
+    """Return ‖XᵀY‖² of centred outputs (N, c, d), and each image's part of it, (N,)."""
     product = torch.einsum("nci,ncj->ij", first, second)
     return product.square().sum(), torch.einsum("nci,ij,ncj->n", first, product, second)
 
 
-class KeptChoices(Config):
-    """Which experts some tokens chose: bits of (images, tokens, experts), by ``encode_arrays``."""
+class EncodedChoices(Config):
+    """Experts that some tokens chose, as packed bits, encoded by ``encode_arrays``."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # images, tokens, experts
     bits: str
-    people: tuple[int, ...] | None = None  # whose image each is, where people have several
+    people: tuple[int, ...] | None = None  # person of each image, if people have several images
 
 
-def decode_choices(kept: KeptChoices) -> np.ndarray:
+def decode_choices(encoded: EncodedChoices) -> np.ndarray:
     """Return which experts tokens chose, (images, tokens, experts) bool."""
-    bits = np.frombuffer(decode_compressed_text(kept.bits), np.uint8)
-    return np.unpackbits(bits, count=int(np.prod(kept.shape))).astype(bool).reshape(kept.shape)
+    bits = np.frombuffer(decode_compressed_text(encoded.bits), np.uint8)
+    count = int(np.prod(encoded.shape))
+    return np.unpackbits(bits, count=count).astype(bool).reshape(encoded.shape)
 
 
 class SeedAgreement(NamedTuple):
-    """Of two trainings on images that their experts were not matched on."""
+    """Agreement of two trainings on images that their experts were not matched on."""
 
     correlation: float  # of matched experts' indicators over tokens, mean over experts
-    overlap: float  # share of the first one's choices that the second shares, once matched
-    partners: np.ndarray  # (E,) int, of each expert of the first that of the second
+    overlap: float  # share of the first training's choices that the second also makes
+    partners: np.ndarray  # (E,) int, the second's expert that matches each expert of the first
 
 
 def indicator_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return Pearson's correlation of who chose each expert, (E, E); 0 of one all or none chose.
+    """Return Pearson's correlation of choosing each expert, (E, E), from (n, E) bool, same tokens.
 
-    ours, theirs: (n, E) bool, of the same tokens.
+    0 for an expert that all tokens or no token chose.
     """
     sides = []
     for chosen in (ours, theirs):
-        apart = chosen - chosen.mean(axis=0)
-        length = np.sqrt(np.square(apart).sum(axis=0))
-        sides.append(apart / np.where(length > 0, length, np.inf))
+        centred = chosen - chosen.mean(axis=0)
+        length = np.sqrt(np.square(centred).sum(axis=0))
+        sides.append(centred / np.where(length > 0, length, np.inf))
     return sides[0].T @ sides[1]
 
 
 def match_experts(correlation: np.ndarray) -> np.ndarray:
-    """Return each expert's partner, (E,), one to one, with the largest sum of correlations."""
+    """Return the one-to-one matching (E,) with the largest sum of correlations (E, E)."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
     return linear_sum_assignment(correlation, maximize=True)[1]
 
 
 def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> SeedAgreement:
-    """Return how well two trainings' experts agree on the images that they are not matched on.
+    """Return the agreement of two trainings on images that their experts are not matched on.
 
-    ours, theirs: (B, T, E) bool, of the same images.  is_fit: (B,) bool, those that they are
-    matched on: agreement on these is biased upwards, as the best of E! matchings.
-    Raises UserError where the two differ in images, tokens or experts.
+    ours, theirs: (B, T, E) bool, of the same images. is_fit: (B,) bool, images for the matching, on
+    which agreement is biased upwards, as the best of E! matchings.
     """
     if ours.shape != theirs.shape:
-        shapes = f"{ours.shape} and {theirs.shape} (images, tokens, experts)"
-        raise UserError(f"seed_agreement: found choices of {shapes}; allowed: two of one shape")
+        raise UserError.at(
+            "seed_agreement",
+            found=f"choices of {ours.shape} and {theirs.shape} (images, tokens, experts)",
+            allowed="two of one shape",
+        )
     experts = ours.shape[-1]
     fit, rest = (
         [side[images].reshape(-1, experts) for side in (ours, theirs)]
@@ -240,10 +244,9 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
 def matched_agreement_by_image(
     ours: np.ndarray, theirs: np.ndarray, partners: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return correlation and overlap of ``seed_agreement`` as one value an image, (B,) each.
+    """Return correlation and overlap of ``seed_agreement`` as one value per image, (B,) each.
 
-    ours, theirs: (B, T, E) bool, of images that the partners (E,) do not come from.  Their means
-    are the two; a token moves Pearson's r by z·z' − r·(z² + z'²)/2 of its standard scores.
+    ours, theirs: (B, T, E) bool, of images that were not used for the matching ``partners`` (E,).
     """
     theirs = theirs[..., partners]
     scores = []
@@ -251,18 +254,19 @@ def matched_agreement_by_image(
         mean = chosen.mean(axis=(0, 1))
         spread = np.sqrt(mean * (1 - mean))
         scores.append((chosen - mean) / np.where(spread > 0, spread, np.inf))
-    one, other = scores
-    correlation = (one * other).mean(axis=(0, 1))
-    moved = one * other - correlation * (np.square(one) + np.square(other)) / 2
+    first, second = scores
+    correlation = (first * second).mean(axis=(0, 1))
+    # A token's influence on Pearson's r, of standard scores z and z': z·z' − r·(z² + z'²)/2.
+    influence = first * second - correlation * (np.square(first) + np.square(second)) / 2
     shared = (ours & theirs).sum(axis=(1, 2))
     return {
-        "correlation": (correlation + moved).mean(axis=(1, 2)),
+        "correlation": (correlation + influence).mean(axis=(1, 2)),
         "overlap": linearize_ratio(shared, ours.sum(axis=(1, 2))),
     }
 
 
 class ChanceAgreement(NamedTuple):
-    """Means of ``seed_agreement`` over exchanges of the second one's images."""
+    """Mean ``seed_agreement`` over permutations of the second training's images."""
 
     correlation: float
     overlap: float
@@ -276,21 +280,20 @@ def chance_agreement(
     seed: int = 0,
     people: np.ndarray | None = None,
 ) -> ChanceAgreement:
-    """Return the mean agreement of ``seed_agreement`` with the second one's images exchanged.
+    """Return the mean agreement with the second training's images (or people) permuted.
 
-    Matched and compared as the real one. What is left is what experts share by place alone.
-    people: (B,), whose image each is; people are then exchanged.
+    Matched and compared like the real one; it measures what experts share by position alone.
     """
     orders = permuted_orders(len(theirs), draws, seed, people)
-    null = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
+    nulls = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
     return ChanceAgreement(
-        float(np.mean([one.correlation for one in null])),
-        float(np.mean([one.overlap for one in null])),
+        float(np.mean([null.correlation for null in nulls])),
+        float(np.mean([null.overlap for null in nulls])),
     )
 
 
 class PairAgreement(NamedTuple):
-    """Of two seeds of a method: means over layers."""
+    """Agreement of two seeds of a method: means over layers."""
 
     correlation: float
     overlap: float
@@ -298,18 +301,20 @@ class PairAgreement(NamedTuple):
 
 
 @cache
-def compare_kept_choices(
-    ours: tuple[KeptChoices, ...], theirs: tuple[KeptChoices, ...]
+def compare_encoded_choices(
+    ours: tuple[EncodedChoices, ...], theirs: tuple[EncodedChoices, ...]
 ) -> PairAgreement:
-    """Return how far the layers of two models agree, on the same images."""
+    """Return the agreement of two models' layers on the same images."""
     people = None if ours[0].people is None else np.array(ours[0].people)
     is_fit = first_half(ours[0].shape[0], people)
-    pairs = zip(ours, theirs, strict=True)
-    layers = [(decode_choices(one), decode_choices(other)) for one, other in pairs]
+    layers = [
+        (decode_choices(our_layer), decode_choices(their_layer))
+        for our_layer, their_layer in zip(ours, theirs, strict=True)
+    ]
     agreements = [seed_agreement(*layer, is_fit) for layer in layers]
     nulls = [chance_agreement(*layer, is_fit, people=people) for layer in layers]
     return PairAgreement(
-        float(np.mean([one.correlation for one in agreements])),
-        float(np.mean([one.overlap for one in agreements])),
-        float(np.mean([one.correlation for one in nulls])),
+        float(np.mean([agreement.correlation for agreement in agreements])),
+        float(np.mean([agreement.overlap for agreement in agreements])),
+        float(np.mean([null.correlation for null in nulls])),
     )

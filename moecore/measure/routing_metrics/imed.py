@@ -1,4 +1,4 @@
-"""Maps of experts: how far two lie apart when neighbours count (IMED), and a class's mean map.
+"""Maps of experts: distance of two maps that accounts for neighbours (IMED), and class means.
 
 E experts on a grid of r rows and c columns, row by row.
 """
@@ -18,7 +18,7 @@ SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
 
 
 def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
-    """G (E, E) in fp64 with G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
+    """Return G (E, E) fp64, G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
 
     Wang et al. (2005), eq. 8. Positive definite.
     """
@@ -29,11 +29,9 @@ def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
 
 
 def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
-    """d² = (u − v)ᵀ G (u − v) of each pair of maps; (…, E) twice to (…) fp64 ≥ 0.
+    """Return the squared distance d² = (u − v)ᵀ G (u − v) of maps (…, E), (…) fp64 ≥ 0.
 
-    The distance itself is its root.
     Two distant one-hot maps have d² = 1/π = 0.318, two adjacent ones (1 − exp(−1/2))/π = 0.125.
-    Raises ValueError where shapes differ.
     """
     if before.shape != after.shape:
         shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
@@ -44,20 +42,18 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
-    """Each image's d, averaged over its tokens and over layers, (N,) fp64.
+    """Return each image's mean of d (not of d²) over tokens and layers, (N,) fp64.
 
-    before, after: one (N, T, E) of probs per MoE layer. The mean is taken over the tokens' own
-    distances: it is not the root of the mean of d².
+    before, after: probs (N, T, E) per MoE layer.
     """
     layers = [squared_imed(u, v) for u, v in zip(before, after, strict=True)]
     return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
 
 
 def partner_images(images: int, seed: int) -> Tensor:
-    """For each of N images another one, (N,) int64: the next on a circle drawn from ``seed``.
+    """Return another image for each of N images, (N,) int64: the next on a random circle.
 
-    No image is its own partner and each is one once, so all methods compare the same N pairs.
-    Raises ValueError for fewer than two images.
+    No image is its own partner and each is a partner once: all methods compare the same N pairs.
     """
     if images < 2:
         raise ValueError(f"pairs of different images among {images}; two are needed")
@@ -68,22 +64,19 @@ def partner_images(images: int, seed: int) -> Tensor:
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Each image's distance from its partner of ``partner_images``, both unmoved; (N,) fp64.
+    """Return each image's ``imed_by_image`` to its partner, without a transform; (N,) fp64.
 
-    probs: one (N, T, E) per MoE layer. Averaged over tokens and layers as ``imed_by_image``, token
-    by token at the same place. IMED under a transform is held against its mean: a router that tells
-    no images apart has small distances of both kinds.
+    The reference for IMED under a transform: a router that does not distinguish images has small
+    distances of both kinds. probs: (N, T, E) per MoE layer.
     """
-    others = partner_images(len(probs[0]), seed)
-    return imed_by_image(probs, tuple(layer[others] for layer in probs))
+    partners = partner_images(len(probs[0]), seed)
+    return imed_by_image(probs, tuple(layer[partners] for layer in probs))
 
 
 def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
-    """Mean clean probability of each expert over the images and tokens of each class.
+    """Return each expert's mean clean probability per class, (K, layers, E) fp64.
 
-    (K, layers, E) fp64, NaN for a class without images; each other map sums to 1 over E.  records:
-    one per MoE layer, fields (N, T, E); labels: (N,) int in [0, K).  Raises UserError where records
-    and labels are not of the same images, a label is no class, or the model has no MoE layer.
+    NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
     """
     if not records:
         raise UserError("class maps: the model has no MoE layers")
@@ -91,8 +84,8 @@ def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes
         routed = f"{len(records[0].probs)} images were routed"
         raise UserError(f"class maps: {routed}, but there are {len(labels)} labels")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        problem = f"found labels {int(labels.min())} to {int(labels.max())}"
-        raise UserError(f"class maps: {problem}; allowed: 0 to {classes - 1}")
+        extremes = f"labels {int(labels.min())} to {int(labels.max())}"
+        raise UserError.at("class maps", found=extremes, allowed=f"0 to {classes - 1}")
     members = torch.nn.functional.one_hot(labels.long(), classes).double()  # (N, K)
     counts = members.sum(dim=0)[:, None]
     return torch.stack(

@@ -1,4 +1,4 @@
-"""The purity of experts on data whose truth is known: whether a token's expert tells its kind.
+"""Purity of experts on data with known truth: how well a token's expert tells its kind.
 
 N images, L MoE layers, T tokens per image, E experts, D kinds of tokens.
 """
@@ -16,38 +16,38 @@ from moecore.statistics.crossed import linearize_ratio
 
 
 def expert_truth_tables(
-    experts: np.ndarray, kinds: np.ndarray, number: int, dialects: int
+    experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> np.ndarray:
-    """Return how often each expert saw each kind, by image, int64 (N, E, D).
+    """Count each expert's tokens of each kind per image, int64 (N, E, D).
 
-    experts: (N, T), 0 to E − 1, or −1 for none, which is not counted.  kinds: (N, T), 1 to D, or 0
-    where it is not known.
+    experts: (N, T), 0 to E − 1, or −1 for none; kinds: (N, T), 1 to D, or 0 if unknown. Tokens
+    without expert or kind are not counted.
     """
-    cell = np.where(experts < 0, 0, experts * (dialects + 1) + kinds)
-    width = number * (dialects + 1)
+    cell = np.where(experts < 0, 0, experts * (kind_count + 1) + kinds)
+    width = expert_count * (kind_count + 1)
     rows = np.arange(len(cell))[:, None] * width
-    counted = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)
-    return counted.reshape(-1, number, dialects + 1)[:, :, 1:]
+    counts = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)
+    return counts.reshape(-1, expert_count, kind_count + 1)[:, :, 1:]
 
 
 def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's kind (N, T) of images as they are stored, whose last channel says it."""
+    """Return each token's kind, (N, T), from the last channel of stored images."""
     (last,) = image_batches(images[:, -1:], len(images))
     return majority_token_kinds(last, layout)
 
 
 def expert_purity(table: np.ndarray) -> float:
-    """Return the share of tokens of their expert's most frequent kind; NaN without tokens.
+    """Return the share of tokens of their expert's most frequent kind, from counts (E, D).
 
-    table: (E, D), counts.
+    NaN without tokens.
     """
     return float(table.max(axis=1).sum() / table.sum()) if table.any() else math.nan
 
 
 def purity_by_image(tables: np.ndarray) -> np.ndarray:
-    """Return ``expert_purity`` of all images' sum as one value an image, (N,), whose mean it is.
+    """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,).
 
-    tables: (N, E, D).  What an image does to it while each expert's kind stays (as a jackknife).
+    Each image's influence (jackknife) with every expert's most frequent kind fixed.
     """
     kind = tables.sum(axis=0).argmax(axis=1)
     right = tables[:, np.arange(len(kind)), kind].sum(axis=1)
@@ -60,16 +60,13 @@ def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
 
 
 def purity_by_epoch(
-    first: Sequence[np.ndarray], kinds: np.ndarray, number: int, dialects: int
+    first: Sequence[np.ndarray], kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[float]:
-    """Return the mean purity of the layers after each epoch.
-
-    first: per epoch each token's first expert, integers (N, L, T).  kinds: (N, T), as above.
-    """
+    """Return the layers' mean purity after each epoch; first: per epoch first experts (N, L, T)."""
     return [
         purity_over_layers(
             [
-                expert_truth_tables(layer, kinds, number, dialects).sum(axis=0)
+                expert_truth_tables(layer, kinds, expert_count, kind_count).sum(axis=0)
                 for layer in epoch.astype(np.int64).swapaxes(0, 1)
             ]
         )

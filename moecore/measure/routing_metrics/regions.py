@@ -1,8 +1,6 @@
-"""Which experts the last MoE layer chooses on volumes that keep one tissue, and on a control.
+"""Experts of the last MoE layer on volumes with a single tissue, and on a random control.
 
-Source: ERMoE-ba, supplement §3.
-
-N volumes, R tissues, D × H × W voxels, T tokens, E experts.
+ERMoE-ba, supplement §3. N volumes, R tissues, D × H × W voxels, T tokens, E experts.
 """
 
 from collections.abc import Sequence
@@ -32,19 +30,19 @@ def region_rows(
     experts: Sequence[str],
     seed: int = 0,
 ) -> list[TissueRoutingRow]:
-    """One row per tissue, then one per control ``random_<tissue>``.
+    """Return one row per tissue, then one per control ``random_<tissue>``.
 
-    A row names the two experts of the highest mean score, and says what share of tokens chose each.
+    A row has the two experts with the highest mean score (the router's logits before noise; cosines
+    for an eigenbasis router), and the share of tokens that chose each expert. Means are over tokens
+    whose cube has any remaining voxel. Shares sum to the experts per token, without pruned ones.
     volumes: (N, 1, D, H, W) floating point in [0, 1]; regions: uint8 (N, R, D, H, W), tissue share
-    × 255, R as ``tissues``; experts: the names of the E experts.  Means are over the tokens of all
-    volumes whose cube keeps any voxel; scores are the router's logits before noise (cosines, for an
-    eigenbasis router).  Shares sum to the number of experts a token has, less what was pruned.
-    Raises UserError for a model without MoE layers, for numbers that do not fit, and where no token
-    keeps any voxel.
+    × 255; experts: names of the E experts.
     """
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
-        given = f"{len(volumes)} volumes, and maps of shape {regions.shape}"
-        raise UserError(f"region routing: {given} for {len(tissues)} tissues; they must fit")
+        raise UserError(
+            f"region routing: {len(volumes)} volumes, and maps of shape {regions.shape} for "
+            f"{len(tissues)} tissues; they must fit"
+        )
     images = torch.from_numpy(np.array(volumes))
     rows = []
     controls = []
@@ -59,19 +57,17 @@ def region_rows(
 
 
 def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
-    """Return the same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool
-    mask.
+    """Permute each volume's tissue shares (N, D, H, W) among the voxels of ``brain``, a bool mask.
 
-    Of each volume as many voxels are kept, with as large shares, as of the tissue inside the brain;
-    outside of it nothing is. seed: the i-th volume's places depend on it and on i alone.
+    The permutation of the i-th volume depends on the seed and on i alone.
     """
-    mixed_shares = torch.zeros_like(share)
-    drawn = derived_seed("mixed_regions", seed)
-    for index, (values, place) in enumerate(zip(share, brain, strict=True)):
-        inside = values[place].numpy()
-        mixed = np.random.default_rng([drawn, index]).permutation(inside)
-        mixed_shares[index][place] = torch.from_numpy(mixed)
-    return mixed_shares
+    shuffled = torch.zeros_like(share)
+    shuffle_seed = derived_seed("mixed_regions", seed)
+    for index, (values, is_brain) in enumerate(zip(share, brain, strict=True)):
+        inside = values[is_brain].numpy()
+        mixed = np.random.default_rng([shuffle_seed, index]).permutation(inside)
+        shuffled[index][is_brain] = torch.from_numpy(mixed)
+    return shuffled
 
 
 def _region_row(
@@ -82,14 +78,16 @@ def _region_row(
         raise UserError("region routing: the model has no MoE layers")
     layout = model.layout
     record = records[-1]
-    held = adaptive_max_pool3d(volumes.float(), layout.grid).flatten(1) > 0  # (N, P)
-    if not held.any() or record.logits.shape[-1] != len(experts):
-        named = f"{len(experts)} experts are named of {record.logits.shape[-1]}"
-        problem = f"{int(held.sum())} tokens keep a voxel, and {named}"
-        needed = "one token at least, and a name for each expert"
-        raise UserError(f"region routing: {problem}; needed: {needed}")
-    scores = record.logits[:, layout.special :][held].double().mean(dim=0)
-    share = record.chosen[:, layout.special :][held].double().mean(dim=0)
+    has_voxels = adaptive_max_pool3d(volumes.float(), layout.grid).flatten(1) > 0  # (N, P)
+    if not has_voxels.any() or record.logits.shape[-1] != len(experts):
+        raise UserError.at(
+            "region routing",
+            found=f"{int(has_voxels.sum())} tokens with a voxel, and names of {len(experts)} of "
+            f"{record.logits.shape[-1]} experts",
+            allowed="at least one token, and a name for each expert",
+        )
+    scores = record.logits[:, layout.special :][has_voxels].double().mean(dim=0)
+    share = record.chosen[:, layout.special :][has_voxels].double().mean(dim=0)
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
     return TissueRoutingRow(
         region=name,
@@ -102,17 +100,16 @@ VOLUMES = 24  # of the validation split, evenly spread over it
 
 
 def probed_epochs(epochs: int) -> tuple[int, ...]:
-    """The first, the middle and the last of ``epochs``, from 1; fewer if they are the same."""
+    """Return the first, middle and last of ``epochs``, from 1, without duplicates."""
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
 def write_epoch_tissue_routing(
     folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
 ) -> None:
-    """Write into ``folder`` what the experts do on single tissues after ``epoch``.
+    """Write the routing on single tissues after ``epoch``; nothing for data without tissue maps.
 
-    Nothing for data without tissue maps. model: as it is used, on its device. seed: of the random
-    control, the same at all epochs.
+    seed: of the random control, the same at all epochs.
     """
     regions = data.card.get("regions")
     if not regions:
@@ -121,21 +118,18 @@ def write_epoch_tissue_routing(
     volumes = np.array(data.validation.images[chosen])
     maps = np.array(data.regions("validation")[chosen])
     rows = region_rows(model, volumes, maps, regions, experts, seed)
-    probed = EpochTissueRouting(epoch=epoch, rows=rows)
-    write_json(_regions_path(folder, epoch), probed.model_dump(mode="json"))
+    routing = EpochTissueRouting(epoch=epoch, rows=rows)
+    write_json(_regions_path(folder, epoch), routing.model_dump(mode="json"))
 
 
 def read_epoch_tissue_routing(
     folder: Path, data: Prepared, epochs: int
 ) -> tuple[EpochTissueRouting, ...]:
-    """Return what was kept in ``folder``; () for data without tissue maps.
-
-    Raises UserError, naming the file, where an epoch is missing.
-    """
+    """Return what ``write_epoch_tissue_routing`` wrote; () for data without tissue maps."""
     if not data.card.get("regions"):
         return ()
-    kept = [read_json(_regions_path(folder, epoch)) for epoch in probed_epochs(epochs)]
-    return tuple(EpochTissueRouting.model_validate(probed) for probed in kept)
+    contents = [read_json(_regions_path(folder, epoch)) for epoch in probed_epochs(epochs)]
+    return tuple(EpochTissueRouting.model_validate(content) for content in contents)
 
 
 def _regions_path(folder: Path, epoch: int) -> Path:

@@ -1,119 +1,50 @@
-"""The same weights under another router setting at test time: sweeps over k and over the threshold.
+"""Sweeps over the router's k and threshold at test time (ERMoE, figures S3 and S5)."""
 
-ERMoE, figures S3 and S5. N images.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.base import Attack
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.data.image_noise import standard_normal_noise
+from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
 from moecore.measure.routing_metrics.layer_use import (
     eligible_tail_mass,
     fallback_rate,
     tail_of_probs,
 )
-from moecore.measure.routing_metrics.two_view_augmentations import (
-    TwoViewAugmentation,
-    draw_two_views,
-)
 from moecore.nn.backbones.base_model import BackboneModel, Model
-from moecore.nn.correspondence import original_patches_of_views
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
-Kind = Literal["clean", "noise", "attack", "augmentation"]
-
-
-class ChangedImages(NamedTuple):
-    """N images that were changed."""
-
-    kind: Kind
-    label: str
-    pixels: Tensor  # fp32 in [0, 1]
-    # (N, P) int64: the clean image's patch that each patch shows, −1 for none; None: the same
-    origins: Tensor | None = None
-
-
-def noise_variants(
-    clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
-) -> Iterator[ChangedImages]:
-    """Gaussian noise along one direction an image, as the measurement ``stability`` draws it.
-
-    The background of a volume, which is 0, stays as it is, and so do channels behind the first
-    ``channels``, which no model sees: they say the truth.
-    """
-    drawn = standard_normal_noise(np.array(places), tuple(clean.shape[1:]), seed)
-    drawn[:, channels:] = 0
-    if clean.ndim == 5:
-        drawn = drawn * (clean != 0)
-    for sigma in sigmas:
-        yield ChangedImages("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
-
-
-def attack_variants(
-    target: Target, attack: Attack, epsilons: Sequence[float]
-) -> Iterator[ChangedImages]:
-    """Every radius by itself, from the clean image."""
-    for epsilon in epsilons:
-        label = f"ε = {255 * epsilon:.3g}/255"
-        yield ChangedImages("attack", label, target.attacked(attack, epsilon))
-
-
-def augmentation_variants(
-    images: np.ndarray, augmentations: Sequence[TwoViewAugmentation], layout: TokenLayout, seed: int
-) -> Iterator[ChangedImages]:
-    """One random view of each image, kind by kind; images: uint8, volumes float16.
-
-    Drawn from (seed, name), so every method sees the same.
-    """
-    number = len(images)
-    for asked in augmentations:
-        views = draw_two_views(images, asked, seed, *asked.name.encode())
-        index, has_origin = original_patches_of_views(views.affines[:number], layout)
-        shown = torch.where(has_origin, index, -1)
-        patches = torch.arange(shown.shape[1])
-        moved = None if bool((shown == patches).all()) else shown
-        yield ChangedImages("augmentation", asked.name, views.images[:number], moved)
-
-
-TRAINED_THRESHOLD = 0.5  # T of figure S3, where its curve is said to bend
+TRAINED_THRESHOLD = 0.5  # T of figure S3, where the paper reports a bend of the curve
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
 
 
 class SweepSettings(Config):
-    """Which settings of the router are tried on the trained weights.
-
-    Nothing is chosen by them: they only show what was at stake.
-    """
+    """Settings of the router that are tried on the trained weights; nothing is selected by them."""
 
     k: Experts = Field(
-        (1, 2, 3, 4, 6), description="Experts per token; those above the number are left out"
+        (1, 2, 3, 4, 6), description="Experts per token; values above the number are skipped"
     )
     threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        description="Thresholds of routers that have one (a cosine); the others have no such sweep",
+        description="Thresholds (of a cosine); routers without a threshold have no such sweep",
     )
-    images: int = Field(300, ge=1, description="Of the images that the routing is measured on")
+    images: int = Field(300, ge=1, description="How many of the measured images are used")
 
 
-Numbers = dict[str, float]  # what a model has under one setting, by name
+Numbers = dict[str, float]  # metric name → value, under one setting
 
 
 class SweepImages(NamedTuple):
-    """What a setting is tried on."""
+    """Images that each setting is tried on."""
 
     images: np.ndarray  # as ``predict_in_batches`` takes them
     labels: Tensor
@@ -121,32 +52,28 @@ class SweepImages(NamedTuple):
 
 
 def copy_with_router(model: Model, router: Router) -> Model:
-    """A new model of the same weights, device and mode whose MoE layers follow ``router``.
+    """Return a new model with the same weights, device and mode whose MoE layers use ``router``.
 
-    The given model and the global RNG stay as they are.  model: of a backbone, with MoE layers, or
-    Guided: the new one then shares its guide.  router: of the model's own kind.
+    ``model`` and the global RNG do not change; a guided model's copy shares its guide. ``router``
+    is of the model's own kind.
     """
     if isinstance(model, GuidedModel):
         guided = GuidedModel(_replace_routers(model.model, router), model.guide)
-        guided.training = model.training  # not train(): that would reach the guide
+        guided.training = model.training  # train() would also set the guide's mode
         return guided
     return _replace_routers(model, router)
 
 
 def _replace_routers(model: Model, router: Router) -> BackboneModel:
     moe = model.experts_and_router.model_copy(update={"router": router})
-    with torch.random.fork_rng(devices=[]):  # drawn and then overwritten
+    with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
         other = model.config.build(model.image, moe)
     other.load_state_dict(model.state_dict())
     return other.to(model_device(model)).train(model.training)
 
 
 def copy_with_k(model: Model, k: int) -> Model | None:
-    """``copy_with_router`` with another k; None without a k or with too few experts (or too many
-    shared ones for it).
-
-    model: with MoE layers.
-    """
+    """Return a copy with another k; None if the router has no k, or there are too few experts."""
     moe = model.experts_and_router
     if not hasattr(moe.router, "k") or not 1 <= moe.experts.scale_k(k) <= moe.experts.choices:
         return None
@@ -154,9 +81,9 @@ def copy_with_k(model: Model, k: int) -> Model | None:
 
 
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
-    """Return each k ≤ E of ``numbers`` → what ``setting_numbers`` has; {} for a router without k.
+    """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k.
 
-    Of split experts the keys are how many pieces a token chooses.
+    Keys count pieces of experts, where experts are split.
     """
     outcomes = {}
     for k in numbers:
@@ -170,23 +97,23 @@ def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> 
 def sweep_threshold(
     model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
 ) -> dict[float, Numbers]:
-    """Return the same of each threshold; {} for a router without a threshold."""
+    """Return threshold → ``setting_numbers``; {} for a router without a threshold."""
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
         return {}
-    chosen = model.experts_and_router.experts.scale_k(router.k)
+    k = model.experts_and_router.experts.scale_k(router.k)
     outcomes = {}
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
         other = copy_with_router(model, changed)
-        outcomes[threshold] = setting_numbers(other, chosen, sample, batch)
+        outcomes[threshold] = setting_numbers(other, k, sample, batch)
     return outcomes
 
 
 def score_threshold(router: Any) -> float | None:
-    """Return what the logit of a chosen expert exceeds; None for routers without such a threshold.
+    """Return the threshold that a chosen expert's logit exceeds; None for other routers.
 
-    That of top_p is a sum of probabilities.
+    The threshold of top_p is a sum of probabilities and does not count.
     """
     return router.threshold if router.has_score_threshold else None
 
@@ -194,7 +121,7 @@ def score_threshold(router: Any) -> float | None:
 def run_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int
 ) -> dict[str, Mapping[Any, Numbers]]:
-    """Both sweeps of a model with MoE layers, by the name of what is set."""
+    """Run both sweeps; keys are the names of the settings."""
     return {
         "k": sweep_k(model, sample, settings.k, batch),
         "threshold": sweep_threshold(model, sample, settings.threshold, batch),
@@ -202,7 +129,7 @@ def run_sweeps(
 
 
 def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
-    """Return the task's score, and the means of ``routing_means_over_layers``."""
+    """Return the task's score and the means of ``routing_means_over_layers``."""
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
@@ -212,27 +139,31 @@ def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    """Means over the MoE layers of what all of them have.
+    """Return means over the MoE layers of each metric that all layers have.
 
-    tail_mass: eq. 12 with a threshold, else the share of the probs outside the best k.  fallback:
-    with a threshold only.  Where no token chose an expert a layer has no load_cv2, where none has
-    an eligible expert no tail_mass.
+    tail_mass: eq. 12 with a threshold, else the share of the probs outside the best k; fallback:
+    with a threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if
+    no token has an eligible expert.
     """
     counts = [expert_counts(record.chosen) for record in records]
-    means = {"load_cv2": [load_cv2(one) if one.any() else None for one in counts]}
+    by_layer: dict[str, Sequence[float | None]] = {
+        "load_cv2": [load_cv2(load) if load.any() else None for load in counts]
+    }
     if threshold is None:
-        tails = [tail_of_probs(record.probs, k) for record in records]
+        by_layer["tail_mass"] = [tail_of_probs(record.probs, k) for record in records]
     else:
-        tails = [eligible_tail_mass(record.logits, threshold, k) for record in records]
-        means["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
-    averaged = {name: mean_over_layers(one) for name, one in {**means, "tail_mass": tails}.items()}
-    return {name: mean for name, mean in averaged.items() if mean is not None}
+        by_layer["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
+        by_layer["tail_mass"] = [
+            eligible_tail_mass(record.logits, threshold, k) for record in records
+        ]
+    means = {name: mean_over_layers(values) for name, values in by_layer.items()}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
-    """Return how fast the fallback rises on either side of TRAINED_THRESHOLD (figure S3).
+    """Return the slope of the fallback on each side of TRAINED_THRESHOLD (figure S3).
 
-    fallback: threshold → share; a side without another threshold has no slope.
+    fallback: threshold → share. A side without another threshold has no slope.
     """
     slopes: Numbers = {}
     for side, end in (("below", min), ("above", max)):

@@ -1,4 +1,4 @@
-"""How often corresponding patches in two views of an image get the same experts (PRC, tables 4, 5).
+"""Agreement of experts of corresponding patches in two views of an image (PRC, tables 4 and 5).
 
 N images, T tokens per view, E experts.
 """
@@ -24,24 +24,21 @@ from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import Interval, bootstrap_interval
 
-TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
+TEXT = 3  # dimensions of blocks of text, (N, C, M), which have neither views nor pictures
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
-SHARES = (*NAMES, "switch_fraction")  # of the second's experts those that the first has not
+SHARES = (*NAMES, "switch_fraction")  # share of the second's experts that the first does not have
 
 
 def view_match_shares(
     model: Model, images: np.ndarray, views: ViewSettings, batch: int
 ) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
-    """Return how often corresponding patches in two views agree, per MoE layer (PRC, table 4).
-
-    And the match ratios as one value an image, (N,). Text has none.
-    """
+    """Return SHARES per MoE layer (PRC, table 4), and the same per image, (N,); {} for text."""
     if images.ndim == TEXT:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
-    asked = TwoViewAugmentation(name="views", views=views)
-    drawn = draw_two_views(images, asked, SEED)
-    _, records = predict_in_batches(model, drawn.images, batch)
-    paired = token_pairs_by_layer(drawn.affines, model.layouts, special=False)
+    augmentation = TwoViewAugmentation(name="views", views=views)
+    pictures = draw_two_views(images, augmentation, SEED)
+    _, records = predict_in_batches(model, pictures.images, batch)
+    paired = token_pairs_by_layer(pictures.affines, model.layouts, special=False)
     return [
         (layer_match_shares(record, *pairs), match_ratios_by_image(record, *pairs))
         for record, pairs in zip(records, paired, strict=True)
@@ -51,11 +48,7 @@ def view_match_shares(
 def augmented_row(
     model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
-    """Return what partners in both ``views`` share: SHARES → one value an image, (N,), and the mean
-    over the MoE layers with its interval.
-
-    people: (N,), whose image each is, or None.
-    """
+    """Return SHARES → one value per image, (N,), and the mean over layers with its interval."""
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     pairs = list(zip(records, paired, strict=True))
@@ -70,21 +63,15 @@ def augmented_row(
 
 
 def choice_ranking_scores(record: RoutingRecord) -> Tensor:
-    """Return the scores (B, T, E) that experts are ranked by: the chosen first, each by its logit.
-
-    Logits have no ties where an eigenbasis router clamps probs.
-    """
+    """Return scores (B, T, E) that rank experts: chosen ones first, by logit."""
+    # Logits, as an eigenbasis router clamps probs, which gives ties.
     return chosen_first_scores(record.logits, record.chosen)
 
 
 def layer_match_shares(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, float]:
-    """Return what partners of one MoE layer share, by SHARES.
-
-    match_top1: share of pairs with the same best expert; match_top2_ordered: the same two best in
-    this order; match_top2_sets: the same two.  record: fields (2N, T, E), first views first.
-    """
+    """Return SHARES of one MoE layer; record: fields (2N, T, E), first views first."""
     ratios = match_ratios(
         *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     )
@@ -100,7 +87,7 @@ def switched_by_token(record: RoutingRecord, pairs: TokenPairs, layout: TokenLay
 def match_ratios_by_image(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """Return what ``layer_match_shares`` does as one value per image, (N,), whose mean each is."""
+    """Return SHARES as one value per image, (N,), with the means of ``layer_match_shares``."""
     counts = match_counts_by_image(
         *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     ).double()
@@ -108,13 +95,13 @@ def match_ratios_by_image(
     number = pairs.found.sum(dim=1).double().numpy()
     sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
     return {
-        name: torch.from_numpy(linearize_ratio(sums[:, place], number))
-        for place, name in enumerate(SHARES)
+        name: torch.from_numpy(linearize_ratio(sums[:, column], number))
+        for column, name in enumerate(SHARES)
     }
 
 
 def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
-    """Return the means over the layers of what all of them have, (N,); layers: name → (N,)."""
+    """Return the mean over layers of each metric that all of them have, name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {
         name: torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy() for name in names
@@ -126,10 +113,9 @@ def match_intervals(
     paired: Sequence[tuple[TokenPairs, TokenLayout]],
     people: np.ndarray | None = None,
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Limits by the bootstrap over images, as an image's pairs are not independent, by NAMES.
+    """Return bootstrap limits by NAMES, over images or people: an image's pairs are dependent.
 
-    Over people where they are given and have several images. Where layers have other numbers of
-    pairs, each layer's are counted as if they were as many as the last one's.
+    Each layer's pairs are weighted as if there were as many as in the last layer.
     """
     number = paired[-1][0].found.sum(dim=1)
     by_layer = []
@@ -140,17 +126,18 @@ def match_intervals(
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
     number = number.numpy()
-    whose = None if people is None else people[number > 0]
-    counts = counts[number > 0]
-    number = number[number > 0]
-    limits = {}
-    for column, name in enumerate(NAMES):
-        interval = bootstrap_interval(
-            lambda chosen, hits=counts[:, column]: float(hits[chosen].sum() / number[chosen].sum()),
+    has_pairs = number > 0
+    counts, number = counts[has_pairs], number[has_pairs]
+    people = None if people is None else people[has_pairs]
+
+    def match_interval(hits: np.ndarray) -> Interval:
+        return bootstrap_interval(
+            lambda resample: float(hits[resample].sum() / number[resample].sum()),
             len(number),
             lowest=0.0,
             highest=1.0,
-            people=whose,
+            people=people,
         )
-        limits[name] = interval.low, interval.high
-    return limits
+
+    intervals = {name: match_interval(counts[:, column]) for column, name in enumerate(NAMES)}
+    return {name: (interval.low, interval.high) for name, interval in intervals.items()}

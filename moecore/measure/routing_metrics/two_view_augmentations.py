@@ -1,7 +1,7 @@
-"""Two random views of an image, kind by kind, whose patches are compared (PRC, tables 4 and 5).
+"""Two random views of each image under one augmentation (PRC, tables 4 and 5). N images.
 
-N images. Every view is a function of (seed, name, place among the images), so that all methods see
-the same ones and no result depends on the batch.
+A view is a function of (seed, name, index of the image): it is the same for all methods and all
+batch sizes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from moecore.data.views.views import (
     make_random_views,
 )
 
-PART = 100  # images whose views are drawn together: fixed, so that no result depends on the batch
+CHUNK_SIZE = 100  # images whose views are drawn together; fixed: results do not depend on batches
 Preset = Literal[
     "identity",
     "noise",
@@ -41,27 +41,27 @@ Preset = Literal[
 
 
 class TwoViewAugmentation(Config):
-    """What is done to an image, twice with independent draws; the default does nothing."""
+    """An augmentation, applied twice with independent draws; the default changes nothing."""
 
     name: str = Field(min_length=1, description="Its name in tables; the draws depend on it")
     views: ViewSettings = Field(
         ViewSettings(), description="Geometry and colours, drawn for each view"
     )
     noise: float = Field(
-        0.0, ge=0, le=1, description="Of Gaussian noise, added last; pixels lie in [0, 1]"
+        0.0, ge=0, le=1, description="σ of Gaussian noise, added last; pixels lie in [0, 1]"
     )
 
 
 def _colour_range(name: Literal["brightness", "contrast"]) -> TwoViewAugmentation:
-    """Factors of 0.55 or 1.45: half of RandAugment's range."""
+    """Return a change of brightness or contrast by 0.55 or 1.45, half of RandAugment's range."""
     return TwoViewAugmentation(
         name=name,
         views=ViewSettings(randaugment=RandAugment(operations=1, magnitude=5, names=(name,))),
     )
 
 
-# PRC names none for table 4; its fine-tuning takes crop and flip, its pretraining RandAugment
-# (table 1). The limits are ours.
+# PRC names no augmentation for table 4; its fine-tuning uses crop and flip, its pretraining
+# RandAugment (table 1). The ranges are ours.
 PRESETS = {
     "identity": TwoViewAugmentation(name="identity"),
     "noise": TwoViewAugmentation(name="noise", noise=0.05),
@@ -85,7 +85,7 @@ PRESETS = {
     "erasing": TwoViewAugmentation(name="erasing", views=ViewSettings(erasing=1.0)),
 }
 
-# Of volumes: the others are for flat images only, and so is a shear.
+# Presets of volumes; the others, and shear, are for flat images only.
 OF_VOLUMES = {
     **{name: PRESETS[name] for name in ("identity", "noise", "shift", "flip", "rotation")},
     "affine": TwoViewAugmentation(
@@ -99,56 +99,54 @@ def augmentation_misfits(
     augmentations: Sequence[Preset | TwoViewAugmentation], around: Surroundings
 ) -> Misfits:
     """Yield presets of flat images where volumes are changed."""
-    for index, asked in enumerate(augmentations):
-        volumes = around.source is not None and around.source.volumes
-        if volumes and isinstance(asked, str) and asked not in OF_VOLUMES:
-            text = f"found {asked}, which is for flat images"
+    if around.source is None or not around.source.volumes:
+        return
+    for index, preset in enumerate(augmentations):
+        if isinstance(preset, str) and preset not in OF_VOLUMES:
+            text = f"found {preset}, which is for flat images"
             yield ("augmentations", index), f"{text}; allowed for volumes: {', '.join(OF_VOLUMES)}"
 
 
 def look_up_augmentation(
-    asked: Preset | TwoViewAugmentation, volumes: bool = False, section: str = "routing"
+    augmentation: Preset | TwoViewAugmentation, volumes: bool = False, section: str = "routing"
 ) -> TwoViewAugmentation:
-    """A preset by its name, or the augmentation itself.
-
-    Raises UserError, naming the section of params.yaml, for a preset that volumes do not have.
-    """
-    if isinstance(asked, TwoViewAugmentation):
-        return asked
-    known = OF_VOLUMES if volumes else PRESETS
-    if asked not in known:
-        problem = f"found {asked}, which is for flat images"
+    """Return a preset by name, or the augmentation itself; UserError if volumes do not have it."""
+    if isinstance(augmentation, TwoViewAugmentation):
+        return augmentation
+    presets = OF_VOLUMES if volumes else PRESETS
+    if augmentation not in presets:
         raise UserError(
-            f"{section}.augmentations: {problem}; allowed for volumes: {', '.join(known)}"
+            f"{section}.augmentations: found {augmentation}, which is for flat images; "
+            f"allowed for volumes: {', '.join(presets)}"
         )
-    return known[asked]
+    return presets[augmentation]
 
 
 def draw_two_views(
-    images: np.ndarray, asked: TwoViewAugmentation, seed: int, *words: int
+    images: np.ndarray, augmentation: TwoViewAugmentation, seed: int, *stream: int
 ) -> ViewsWithAffines:
-    """Both views of images uint8 (N, C, H, W), first all first views.
+    """Return both views of images uint8 (N, C, H, W), all first views first.
 
-    Pixels are fp32 (2N, C, h, w) in [0, 1] and affines (2N, 3, 3); of volumes float16
-    (N, C, D, H, W) fp32 volumes and affines (2N, 4, 4). Drawn from (seed, place, view, ``words``);
-    with more images the first ones' views stay, in whole parts of 100.
+    Pixels fp32 (2N, C, h, w) in [0, 1] with affines (2N, 3, 3); for volumes, float16
+    (N, C, D, H, W), fp32 volumes with affines (2N, 4, 4). Drawn from (seed, index, view,
+    ``stream``): whole chunks of 100 images keep their views if images are added.
     """
-    drawn = derived_seed("measured_views", seed)
-    made: tuple[list[ViewsWithAffines], list[ViewsWithAffines]] = ([], [])
-    for start in range(0, len(images), PART):
-        part = torch.from_numpy(np.array(images[start : start + PART]))
-        for number, views in enumerate(made):
-            generator = generator_for(drawn, start, number, *words)
-            pixels, affines = make_random_views(part, asked.views, generator)
-            if asked.noise:
-                noise = torch.randn(pixels.shape, generator=generator) * asked.noise
+    view_seed = derived_seed("measured_views", seed)
+    both: tuple[list[ViewsWithAffines], list[ViewsWithAffines]] = ([], [])
+    for start in range(0, len(images), CHUNK_SIZE):
+        chunk = torch.from_numpy(np.array(images[start : start + CHUNK_SIZE]))
+        for number, views in enumerate(both):
+            generator = generator_for(view_seed, start, number, *stream)
+            pixels, affines = make_random_views(chunk, augmentation.views, generator)
+            if augmentation.noise:
+                noise = torch.randn(pixels.shape, generator=generator) * augmentation.noise
                 if pixels.ndim == 5:  # the background of a volume stays 0, as everywhere
                     noise = noise * (pixels != 0)
                 pixels = (pixels + noise).clamp(0, 1)
             views.append(ViewsWithAffines(pixels, affines))
     return ViewsWithAffines(
         *(
-            torch.cat([getattr(part, field) for views in made for part in views])
+            torch.cat([getattr(chunk, field) for views in both for chunk in views])
             for field in ViewsWithAffines._fields
         )
     )

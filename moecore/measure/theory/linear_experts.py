@@ -6,30 +6,31 @@ Z_i = X_iᵀX_i, ⁺ is the pseudo-inverse.
 
 import math
 from collections.abc import Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
 from moecore.measure.theory.subspace_data import RegressionSamples
 
-_TIES = 1e-9  # relative gap below which two singular values, or two overlaps, are the same number
+_TOLERANCE = 1e-9  # relative difference below which singular values, or overlaps, are equal
 
 
 class LeastSquaresFit(NamedTuple):
-    """Least squares of one part."""
+    """Least-squares solution of one part."""
 
-    weights: np.ndarray  # (D,), the shortest minimiser
+    weights: np.ndarray  # (D,), the minimiser of smallest norm
     inverse: np.ndarray  # (D, D) = (XᵀX)⁺
-    span: np.ndarray  # (D, rank), orthonormal, of Xᵀ
+    span: np.ndarray  # (D, rank), orthonormal basis of the span of Xᵀ
 
 
 class Theorem1Sides(NamedTuple):
     """The two sides of Theorem 1, ‖w*‖² ≥ Σ_i [‖w_i*‖ − ε1‖Xᵀy‖ − ε2 Σ_{j≠i} ‖X_jᵀy_j‖]₊².
 
-    The paper's theorem prints the plus sign at the last norm, where it does nothing; its proof
-    (appendix A) prints it at the whole bracket before the square. Only that reading is true:
-    without it a bracket below 0 counts as its square (``literal``), and E equal points
-    x_i = y_i = 1 would need 1 = ‖w*‖² ≥ E(2 − 2E)².
+    The paper's theorem prints the plus sign at the last norm, without effect; its proof
+    (appendix A) prints it at the whole bracket before the square. Only the latter is true: without
+    it a negative bracket is squared (``literal``), and E equal points x_i = y_i = 1 would need
+    1 = ‖w*‖² ≥ E(2 − 2E)².
     """
 
     dense: float  # ‖w*‖
@@ -41,7 +42,7 @@ class Theorem1Sides(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """max_i ‖w_i*‖ / ‖w*‖, of Lipschitz constants; infinite where w* = 0."""
+        """Return max_i ‖w_i*‖ / ‖w*‖, a ratio of Lipschitz constants; infinite if w* = 0."""
         if self.dense:
             return float(self.experts.max()) / self.dense
         return math.inf
@@ -61,10 +62,10 @@ class Theorem1Sides(NamedTuple):
 
 
 class Theorem2(NamedTuple):
-    """Theorem 2 (appendix D): the smallest γ in (0, 1] with max ‖w_i*‖² ≤ γ‖w*‖² that it promises.
+    """Theorem 2 (appendix D): the smallest γ in (0, 1] with max ‖w_i*‖² ≤ γ‖w*‖² that it proves.
 
-    None where it promises nothing. The text says that Lipschitz constants shrink by γ; the
-    statement is about their squares, so they shrink by √γ.
+    None if it proves nothing. The text says that Lipschitz constants shrink by γ; the statement is
+    about their squares, so they shrink by √γ.
     """
 
     gamma: float | None  # by the condition on ‖Δ_i‖
@@ -73,28 +74,28 @@ class Theorem2(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether what is promised is so, up to rounding; true where nothing is."""
+        """Return whether the measured ratio is within the proved bounds, up to rounding."""
         return all(
-            promised is None or self.ratio_squared <= promised * (1 + 1e-9)
-            for promised in (self.gamma, self.simple)
+            bound is None or self.ratio_squared <= bound * (1 + 1e-9)
+            for bound in (self.gamma, self.simple)
         )
 
 
 def least_squares(part: RegressionSamples) -> LeastSquaresFit:
-    """The shortest minimiser of ‖Xw − y‖², by the singular values of X."""
-    left, values, right = np.linalg.svd(part.points, full_matrices=False)
+    """Return the minimiser of ‖Xw − y‖² of smallest norm, by the SVD of X."""
+    u, values, right = np.linalg.svd(part.points, full_matrices=False)
     rank = int(
         (values > max(part.points.shape) * np.finfo(float).eps * values.max(initial=0)).sum()
     )
     values = values[:rank]
     span = right[:rank].T
     return LeastSquaresFit(
-        span @ (left[:, :rank].T @ part.targets / values), (span / values**2) @ span.T, span
+        span @ (u[:, :rank].T @ part.targets / values), (span / values**2) @ span.T, span
     )
 
 
 def stack_expert_data(parts: Sequence[RegressionSamples]) -> RegressionSamples:
-    """All parts as the one problem of the dense model."""
+    """Return all parts as one problem, the dense model's."""
     return RegressionSamples(
         np.concatenate([part.points for part in parts]),
         np.concatenate([part.targets for part in parts]),
@@ -102,13 +103,12 @@ def stack_expert_data(parts: Sequence[RegressionSamples]) -> RegressionSamples:
 
 
 def expert_subspace_bases(parts: Sequence[RegressionSamples]) -> list[np.ndarray]:
-    """The paper's U_i, (D, r_i) with orthonormal columns.
+    """Return the paper's U_i, (D, r_i) with orthonormal columns.
 
-    Each singular vector of XᵀX goes to the expert whose span it overlaps most; among equal overlaps
-    the expert with more energy ‖X_i v‖² takes it, then the first. Singular vectors of equal
-    singular values are any basis of their space; the one chosen here lies along the experts' spans
-    where these are orthogonal: an arbitrary one would mix the experts and make ε1 large for
-    orthogonal data, where the paper has 0.
+    Each singular vector v of XᵀX goes to the expert whose span it overlaps most; in a tie to the
+    expert with the largest energy ‖X_i v‖², then to the first. For equal singular values any basis
+    of their space is valid. The basis here is aligned with the experts' spans if these are
+    orthogonal; an arbitrary basis would mix the experts and make ε1 large, where the paper has 0.
     """
     _, values, right = np.linalg.svd(stack_expert_data(parts).points, full_matrices=False)
     rank = int(
@@ -118,7 +118,7 @@ def expert_subspace_bases(parts: Sequence[RegressionSamples]) -> list[np.ndarray
     )
     spans = [least_squares(part).span for part in parts]
     ends = [
-        *(np.flatnonzero(-np.diff(values[:rank]) > _TIES * values[:1].max(initial=0)) + 1),
+        *(np.flatnonzero(-np.diff(values[:rank]) > _TOLERANCE * values[:1].max(initial=0)) + 1),
         rank,
     ]
     spaces = [
@@ -128,15 +128,15 @@ def expert_subspace_bases(parts: Sequence[RegressionSamples]) -> list[np.ndarray
     vectors = np.concatenate([*spaces, np.zeros((right.shape[1], 0))], axis=1)
     overlap = np.stack([((span.T @ vectors) ** 2).sum(axis=0) for span in spans])
     energy = np.stack([((part.points @ vectors) ** 2).sum(axis=0) for part in parts])
-    tied = overlap >= overlap.max(axis=0) - _TIES
+    tied = overlap >= overlap.max(axis=0) - _TOLERANCE
     owner = np.where(
-        tied & (energy >= np.where(tied, energy, 0).max(axis=0) * (1 - _TIES)), 1, 0
+        tied & (energy >= np.where(tied, energy, 0).max(axis=0) * (1 - _TOLERANCE)), 1, 0
     ).argmax(axis=0)
     return [vectors[:, owner == index] for index in range(len(parts))]
 
 
 def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
-    """The basis (D, m) of ``space`` in which the spans' weighted projections are diagonal."""
+    """Return the basis (D, m) of ``space`` that diagonalises the weighted projections of spans."""
     parts = [space.T @ span for span in spans]
     return (
         space
@@ -147,14 +147,14 @@ def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
 def theorem_1_sides(
     parts: Sequence[RegressionSamples], bases: Sequence[np.ndarray] | None = None
 ) -> Theorem1Sides:
-    """Both sides of Theorem 1 with the smallest ε1 and ε2 that definitions 1 and 2 allow.
+    """Return both sides of Theorem 1 with the smallest ε1 and ε2 of definitions 1 and 2.
 
-    bases: U_i (D, r_i), mutually orthogonal and together a basis of the span of Xᵀ; None takes the
+    bases: U_i (D, r_i), mutually orthogonal and together a basis of the span of Xᵀ; None: the
     paper's (``expert_subspace_bases``).
     """
-    whole = stack_expert_data(parts)
+    stacked = stack_expert_data(parts)
     experts = [least_squares(part) for part in parts]
-    dense = least_squares(whole)
+    dense = least_squares(stacked)
     if bases is None:
         bases = expert_subspace_bases(parts)
     norms = np.array([np.linalg.norm(expert.weights) for expert in experts])
@@ -162,12 +162,14 @@ def theorem_1_sides(
         _spectral_norm(basis @ (basis.T @ dense.inverse) - expert.inverse)
         for basis, expert in zip(bases, experts, strict=True)
     )
-    pairs = ((one, other) for one in experts for other in experts if one is not other)
-    epsilon_2 = max((_spectral_norm(one.inverse @ other.span) for one, other in pairs), default=0.0)
+    epsilon_2 = max(
+        (_spectral_norm(expert.inverse @ other.span) for expert, other in permutations(experts, 2)),
+        default=0.0,
+    )
     pulls = np.array([np.linalg.norm(part.points.T @ part.targets) for part in parts])
     brackets = (
         norms
-        - epsilon_1 * np.linalg.norm(whole.points.T @ whole.targets)
+        - epsilon_1 * np.linalg.norm(stacked.points.T @ stacked.targets)
         - epsilon_2 * (pulls.sum() - pulls)
     )
     right = float((np.maximum(brackets, 0) ** 2).sum())
@@ -184,10 +186,7 @@ def theorem_1_sides(
 def theorem_2(
     parts: Sequence[RegressionSamples], betas: Sequence[np.ndarray] | np.ndarray
 ) -> Theorem2:
-    """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E of (D,).
-
-    Raises ValueError where a Z_i is singular.
-    """
+    """Return the bounds of Theorem 2 for y_i = X_i β_i + r_i, and the ratio; betas: E of (D,)."""
     grams = [part.points.T @ part.points for part in parts]
     if any(np.linalg.matrix_rank(part.points) < part.points.shape[1] for part in parts):
         raise ValueError(
@@ -225,7 +224,7 @@ def theorem_2(
 
 
 def _smallest_gamma(needed: np.ndarray, room: np.ndarray) -> float | None:
-    """The smallest γ ≤ 1 with needed_i ≤ √γ · room_i for all i, or None."""
+    """Return the smallest γ ≤ 1 with needed_i ≤ √γ · room_i for all i, or None."""
     if (room < needed).any() or (room <= 0).any():
         return None
     return float((needed / room).max() ** 2)

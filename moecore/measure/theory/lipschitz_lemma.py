@@ -24,11 +24,10 @@ def put_lemma(
     device: str,
     out: Values,
 ) -> None:
-    """Put Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``.
+    """Put violations of Lemma 1 and the router's share of its bound, at some tokens per layer.
 
-    Of all layers, tokens at which the bound is below what it bounds: above 0 the code is wrong; and
-    the router's share of the bound. facts: lemma_terms, of each layer the terms at each token;
-    lemma_reason, why the lemma says nothing of the model, which then has no values.
+    A violation would be an error of the code. facts: lemma_terms, per layer the terms at each
+    token; lemma_reason, if the lemma is not defined for the model, which then has no values.
     """
     if reason := why_lemma_undefined(model):
         out.facts["lemma_reason"] = reason
@@ -43,7 +42,7 @@ def put_lemma(
 
 
 def why_lemma_undefined(model: Model) -> str | None:
-    """Why the lemma says nothing of this model; None where it does."""
+    """Return the reason why the lemma is not defined for this model, or None."""
     if model.moe is None:
         return "dense: there is no router and there are no experts"
     score = getattr(model.moe.router, "score", "softmax")
@@ -52,30 +51,28 @@ def why_lemma_undefined(model: Model) -> str | None:
     if model.moe.experts.networks != model.moe.experts.choices:
         return "experts.zero_computation: some experts are no networks"
     if "previous" in model.moe.router.wants:
-        return f"router {model.moe.router.kind}: its logits are also of the layer before"
+        return f"router {model.moe.router.kind}: its logits also depend on the layer before"
     return why_lemma_fails(model.moe.router.kind)
 
 
 def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
-    """The lemma's terms at the tokens of each MoE layer, on the CPU."""
+    """Return the lemma's terms at tokens of each MoE layer, on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-    given = layer_tokens(model, images, tokens, batch, seed, device)
+    inputs = layer_tokens(model, images, tokens, batch, seed, device)
     return [
-        LemmaTerms(*(term.cpu() for term in lemma_1_terms(layer, own)))
-        for layer, own in zip(layers, given, strict=True)
+        LemmaTerms(*(term.cpu() for term in lemma_1_terms(layer, layer_inputs)))
+        for layer, layer_inputs in zip(layers, inputs, strict=True)
     ]
 
 
 def layer_tokens(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
-    """Tokens (n, d) at the input of each MoE layer, the same places for every method."""
+    """Return tokens (n, d) at the input of each MoE layer, the same places for every method."""
     if not isinstance(model, BackboneModel):
-        raise TypeError(
-            "layer_tokens: a model that asks its teacher is not followed block by block"
-        )
+        raise TypeError("layer_tokens: a guided model has no encoding block by block")
     blocks = model.experts_and_router.indices(model.depth)
     with (
         eval_mode(model),
@@ -91,6 +88,6 @@ def layer_tokens(
 
 
 def _token_places(count: int, tokens: int, seed: int) -> Tensor:
-    """Return which tokens of ``count``; the same in layers that have as many."""
-    drawn = np.random.default_rng(derived_seed("measured_tokens", seed))
-    return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
+    """Draw indices of tokens below ``count``; the same in layers with as many tokens."""
+    generator = np.random.default_rng(derived_seed("measured_tokens", seed))
+    return torch.from_numpy(np.sort(generator.permutation(count)[:tokens]))

@@ -1,4 +1,4 @@
-"""Data for linear experts: points in subspaces at a given angle, one subspace an expert.
+"""Data for linear experts: points in subspaces at a given angle, one subspace per expert.
 
 E experts, D dimensions, N_i points of expert i, r rank of a subspace.
 """
@@ -12,7 +12,7 @@ Targets = Literal["shared", "opposed", "drawn"]
 
 
 class RegressionSamples(NamedTuple):
-    """What one expert sees: points (N_i, D) and targets (N_i,)."""
+    """Data of one expert: points (N_i, D) and targets (N_i,)."""
 
     points: np.ndarray
     targets: np.ndarray
@@ -21,15 +21,16 @@ class RegressionSamples(NamedTuple):
 def angled_subspaces(
     experts: int, rank: int, dimension: int, angle: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """Orthonormal bases (E, D, r): any two have all principal angles equal to ``angle`` (degrees).
+    """Return orthonormal bases (E, D, r) with all principal angles ``angle``, in degrees.
 
-    0° makes them equal and 90° orthogonal. The coefficients are the symmetric root of the matrix
-    with cos(angle) off its diagonal.  Raises ValueError where E·r > D, or for an angle outside
-    [0, 90].
+    0°: equal, 90°: orthogonal. The coefficients are the symmetric root of the matrix with
+    cos(angle) off its diagonal.
     """
     if experts * rank > dimension or not 0 <= angle <= 90:
-        problem = f"{experts} of rank {rank} at {angle}° in {dimension} dimensions"
-        raise ValueError(f"subspaces: {problem}; E·r ≤ D and 0 ≤ angle ≤ 90 are needed")
+        raise ValueError(
+            f"subspaces: {experts} of rank {rank} at {angle}° in {dimension} dimensions; "
+            "E·r ≤ D and 0 ≤ angle ≤ 90 are needed"
+        )
     if angle < 90:
         cosine = math.cos(math.radians(angle))
     else:
@@ -57,20 +58,20 @@ def draw_expert_data(
     floor: float = 0.0,
     noise: float = 0.0,
 ) -> tuple[list[RegressionSamples], np.ndarray]:
-    """Balanced data: Gaussian points in E subspaces at ``angle``; returns (parts, β (E, D)).
+    """Draw balanced data: Gaussian points in E subspaces at ``angle``; return parts and β (E, D).
 
-    Targets are X_i β_i + noise with ‖β_i‖ = 1.  targets: of β_i in the basis of its subspace,
-    "shared" is the same for all, "opposed" has alternating signs, "drawn" is independent.  floor:
-    adds D points floor·e_d to every expert, so that Z_i is invertible.  noise: standard deviation
-    of the residuals.
+    Targets are X_i β_i + noise with ‖β_i‖ = 1. targets: β_i in the basis of its subspace is the
+    same for all ("shared"), has alternating signs ("opposed") or is independent ("drawn"). floor:
+    adds D points floor·e_d to every expert, so that Z_i is invertible. noise: standard deviation.
     """
     generator = np.random.default_rng(seed)
     bases = angled_subspaces(experts, rank, dimension, angle, generator)
     inside = generator.standard_normal((experts, rank))
-    if targets != "drawn":
-        inside = (
-            np.where(np.arange(experts) % 2 & (targets == "opposed"), -1, 1)[:, None] * inside[:1]
-        )
+    if targets == "shared":
+        inside = np.tile(inside[:1], (experts, 1))
+    elif targets == "opposed":
+        signs = np.where(np.arange(experts) % 2 == 1, -1, 1)
+        inside = signs[:, None] * inside[:1]
     betas = np.einsum("edr,er->ed", bases, inside / np.linalg.norm(inside, axis=1, keepdims=True))
     if floor:
         extra = floor * np.eye(dimension)

@@ -1,11 +1,10 @@
-"""The self-audit of an evaluation under attack: signs that the attacks are too weak to be believed.
+"""Audit of an evaluation under attack: checks that the attacks are not too weak.
 
-Every line says what was found; ``holds`` is None where it could not be told. N images.
-Sources: Carlini et al. (2019); Croce & Hein (2020).
+Carlini et al. (2019); Croce & Hein (2020). ``holds``: None without a result. N images.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -37,12 +36,12 @@ from moecore.tasks.base import Task
 
 LARGE_EPSILON = 0.5  # radius at which accuracy must be down to chance
 BOTH = "are not both among the attacks"
-# Many small steps: fgsm's single one may overshoot, so that a larger ball helps it less.
-CLIMBS = ("pgd", "apgd")
+# Attacks of many small steps; fgsm's single step may overshoot, which a larger ball makes worse.
+ITERATIVE_ATTACKS = ("pgd", "apgd")
 
 
 class AuditSettings(Config):
-    """The extra attacks of the audit, all PGD from the clean image on the task's loss."""
+    """Additional attacks of the audit: PGD from the clean image on the task's loss."""
 
     images: int = Field(
         100, ge=1, description="The first of the attacked images; all where there are fewer."
@@ -57,13 +56,12 @@ def run_audit(
     curves: Curves,
     attacks: Sequence[Attack],
 ) -> tuple[AuditLine, ...]:
-    """All lines of a target, at the largest epsilon, with the attacks' settings."""
-    images = settings.images
-    part = target.first(images)
+    """Return all lines of the audit, at the largest epsilon."""
+    part = target.first(settings.images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
-    left = part.worse_scores(part.attacked(direct, epsilon))
-    left_longer = part.worse_scores(part.attacked(longer, epsilon))
+    scores = part.worse_scores(part.attacked(direct, epsilon))
+    longer_scores = part.worse_scores(part.attacked(longer, epsilon))
     task = target.task
     lines = [
         check_deterministic(part),
@@ -71,8 +69,8 @@ def run_audit(
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_beats_pgd(task, curves, attacks),
         check_huge_radius(part, direct, LARGE_EPSILON),
-        check_more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
-        check_surrogate(part, direct, epsilon, left),
+        check_more_steps(task, scores, longer_scores, settings.steps, epsilon, part.people),
+        check_surrogate(part, direct, epsilon, scores),
     ]
     if is_share(task):
         return tuple(lines)
@@ -80,30 +78,29 @@ def run_audit(
 
 
 def check_deterministic(target: Target) -> AuditLine:
-    """Two forward passes over the same images give the same bits."""
+    """Check that two forward passes over the same images give the same bits."""
     device = model_device(target.model)
 
-    def said() -> Tensor:
-        every = image_batches(target.images, target.batch, device)
-        return torch.cat([target.model(images).prediction for images in every])
+    def predict() -> Tensor:
+        batches = image_batches(target.images, target.batch, device)
+        return torch.cat([target.model(images).prediction for images in batches])
 
-    # Both within one ``eval_mode``: two would give them the same random numbers, which hides that
-    # the model draws any.
+    # One ``eval_mode`` for both passes: two would start from the same random numbers, which hides
+    # that the model draws any.
     with eval_mode(target.model), torch.no_grad():
-        first = said()
-        second = said()
-    same = torch.equal(first, second)
-    apart = float((first - second).abs().max())
-    if same:
-        words = "are bit-equal"
+        first = predict()
+        second = predict()
+    is_equal = torch.equal(first, second)
+    if is_equal:
+        outcome = "are bit-equal"
     else:
-        words = f"differ by up to {apart:.3g}"
-    text = f"two forward passes over {len(first)} images {words}"
-    return AuditLine(name="deterministic", holds=same, text=text)
+        outcome = f"differ by up to {float((first - second).abs().max()):.3g}"
+    text = f"two forward passes over {len(first)} images {outcome}"
+    return AuditLine(name="deterministic", holds=is_equal, text=text)
 
 
 def check_zero_gradients(target: Target) -> AuditLine:
-    """No clean image has a gradient of nothing but zeros, as saturated or blocked losses give."""
+    """Check that no clean image has a zero gradient, as from a saturated or blocked loss."""
     device = model_device(target.model)
     images = image_batches(target.images, target.batch, device)
     shares = []
@@ -123,134 +120,124 @@ def check_zero_gradients(target: Target) -> AuditLine:
 def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     """Check that in a ball that holds nearly every image the score is no better than a guess."""
     task = target.task
-    left = target.worse_scores(target.attacked(attack, epsilon))
-    interval = task.interval(left, target.people)
+    scores = target.worse_scores(target.attacked(attack, epsilon))
+    interval = task.interval(scores, target.people)
     guess = task.baseline_score(target.labels)
-    shown = format_score_interval(task, interval)
-    text = f"{shown} at ε = {epsilon:g}; a guess has {format_score(task, guess)}"
+    text = (
+        f"{format_score_interval(task, interval)} at ε = {epsilon:g}; "
+        f"a guess has {format_score(task, guess)}"
+    )
     holds = is_equal_or_worse(task, worse_limit(task, interval), guess)
     return AuditLine(name="chance", holds=holds, text=text)
 
 
 def check_more_steps(
     task: Task,
-    left: Tensor,
-    longer: Tensor,
+    scores: Tensor,
+    longer_scores: Tensor,
     steps: int,
     epsilon: float,
     people: np.ndarray | None = None,
 ) -> AuditLine:
-    """Twice the steps leave no worse score than the interval allows; both (N,) scores."""
-    interval = task.interval(left, people)
-    then = float(longer.double().mean())
+    """Check that twice the steps give no score below the interval's worse limit; scores (N,)."""
+    interval = task.interval(scores, people)
+    longer = float(longer_scores.double().mean())
     text = (
         f"{format_score_interval(task, interval)} under pgd of {steps} steps, "
-        f"{format_score(task, then)} of {2 * steps}, at ε = {epsilon:g}"
+        f"{format_score(task, longer)} of {2 * steps}, at ε = {epsilon:g}"
     )
-    return AuditLine(
-        name="more_steps",
-        holds=is_equal_or_worse(task, worse_limit(task, interval), then),
-        text=text,
-    )
+    holds = is_equal_or_worse(task, worse_limit(task, interval), longer)
+    return AuditLine(name="more_steps", holds=holds, text=text)
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Images made on a model of all experts at once do no more harm than the direct attack's.
+    """Check that attacks on a soft surrogate, which uses all experts, do no more harm.
 
-    direct: (N,), the scores that the direct attack left.
+    direct: (N,), scores under the direct attack.
     """
     if getattr(target.model, "moe", None) is None:
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))
-    theirs = target.worse_scores(soft.attacked(attack, epsilon))
+    transferred = target.worse_scores(soft.attacked(attack, epsilon))
     task = target.task
     if is_share(task):
-        ours = int(direct.sum())
-        stand = int(theirs.sum())
+        right_direct = int(direct.sum())
+        right_transferred = int(transferred.sum())
         text = (
-            f"{stand} of {len(theirs)} images stand the attack from the soft all-experts "
-            f"surrogate, {ours} the direct one, at ε = {epsilon:g}"
+            f"{right_transferred} of {len(transferred)} images are right under the attack from the "
+            f"soft all-experts surrogate, {right_direct} under the direct one, at ε = {epsilon:g}"
         )
-        return AuditLine(name="surrogate", holds=ours <= stand, text=text)
-    # Image by image: what is more by chance alone is no sign.
-    change = (theirs - direct).double().numpy()
+        return AuditLine(name="surrogate", holds=right_direct <= right_transferred, text=text)
+    # Paired over images: a difference within the interval may be chance.
+    change = (transferred - direct).double().numpy()
     low, high = interval_limits(bootstrap_mean(change, lowest=-math.inf, people=target.people))
     text = (
-        f"{task.score.label} {format_score(task, float(theirs.mean()))} under the attack from the "
-        f"soft all-experts surrogate, {format_score(task, float(direct.mean()))} under the direct "
-        f"one ({low:+.3g} to {high:+.3g}), at ε = {epsilon:g}"
+        f"{task.score.label} {format_score(task, float(transferred.mean()))} under the attack from "
+        f"the soft all-experts surrogate, {format_score(task, float(direct.mean()))} under the "
+        f"direct one ({low:+.3g} to {high:+.3g}), at ε = {epsilon:g}"
     )
     return AuditLine(name="surrogate", holds=low <= 0, text=text)
 
 
 def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Many steps leave a score that is no better than one step's."""
-    many = _strongest_row(curves, attacks, _is_of_kind("pgd"))
-    one = _strongest_row(curves, attacks, _is_of_kind("fgsm"))
-    if many is None or one is None:
+    """Check that the score under many steps is no better than under one step."""
+    pgd = _last_row_of_kind(curves, attacks, "pgd")
+    fgsm = _last_row_of_kind(curves, attacks, "fgsm")
+    if pgd is None or fgsm is None:
         return unevaluated_audit_line("pgd_beats_fgsm", f"fgsm and pgd on the task's loss {BOTH}")
     text = (
-        f"{task.score.label} {format_score(task, many.score)} under pgd, "
-        f"{format_score(task, one.score)} under fgsm, at ε = {many.epsilon:g}"
+        f"{task.score.label} {format_score(task, pgd.score)} under pgd, "
+        f"{format_score(task, fgsm.score)} under fgsm, at ε = {pgd.epsilon:g}"
     )
-    return AuditLine(
-        name="pgd_beats_fgsm", holds=is_equal_or_worse(task, many.score, one.score), text=text
-    )
+    holds = is_equal_or_worse(task, pgd.score, fgsm.score)
+    return AuditLine(name="pgd_beats_fgsm", holds=holds, text=text)
 
 
 def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """APGD reaches at least PGD's mean loss, or leaves a score that is no better.
-
-    A few images that PGD drives far raise its mean loss, though APGD breaks as many; an image that
-    is right or wrong hides how far an attack went. An attack that is too weak falls short of both.
-    """
-    best = _strongest_row(curves, attacks, _is_of_kind("apgd"))
-    plain = _strongest_row(curves, attacks, _is_of_kind("pgd"))
-    if best is None or plain is None:
+    """Check that APGD reaches at least PGD's mean loss, or a score that is no better."""
+    apgd = _last_row_of_kind(curves, attacks, "apgd")
+    pgd = _last_row_of_kind(curves, attacks, "pgd")
+    if apgd is None or pgd is None:
         return unevaluated_audit_line("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
     text = (
-        f"mean loss {best.loss:.4g} under apgd, {plain.loss:.4g} under pgd; "
-        f"{task.score.label} {format_score(task, best.score)} under apgd, "
-        f"{format_score(task, plain.score)} under pgd, at ε = {best.epsilon:g}"
+        f"mean loss {apgd.loss:.4g} under apgd, {pgd.loss:.4g} under pgd; "
+        f"{task.score.label} {format_score(task, apgd.score)} under apgd, "
+        f"{format_score(task, pgd.score)} under pgd, at ε = {apgd.epsilon:g}"
     )
-    holds = best.loss >= plain.loss or is_equal_or_worse(task, best.score, plain.score)
+    # Either is enough. PGD's mean loss may be higher because of a few images that it drives far; a
+    # score of right or wrong does not show how far an attack went. A weak attack fails both.
+    holds = apgd.loss >= pgd.loss or is_equal_or_worse(task, apgd.score, pgd.score)
     return AuditLine(name="apgd_beats_pgd", holds=holds, text=text)
 
 
 def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """No attack of many steps leaves a better score in a larger ball, which holds the smaller."""
-    falling = []
+    """Check that no iterative attack has a better score in a larger, thus enclosing, ball."""
+    failed = []
     judged = []
     for attack in attacks:
         rows = curves.get(attack.name)
-        if attack.kind not in CLIMBS or not attack.climbs_task or rows is None:
+        if attack.kind not in ITERATIVE_ATTACKS or not attack.climbs_task or rows is None:
             continue
         judged.append(attack.name)
         if not all(
             is_equal_or_worse(task, after.score, before.score) for before, after in pairwise(rows)
         ):
-            falling.append(attack.name)
+            failed.append(attack.name)
     if not judged:
         reason = "neither pgd nor apgd on the task's loss is among the attacks"
         return unevaluated_audit_line("larger_epsilon", reason)
-    what = task.score.label
-    text = f"the {what} never gets better ({', '.join(judged)})"
-    if falling:
-        text = f"the {what} gets better in a larger ball under {', '.join(falling)}"
-    return AuditLine(name="larger_epsilon", holds=not falling, text=text)
+    score = task.score.label
+    if failed:
+        text = f"the {score} gets better in a larger ball under {', '.join(failed)}"
+    else:
+        text = f"the {score} never gets better ({', '.join(judged)})"
+    return AuditLine(name="larger_epsilon", holds=not failed, text=text)
 
 
-def _strongest_row(
-    curves: Curves, attacks: Sequence[Attack], wanted: Callable[[Attack], bool]
-) -> AttackRow | None:
-    """The row of the largest epsilon of the first attack of that sort."""
+def _last_row_of_kind(curves: Curves, attacks: Sequence[Attack], kind: str) -> AttackRow | None:
+    """Return the row of the largest epsilon of the first attack of a kind on the task's loss."""
     for attack in attacks:
-        if wanted(attack):
+        if attack.kind == kind and attack.climbs_task:
             rows = curves.get(attack.name)
             return None if rows is None else rows[-1]
     return None
-
-
-def _is_of_kind(kind: str) -> Callable[[Attack], bool]:
-    """The attacks of a kind on the task's loss."""
-    return lambda attack: attack.kind == kind and attack.climbs_task

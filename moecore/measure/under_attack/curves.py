@@ -1,7 +1,7 @@
-"""What is left of a model's scores under attack, epsilon by epsilon.
+"""Scores under attack at each epsilon.
 
-Every score stands beside that of the clean image, which lies in every ball: an attack that happens
-to mend an image changes nothing. N images.
+An image's score is the worse of attacked and clean, as every ball contains the clean image: an
+attack that corrects a wrong answer changes nothing. N images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ from moecore.tasks.base import Task
 
 
 class ScoresAtEpsilon(Config):
-    """The scores left at one epsilon: their mean with its 95 % interval, and each image's."""
+    """Scores at one epsilon: their mean with its 95 % interval, and each image's."""
 
     epsilon: float = Field(description="radius of the L∞ ball, in pixel units")
     score: float
     low: float | None
     high: float | None
-    scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
+    scores: str | tuple[float, ...] = Field(description="one per image, as the task packs them")
 
     @classmethod
     def of(
         cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
     ) -> Self:
-        """scores: (N,), of the task; people: (N,), whose image each is; more: other fields."""
+        """Return a row of scores (N,); ``more``: fields of a subclass."""
         interval = task.interval(scores, people)
         return cls(
             epsilon=epsilon,
@@ -47,34 +47,30 @@ class ScoresAtEpsilon(Config):
 
 
 class AttackRow(ScoresAtEpsilon):
-    """One attack at one epsilon."""
+    """Scores, loss and routing under one attack at one epsilon."""
 
     loss: float = Field(description="the task's mean loss over the attacked images alone")
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     items: dict[str, tuple[float, ...]] = Field(
-        {}, description="of both changes, mean over layers, one an image"
+        {}, description="both changes, mean over layers, one value per image"
     )
 
 
-Curve = tuple[AttackRow, ...]  # one row an epsilon, in growing order
-Curves = Mapping[str, Curve]  # of the attacks that were run, by their names
+Curve = tuple[AttackRow, ...]  # one row per epsilon, in ascending order
+Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 
 
 def worst_case(
     curves: Curves, task: Task, images: int, people: np.ndarray | None = None
 ) -> tuple[ScoresAtEpsilon, ...]:
-    """One row an epsilon over all attacks: of each image the worst score that any of them left.
-
-    () where no attack was run. Raises ValueError where attacks were run at different epsilons.
-    """
-    every = list(curves.values())
-    if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
+    """Return one row per epsilon: each image's worst score over all attacks; () without attacks."""
+    if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     return tuple(
         ScoresAtEpsilon.of(rows[0].epsilon, task, worst_scores(task, rows, images), people)
-        for rows in zip(*every, strict=True)
+        for rows in zip(*curves.values(), strict=True)
     )
 
 
@@ -84,35 +80,35 @@ def worst_scores(task: Task, rows: Sequence[ScoresAtEpsilon], images: int) -> Te
 
 
 class AttackedPictures(Config):
-    """A few images within one radius."""
+    """A few images attacked at one epsilon."""
 
     epsilon: float
     pictures: EncodedPicture  # (N, C, h, w)
 
 
 class AttackedGallery(Config):
-    """A few images as the strongest attack made them (adversarial-moe, figure 5)."""
+    """A few images under the strongest attack (adversarial-moe, figure 5)."""
 
-    attack: str  # of all that were run the one that leaves the worst score at the largest radius
-    rows: tuple[AttackedPictures, ...]  # in growing order of the radius; the first is clean
+    attack: str  # the attack with the worst score at the largest epsilon
+    rows: tuple[AttackedPictures, ...]  # in ascending order of epsilon; the first is clean
 
 
 def attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> AttackedGallery | None:
-    """``number`` images of the target, evenly spread, at each epsilon under the strongest attack.
+    """Return ``number`` images at each epsilon under the strongest attack, evenly spread.
 
-    That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
-    decides. None of volumes, and where no attack was run or no picture is wanted.
+    It has the worst score at the largest epsilon; in a tie the larger loss. None for volumes, and
+    without attacks or images.
     """
     if not number or not curves or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
     last = {name: rows[-1] for name, rows in curves.items()}
     strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
-    attack = next(one for one in attacks if one.name == strongest)
-    where = evenly_spaced_indices(len(target.labels), number)
-    few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
+    attack = next(attack for attack in attacks if attack.name == strongest)
+    indices = evenly_spaced_indices(len(target.labels), number)
+    few = target._replace(images=target.images[indices], labels=target.labels[indices], only=None)
     rows = [
         AttackedPictures(
             epsilon=row.epsilon, pictures=encode_thumbnails(few.attacked(attack, row.epsilon))
@@ -123,7 +119,7 @@ def attack_gallery(
 
 
 class AuditLine(Config):
-    """One question of the audit."""
+    """Result of one check of the audit."""
 
     name: str
     holds: bool | None
@@ -131,31 +127,31 @@ class AuditLine(Config):
 
 
 def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
-    """A line that could not be told; ``reason`` in words."""
+    """Return the line of a check that could not be made."""
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
 def is_share(task: Task) -> bool:
-    """Return whether an image is simply right or wrong."""
+    """Return whether each image is right or wrong."""
     return task.needs_classes("share") is None
 
 
-def is_equal_or_worse(task: Task, one: float, other: float) -> bool:
-    """Return whether the score ``one`` is as bad as ``other``, or worse."""
+def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
+    """Return whether ``score`` is equal to ``other`` or worse."""
     if task.score.better == "higher":
-        return one <= other
-    return one >= other
+        return score <= other
+    return score >= other
 
 
 def format_score(task: Task, value: float) -> str:
-    """A score in words."""
+    """Return a score as text."""
     if task.score.form == "share":
         return f"{value:.1%}"
     return f"{value:.4g}"
 
 
 def worse_limit(task: Task, interval: Interval) -> float:
-    """The end of an interval that holds the worse scores."""
+    """Return the limit of an interval on the side of worse scores."""
     low, high = interval_limits(interval)
     if task.score.better == "higher":
         return low
@@ -163,20 +159,14 @@ def worse_limit(task: Task, interval: Interval) -> float:
 
 
 def format_score_interval(task: Task, interval: Interval) -> str:
-    """A score and its interval in words."""
+    """Return a score and its limits as text."""
     low, high = interval_limits(interval)
-    between = f"{format_score(task, low)} to {format_score(task, high)}"
-    return f"{task.score.label} {format_score(task, interval.value)} ({between})"
+    limits = f"{format_score(task, low)} to {format_score(task, high)}"
+    return f"{task.score.label} {format_score(task, interval.value)} ({limits})"
 
 
 def interval_limits(interval: Interval) -> tuple[float, float]:
-    """The ends of an interval; the value itself where it has none."""
+    """Return the limits of an interval; without limits, the value."""
     low = interval.value if interval.low is None else interval.low
     high = interval.value if interval.high is None else interval.high
     return low, high
-
-
-class AttackAudit(Config):
-    """The audit."""
-
-    lines: tuple[AuditLine, ...]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.measure.routing_metrics.expert_roles import ExpertRoles, read_kept_choices
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles, read_encoded_choices
 from moecore.measure.routing_metrics.expert_similarity import (
     decode_choices,
     indicator_correlation,
@@ -159,7 +159,7 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
     first's experts, layer by layer: one to one, from the choices that ``routing.roles`` kept.
     """
     choices = {
-        model.name: [decode_choices(layer) for layer in read_kept_choices(roles)]
+        model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
         for model in models
         if model.measured.of(Explorer) and (roles := model.measured.found(ExpertRoles))
     }

@@ -24,13 +24,13 @@ from moecore.measure.probes.expert_tissue_agreement import (
     tissue_sums_by_cube,
 )
 from moecore.measure.probes.region_experts_on_new_data import (
-    OTHERS,
+    FIRST_SEED,
     RegionGeneralisationSettings,
     VolumesAndTissues,
     measure_generalisation,
     one_tissue_filter,
-    own_scans,
     route_tissue_masked_volumes,
+    select_scans,
     simulate_shell_cohort,
     tissue_mixture_filter,
 )
@@ -258,8 +258,8 @@ def test_no_result_depends_on_the_batch(cohort):
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
-    assert len(own_scans(data, TISSUES, 100).images) == 39
-    few = own_scans(data, ("csf",), 3)
+    assert len(select_scans(data, TISSUES, 100).images) == 39
+    few = select_scans(data, ("csf",), 3)
     assert few.images.shape == (3, 1, 16, 16, 16)
     assert few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
@@ -274,7 +274,7 @@ def test_people_of_the_other_generator():
     assert not np.array_equal(
         simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2).images, found.images
     )
-    assert OTHERS > 1_000_000 * 400, "above the seeds of every cohort"
+    assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
 
 def test_who_is_not_tried_and_why(cohort):

@@ -21,11 +21,13 @@ from moecore.measure.probes.ageing_and_rescans import (
     rising_step_share,
     session_pairs,
 )
-from moecore.measure.probes.linear_probe import PENALTIES, fit_ridge_probe, predict_with_features
-from moecore.measure.probes.single_tissue_errors import (
+from moecore.measure.probes.linear_probe import (
+    PENALTIES,
     ModelAndProbeErrors,
+    fit_ridge_probe,
     model_and_probe_errors,
     predict_volumes,
+    predict_with_features,
     tissue_error_differences,
 )
 from tests.measure.subjects import Brightness, Source

@@ -194,5 +194,5 @@ def test_pairs_are_counted_image_by_image():
 @pytest.mark.parametrize(("experts", "pairs"), [(1, True), (3, False)])
 def test_matches_need_a_pair_and_two_experts(experts, pairs):
     probs = torch.ones(2, 4, experts)
-    with pytest.raises(UserError, match=f"and {experts} experts; needed: at least one pair"):
+    with pytest.raises(UserError, match=f"and {experts} experts; allowed: at least one pair"):
         match_ratios(probs, probs, torch.full((2, 4), pairs))
