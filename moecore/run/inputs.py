@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -174,8 +175,9 @@ def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
     """Return the sha256 of a syntax tree, the same on Python 3.11 to 3.13.
 
-    String statements, such as docstrings, and ``pass`` are ignored, as are, without ``shown``, the
-    words of calls of ``Metric`` and all arguments of ``OnPage``.
+    Ignored are statements that are only a string (docstrings), ``pass``, methods that only `moecore
+    check` calls (``_only_refuses``), and unless ``shown`` the words of calls of ``Metric`` and all
+    arguments of ``OnPage``.
     """
     pieces: list[str] = []
     _add_node(tree, pieces.append, shown)
@@ -193,6 +195,8 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
                 _add_node(item, add, shown)
         add("]")
     elif isinstance(node, ast.AST):
+        if node.__class__ is ast.ClassDef:
+            node = _without_refusals(node)
         add(node.__class__.__name__)
         add("(")
         if node.__class__ is ast.JoinedStr:  # Python 3.12 adds empty strings to some
@@ -224,6 +228,24 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
         return call
     keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
     return ast.Call(call.func, call.args[1:], keywords)
+
+
+def _without_refusals(node: ast.ClassDef) -> ast.ClassDef:
+    """Return a class without its refusals, whose words no result depends on."""
+    reduced = copy(node)
+    reduced.body = [item for item in node.body if not _only_refuses(item)]
+    return reduced
+
+
+def _only_refuses(item: Any) -> bool:
+    """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``.
+
+    Only `moecore check` calls them. The annotation tells them from other methods of these names.
+    """
+    if item.__class__ is not ast.FunctionDef or item.decorator_list:
+        return False
+    returns = getattr(item.returns, "id", "")
+    return item.name in ("misfits", "remarks") and returns == "Misfits"
 
 
 def _does_nothing(item: Any) -> bool:

@@ -365,3 +365,36 @@ def test_all_else_of_a_metric_changes_the_hash(old, new):
 def test_how_the_page_shows_a_measurement_changes_only_what_shows_it():
     page = 'page = OnPage("few shots", place=12)'
     assert hash_code(page) == hash_code(page.replace("12", "13"))
+
+
+REFUSAL = """
+class Top(Router):
+    k: int
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        yield ("k",), f"found {self.k}; allowed: 1"
+
+    def remarks(self) -> Misfits:
+        yield ("k",), "few"
+"""
+
+
+@pytest.mark.parametrize(("old", "new"), [("allowed: 1", "allowed: one"), ('"few"', '"a few"')])
+def test_words_of_a_refusal_change_nothing(old, new):
+    assert hash_code(REFUSAL.replace(old, new)) == hash_code(REFUSAL)
+    assert hash_code(REFUSAL[: REFUSAL.index("    def misfits")]) == hash_code(REFUSAL)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("-> Misfits", "-> Values"),
+        ("misfits(", "route("),
+        ("class Top(Router):\n    k: int\n", "if True:\n"),
+        ("    def misfits", "    @cache\n    def misfits"),
+    ],
+)
+def test_words_of_other_methods_change_the_hash(old, new):
+    edited = REFUSAL.replace(old, new)
+    assert hash_code(edited) != hash_code(REFUSAL)
+    assert hash_code(edited.replace("allowed: 1", "allowed: one")) != hash_code(edited)
