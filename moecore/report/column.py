@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.measure.base import Estimate
 from moecore.report.typed_results import Measured, list_without_none
 from moecore.statistics.intervals import Interval, seed_pseudo_values
@@ -263,13 +262,3 @@ def unit_suffix(score: Score) -> str:
 def score_interval_kind(score: Score) -> str:
     """Return the kind of one model's interval of a score."""
     return {"share": "wilson"}.get(score.form, "bootstrap")
-
-
-def decode_items(text: str | None) -> np.ndarray | None:
-    """The items (N,) that a result keeps; None where it keeps none."""
-    return None if text is None else decode_float_array(text)
-
-
-def mean_or_none(values: Sequence[float]) -> float | None:
-    """The mean, or None where there is nothing."""
-    return sum(values) / len(values) if values else None

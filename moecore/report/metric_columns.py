@@ -1,5 +1,6 @@
 """The columns of a measurement's metrics: before a run their names, after it their values."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from moecore.report.column import (
     ColumnContext,
     PlannedMetric,
     PlannedPhase,
+    has_finetuned_routers,
     has_guided_routers,
     has_routers,
     has_score_thresholds,
+    has_settling_routers,
     score_interval_kind,
     score_slug,
     score_title,
@@ -33,7 +36,16 @@ NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whethe
     "routers": has_routers,
     "thresholds": has_score_thresholds,
     "guide": has_guided_routers,
+    "settling": has_settling_routers,
+    "finetuned": has_finetuned_routers,
+    "text": lambda ahead: ahead.score == "nats",
     "views": lambda ahead: ahead.score != "nats",  # a text has none
+}
+
+MEANINGS = {  # of scores
+    "precision_at_1": "1 − false discovery rate",
+    "mae": "mean |predicted − known age|",
+    "nats": "mean over blocks of words, each read with those before it",
 }
 
 
@@ -52,6 +64,8 @@ class MetricColumns(NamedTuple):
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self._shown.items():
+            if metric.needs == "text" and not seen.task.long:
+                continue
             if metric.mean:
                 first.append(mean_column(seen, key, metric))
             of_mean = metric.detail and metric.mean
@@ -86,10 +100,13 @@ class MetricColumns(NamedTuple):
         named = self._named(key, metric, score_slug(score), at)
         of_score = score_interval_kind(score) if metric.form == SCORE else metric.limits
         limits = of_score if metric.limits else "bootstrap"
+        has_hits = metric.items == "hits" and not seen.task.needs_classes("share")
 
         def read_value(result: Found) -> float | Interval | None:
             if metric.of_dense:
                 return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
+            if metric.of_baseline:
+                return metric.of_baseline(result, seen.of_baseline, seen.baseline_of(result))
             value = find_value(result, key, metric, at)
             if value is None or metric.limits:
                 return None if value is None else value.interval
@@ -99,25 +116,34 @@ class MetricColumns(NamedTuple):
             value = find_value(result, key, metric, at)
             return None if value is None else value.array
 
+        def is_bound(result: Found) -> bool:
+            value = read_value(result)
+            if metric.is_bound is None or value is None or isinstance(value, Interval):
+                return False
+            return metric.is_bound(result, value)
+
         def hits(model: Measured) -> np.ndarray | None:
+            if metric.hits:
+                return metric.hits(model.results)
             result = model.found(self.kind)
             array = None if result is None else items(result)
             return None if array is None or set(array) - {0, 1} else array.astype(bool)
 
         return Column(
             named.name,
-            fill_words(named.label, score),
+            fill_words(named.label, score, seen.baseline),
             metric.of_pairs or read_value,
             score.better if metric.better == SCORE else metric.better,
             score.form if metric.form == SCORE else metric.form,
-            fill_words(named.note, score),
+            fill_words(named.note, score, seen.baseline),
             metric.paper,
-            hits=hits if metric.items == "hits" and not seen.task.needs_classes("share") else None,
+            hits=hits if metric.hits or has_hits else None,
             items=items,
             limits=limits,
             detail=metric.detail,
             is_fixed=metric.is_fixed,
             curve=key if metric.is_monotone else "",
+            is_bound=is_bound,
             of_pairs=metric.of_pairs is not None,
         )
 
@@ -198,18 +224,23 @@ def mean_column(seen: ColumnContext, key: str, metric: Metric) -> Column:
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
     """Return a column's name: the metric's, followed by the place unless ``name`` says where."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
-    return fill_template(name, score, "_".join(map(place_slug, places)))
+    return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
-def fill_words(text: str, score: Score, place: str = "") -> str:
-    """Return a label or a note with the words of the task's score, and of the place."""
-    title = score_title(score)
-    return fill_template(text.replace("{unit}", unit_suffix(score)), title, place)
-
-
-def fill_template(text: str, score: str, place: str) -> str:
-    """Return a text with {score} and {} replaced."""
-    return text.replace("{score}", score).replace("{}", place)
+def fill_words(text: str, score: Score, baseline: str = "") -> str:
+    """Return a label or a note with the words of the task's score, and the baseline's name."""
+    words = {
+        "": "",
+        "score": score_title(score),
+        "unit": unit_suffix(score),
+        "tested": {"mae": "Test MAE", "precision_at_1": "Precision at 1"}.get(
+            score.name, f"Test {score.label}"
+        ),
+        "meaning": MEANINGS.get(score.name, ""),
+        "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
+        "baseline": baseline,
+    }
+    return re.sub(r"{(\w*)}", lambda found: words.get(found[1], found[0]), text)
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:

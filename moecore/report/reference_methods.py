@@ -1,13 +1,8 @@
-"""The methods that all others are compared with: the baseline MoE, and the dense model.
-
-And the columns that are relative to the baseline.
-"""
+"""The methods that all others are compared with: the baseline MoE, and the dense model."""
 
 from moecore.measure.routing import Routing
-from moecore.report.column import Column, ColumnContext, mean_or_none
-from moecore.report.figures.training_figures import steps_until_baseline_loss
+from moecore.report.column import ColumnContext
 from moecore.report.typed_results import Measured, Models, Phase, list_without_none
-from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"
 DENSE = "dense"
@@ -39,7 +34,7 @@ def has_experts(model: Measured) -> bool:
     """Whether its routing was measured, or a token uses a part of its parameters only."""
     if model.found(Routing) is not None:
         return True
-    trained = model.of(Outcome)
+    trained = model.outcome
     return trained is not None and trained.active_parameters != trained.parameters
 
 
@@ -59,44 +54,3 @@ def column_context(phase: Phase, kind: type) -> ColumnContext:
     )
     beside = [pair for pair in pairs if None not in pair]
     return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, beside)
-
-
-def overhead_columns(seen: ColumnContext) -> list[Column]:
-    """Training time over the baseline's."""
-    seconds = mean_or_none([result.seconds for result in seen.of_baseline if result.epochs])
-    if not seconds:
-        return []
-    return [
-        Column(
-            "training_overhead",
-            f"Training time / {seen.baseline}",
-            lambda result: result.seconds / seconds,
-            note=f"training time / mean training time of {seen.baseline}",
-        )
-    ]
-
-
-def convergence_columns(seen: ColumnContext) -> list[Column]:
-    """How soon the training loss is where the baseline's ends."""
-    if not seen.baseline:
-        return []
-
-    def read(result: Outcome) -> int | None:
-        return steps_until_baseline_loss(result, seen.baseline_of(result))
-
-    def is_bound(result: Outcome) -> bool:
-        return read(result) not in (None, *(row["step"] for row in result.curve))
-
-    return [
-        Column(
-            "steps_to_baseline_loss",
-            f"Steps to {seen.baseline}'s loss",
-            read,
-            "lower",
-            "count",
-            "until the training loss, a mean over an epoch, is its final one of the same seed "
-            "(TGR, figure S5); one epoch after the end where it never is, which is too early: then "
-            "without interval and test",
-            is_bound=is_bound,
-        )
-    ]

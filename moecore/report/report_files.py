@@ -24,7 +24,6 @@ from moecore.report.page.view import Picture
 from moecore.report.pictures.robustness import draw_attack_curve
 from moecore.report.tables.headline_metrics import render_metrics_files
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.training.outcome import Outcome
 
 INK = "#333"
 
@@ -51,8 +50,8 @@ def plot_svg_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
     pictures = {}
     for phase in results.phases.values():
-        trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
-        if any(outcome.curve for outcome in phase.results(Outcome)):
+        trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
+        if any(outcome.curve for seeds in trained.values() for outcome in seeds):
             picture = Picture(training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
         if attack := shown_attack(phase):
@@ -77,7 +76,7 @@ def training_csv(results: Results) -> str:
     scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        if trained := model.of(Outcome):
+        if trained := model.outcome:
             yield from trained.curve
 
     return _csv(results, ("step", "epoch", "train_loss", *scores), rows)

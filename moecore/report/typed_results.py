@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredPart
+from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.values import Found
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE
 from moecore.tasks.base import Task
+from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
 R = TypeVar("R", bound=Config)
@@ -34,6 +36,12 @@ class Measured(NamedTuple):
     def found(self, kind: type[MeasuredPart]) -> Found | None:
         """Return the values of a measurement or a part; None where it was not made or applied."""
         return self.results.get(kind)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return what its training came to; None where it was not trained."""
+        trained = self.found(Trained)
+        return None if trained is None else outcome_of(trained)
 
 
 Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
@@ -95,6 +103,19 @@ class Phase(NamedTuple):
         """method → the values of its first seed; without the methods that have none."""
         results: dict[str, Any] = self.first(kind)
         return results
+
+    @property
+    def outcomes(self) -> dict[str, list[Outcome]]:
+        """Return method → what the trainings of all its seeds came to; [] where one is missing."""
+        return {
+            method: [outcome_of(trained) for trained in seeds]
+            for method, seeds in self.found_of(Trained).items()
+        }
+
+    @property
+    def first_outcomes(self) -> dict[str, Outcome]:
+        """Return method → what the training of its first seed came to."""
+        return {method: outcome_of(one) for method, one in self.first_found(Trained).items()}
 
 
 class Results(NamedTuple):

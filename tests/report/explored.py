@@ -11,10 +11,11 @@ from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles
+from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.training.outcome import Outcome, WatchedEpoch
+from moecore.training.outcome import WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
 
@@ -53,12 +54,12 @@ def measured(
 ) -> Measured:
     result = settings.measure(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
-    return Measured({explorer.Result: result, Outcome: outcome})
+    return Measured({explorer.Result: result, Trained: collect_outcome_values(outcome)})
 
 
 def skipped() -> Measured:
     outcome = trained(0, 0, False, "pretrain")
-    return Measured({Outcome: outcome}, (f"single images: {DENSE}",))
+    return Measured({Trained: collect_outcome_values(outcome)}, (f"single images: {DENSE}",))
 
 
 def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:

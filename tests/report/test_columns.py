@@ -14,11 +14,10 @@ from moecore.measure.corruptions import (
 )
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
+from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.column import Column
 from moecore.report.figures.charts import points_over_seeds
-from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.reference_methods import column_context
@@ -27,7 +26,6 @@ from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed
 from tests.report.test_metrics import names_of, study
 from tests.report.test_report import METHODS, assert_self_contained
@@ -140,7 +138,7 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
     assert "against" not in compared["tgr"]["steps_to_baseline_loss"]
     assert compared["dense"]["steps_to_baseline_loss"]["against"]["vmoe"]["p"] == 1
     models = found.phases["pretrain"].models["vmoe"]
-    slow = models[1].of(Outcome)
+    slow = models[1].outcome
     curve = tuple(row | {"train_loss": row["train_loss"] + 0.1} for row in slow.curve)
     models[1] = changed(models[1], slow.model_copy(update={"curve": curve}))
     # 0.304 + 0.02 of seed 1: dense has 0.319 after 8 epochs; seed 0 stays at 500
@@ -159,7 +157,9 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
         for at in ({"epsilon": met.at["epsilon"]},)
     ]
     changes = {"values": (*values, *worst), "skipped": ("pgd-10: no router",)}
-    models["dense"][0] = changed(models["dense"][0], result.model_copy(update=changes), Robustness)
+    models["dense"][0] = changed(
+        models["dense"][0], result.model_copy(update=changes), kind=Robustness
+    )
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
     assert cells(found, "dense")["accuracy_worst_case"] == cells(found, "dense")["accuracy_fgsm"]
@@ -192,7 +192,7 @@ def test_augmentations_are_details(whole, text):
 
 def test_accuracy_within_five(whole):
     found = cells(whole, "vmoe")
-    kept = whole.phases["pretrain"].models["vmoe"][0].of(Outcome).test_top5
+    kept = whole.phases["pretrain"].models["vmoe"][0].outcome.test_top5
     assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
     against = compare_methods(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
     assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
@@ -320,10 +320,8 @@ def test_several_labels_an_image(tmp_path):
     phase = found.phases["pretrain"]
     task = MultiLabel(classes=CLASSES)
     for seeds in phase.models.values():
-        trained = (
-            seeds[0]
-            .of(Outcome)
-            .model_copy(update={"task": task, "confusion": None, "test_top5": None})
+        trained = seeds[0].outcome.model_copy(
+            update={"task": task, "confusion": None, "test_top5": None}
         )
         seeds[0] = changed(seeds[0], trained)
     found.phases["pretrain"] = phase._replace(task=task)
@@ -339,7 +337,7 @@ def test_several_labels_an_image(tmp_path):
 
 def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
     assert not {"training_step_ms", "training_memory_mb"} & set(cells(whole, "vmoe"))
-    trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
+    trained = whole.phases["pretrain"].models["vmoe"][0].outcome
     told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
-    read = {column.name: column.read(told) for column in COLUMNS if isinstance(column, Column)}
+    read = collect_outcome_values(told).numbers()
     assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)

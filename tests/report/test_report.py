@@ -11,6 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.cost import Cost
 from moecore.measure.robustness import Robustness
+from moecore.measure.trained import Trained
 from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
@@ -28,7 +29,6 @@ from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
-from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 
 MISSING = {
@@ -137,9 +137,9 @@ def test_columns_without_any_value_are_left_out(one_seed):
     assert "agreement_before_after" not in {metric.name for metric in found}
 
 
-HIGHER = ResultColumn(Column("a", "a", lambda result: None, "higher"), Outcome)
-LOWER = ResultColumn(Column("a", "a", lambda result: None, "lower"), Outcome)
-NEITHER = ResultColumn(Column("a", "a", lambda result: None), Outcome)
+HIGHER = ResultColumn(Column("a", "a", lambda result: None, "higher"), Trained)
+LOWER = ResultColumn(Column("a", "a", lambda result: None, "lower"), Trained)
+NEITHER = ResultColumn(Column("a", "a", lambda result: None), Trained)
 
 
 def cells(**limits):

@@ -14,6 +14,7 @@ from moecore.core.encoded_arrays import encode_exact
 from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.measure.robustness import Robustness
+from moecore.measure.trained import Trained
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, ResultColumn
@@ -31,7 +32,6 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.typed_results import Measured, Results
 from moecore.tasks.classification import Classification
-from moecore.training.outcome import Outcome
 from tests.report.generated import changed, model_with_results, trained, with_values
 from tests.report.test_ages import results as results_of_ages
 from tests.report.test_claims import claim
@@ -262,7 +262,7 @@ def test_a_mark_is_shown(tmp_path):
     result = phase.models["vmoe"][0].found(Robustness)
     all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
     result = with_values(result, "attacked", **all_right)
-    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, Robustness)
+    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, kind=Robustness)
     cells = build_table(shown, phase).cells
     assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
     assert cells["vmoe"]["accuracy_fgsm"].marked
@@ -287,7 +287,7 @@ def with_hits(found: Results, method: str, wrong: int) -> None:
     kept = {"value": 1 - wrong / 200, "low": 0.9, "high": 1.0, "items": items}
     for metric in ("attacked", "worst"):
         result = with_values(result, metric, **kept)
-    phase.models[method][0] = changed(phase.models[method][0], result, Robustness)
+    phase.models[method][0] = changed(phase.models[method][0], result, kind=Robustness)
 
 
 def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
@@ -298,7 +298,7 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     assert text.startswith(overlap + "50.0 %. tgr is most accurate on clean")
     phase = found.phases["pretrain"]
     result = with_values(phase.models["tgr"][0].found(Robustness), "routing_change", value=0.3)
-    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, Robustness)
+    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, kind=Robustness)
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
 
@@ -324,7 +324,7 @@ def test_a_router_that_learned_nothing_is_a_control(tmp_path):
 def test_what_was_not_measured_names_its_stage(tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     for seeds in found.phases["pretrain"].models.values():
-        left = {kind: one for kind, one in seeds[0].results.items() if kind is Outcome}
+        left = {kind: one for kind, one in seeds[0].results.items() if kind is Trained}
         seeds[0] = seeds[0]._replace(results=left)
     page = build_page(found, ())
     notes = page.overviews[0].notes
@@ -398,7 +398,7 @@ def test_a_study_of_a_thousand_classes(tmp_path):
         row[number] = 9
     counts[7][8] = 3
     for seeds in phase.models.values():
-        outcome = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": counts})
+        outcome = seeds[0].outcome.model_copy(update={"task": task, "confusion": counts})
         seeds[0] = changed(seeds[0], outcome)
     found.phases["pretrain"] = phase._replace(task=task)
     section = build_page(found, ()).sections[0]

@@ -17,6 +17,7 @@ from moecore.measure.base import (
     builtin_measurements,
     read_result,
 )
+from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.values import Chart, Found, OnPage
 from moecore.report.column import Columns
 from moecore.report.figures.charts import (
@@ -32,6 +33,7 @@ from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
+from moecore.training.outcome import Outcome
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
@@ -48,6 +50,7 @@ class Pictures(NamedTuple):
     draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
+    kind: type[MeasuredPart] | None = None  # of a stage of its own, which no section names
 
 
 class Shown(NamedTuple):
@@ -68,6 +71,9 @@ class Shown(NamedTuple):
 
         None for a part that was not asked. Raises UserError as ``read_result`` does.
         """
+        if self.result is Trained:
+            outcome = read_result(path, Outcome, stage)
+            return outcome if isinstance(outcome, Skipped) else collect_outcome_values(outcome)
         if not issubclass(self.result, MeasuredPart):
             return read_result(path, self.result, stage)
         whole = read_result(path, Found, stage)
@@ -112,6 +118,9 @@ def list_displays() -> list[Shown]:
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
         pictures = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
+        displays += [
+            display_measurement(one.stage, one.kind, one) for one in pictures.values() if one.kind
+        ]
         for name in list_measurements_with_metrics():
             kind = find_class(Measurement, name)
             displays.append(display_measurement(name, kind, pictures.get(name, Pictures(name))))

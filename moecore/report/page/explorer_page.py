@@ -137,7 +137,7 @@ def explored_model_data(
     if not is_first:
         result = clean_images_alone(result)
     model = result.model_dump(mode="json")
-    outcome = measured.of(Outcome)
+    outcome = measured.outcome
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
     seen = len(result.layers), model["images"]

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes.ageing_and_rescans import rising_step_share
+from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
@@ -17,7 +18,6 @@ from moecore.report.figures.drawing import (
     line_look,
     styled_drawing,
 )
-from moecore.report.measures.region_experts import TISSUES
 from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
 from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
