@@ -19,7 +19,7 @@ from moecore.core.files import UserError, write_sealed
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
-from moecore.measure.values import Metric, Values
+from moecore.measure.values import Metric, OnPage, Values
 from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
@@ -131,6 +131,7 @@ class ClassCalibration(ModelCalibration):
     """Of classes, or of the next words of a text."""
 
     metrics = METRICS
+    page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Fit to the validation split, and put the quality of the test split before and after.

@@ -4,7 +4,7 @@ Of a text: which expert reads which word of single blocks.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,14 @@ from moecore.core.routing_records import TokenLayout
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.measure.base import (
+    SEED,
+    MeasuredModel,
+    MeasuredPart,
+    Measurement,
+    PartStore,
+    load_or_compute,
+)
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerGallery,
@@ -36,6 +43,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     augmentation_misfits,
     look_up_augmentation,
 )
+from moecore.measure.values import OnPage
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
@@ -142,12 +150,15 @@ class ShownVariant(Config):
     trace: ImageTraces
 
 
-class Result(Config):
+class Result(MeasuredPart):
     """N images; each trace has a word per token and MoE layer, on the finest layer's grid.
 
     Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
     columns of patches, the three axes of a volume's, or one axis for a text.
     """
+
+    page: ClassVar[OnPage] = OnPage("single images", place=15)
+    skipped: ClassVar[tuple[str, ...]] = ()
 
     special: int
     grid: tuple[int, ...]

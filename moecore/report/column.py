@@ -2,70 +2,28 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.config import Config
-from moecore.measure.base import Estimate
+from moecore.measure.base import MeasuredPart
+from moecore.measure.values import SCORE, Found
 from moecore.report.typed_results import Measured, list_without_none
 from moecore.statistics.intervals import Interval, seed_pseudo_values
 from moecore.tasks.base import Score, Task
 
-Value = float | Estimate | Interval | None
-SCORE = "score"  # instead of a form, or of what is better: that of the task's score
-
 
 class PlannedMetric(NamedTuple):
-    """What is known of a metric before anything has run: see ``Column``."""
+    """What is known of a metric before anything has run: see ``Metric``."""
 
     form: str
     better: str
     is_fixed: bool = False
     curve: str = ""
     of_pairs: bool = False
-    stage: str = ""  # that writes the result, as ``Shown.stage``
+    stage: str = ""  # that writes the result, as ``Display.stage``
     # why a model has none, in words; None: as the measurement has it
     refusal: Callable[[Any], str | None] | None = None
-
-
-class Column(NamedTuple):
-    """What is read from one result."""
-
-    name: str  # a key of compare.json, which claims refer to
-    label: str
-    read: Callable[..., Value]  # of one model's result, with limits if it gives any
-    better: str = ""  # "higher", "lower", or "" where neither is better
-    form: str = "number"  # or "share", "count", "seconds", "bytes"
-    note: str = ""
-    paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
-    # Which images (N,) bool a share counted, None where that is not known: of the whole model, as
-    # the calibration keeps the hits of the test split.
-    hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value per item (N,), whose mean is the value: an image, or a person who has several.
-    items: Callable[[Any], np.ndarray | None] | None = None
-    limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
-    detail: bool = False  # in the full table and in compare.json only
-    is_fixed: bool = False  # by the settings: the same for every seed and all data
-    curve: str = ""  # of which it is a point, if that by construction rises or falls all along
-    # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
-    is_bound: Callable[[Any], bool] = lambda result: False
-    # Whether ``read`` compares the results of two seeds, the lower place first, and gives a float:
-    # a method has the mean over its pairs of seeds, with the jackknife's interval over seeds.
-    of_pairs: bool = False
-    # Whether any method of a phase will have a value, as far as settings tell it.
-    is_expected: Callable[["PlannedPhase"], bool] = lambda ahead: True
-
-    def columns(self, seen: "ColumnContext") -> list["Column"]:
-        """Itself: it depends on nothing but the result."""
-        return [self]
-
-    def foreseen(self, ahead: "PlannedPhase") -> dict[str, PlannedMetric]:
-        """Return its name and what is known before anything runs; {} where none is expected."""
-        if not self.is_expected(ahead):
-            return {}
-        known = (self.form, self.better, self.is_fixed, self.curve, self.of_pairs)
-        return {self.name: PlannedMetric(*known)}
 
 
 class PlannedPhase(NamedTuple):
@@ -90,83 +48,59 @@ class PlannedPhase(NamedTuple):
         ]
         return range(1, 1 + max(numbers, default=0))
 
-    def plan_metrics(
-        self, names: Iterable[str], form: str, better: str
-    ) -> dict[str, PlannedMetric]:
-        """Return name → what is known of it; SCORE is what the task's score has."""
+    def plan_metric(self, form: str, better: str) -> PlannedMetric:
+        """Return what is known of a metric; SCORE is what the task's score has."""
         is_share = self.score == "accuracy"
         form = {SCORE: "share" if is_share else "number"}.get(form, form)
         better = {SCORE: "higher" if is_share else "lower"}.get(better, better)
-        return dict.fromkeys(names, PlannedMetric(form, better))
-
-
-Names = Callable[[PlannedPhase], Iterable[str]]
+        return PlannedMetric(form, better)
 
 
 class ColumnContext(NamedTuple):
     """All that the columns of a measurement may depend on besides the result that they read."""
 
     task: Task
-    results: Sequence[Any]  # of all models of a phase
+    results: Sequence[Found]  # of all models of a phase
     baseline: str  # the method that training times are compared with; "" without one
-    of_baseline: Sequence[Any]  # the results of that method, one per seed
-    of_dense: Sequence[Any]  # those of the dense model
-    beside: Sequence[tuple[Any, Any]] = ()  # a result, and the baseline's of the same seed
+    of_baseline: Sequence[Found]  # the results of that method, one per seed
+    of_dense: Sequence[Found]  # those of the dense model
+    beside: Sequence[tuple[Found, Found]] = ()  # a result, and the baseline's of the same seed
 
-    def baseline_of(self, result: Any) -> Any | None:
+    def baseline_of(self, result: Found) -> Found | None:
         """The baseline's result of the seed that this very result is of; None where it has none."""
         return next((other for one, other in self.beside if one is result), None)
 
 
-class ContextDependentColumns(NamedTuple):
-    """Columns whose names, words or divisors depend on the task or on other methods."""
+class Column(NamedTuple):
+    """What is read from one kind of results, and how it is shown."""
 
-    of: Callable[[ColumnContext], Iterable[Column]]
-    ahead: Names  # the names of the columns, before anything has run
-    form: str = "number"  # of all of them
-    better: str = ""  # of all of them
-
-    def columns(self, seen: ColumnContext) -> list[Column]:
-        return list(self.of(seen))
-
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
-        return ahead.plan_metrics(self.ahead(ahead), self.form, self.better)
-
-
-class Columns(Protocol):
-    """An entry of a measurement's COLUMNS."""
-
-    def columns(self, seen: ColumnContext) -> list[Column]:
-        """Return the columns of a phase."""
-        ...
-
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
-        """Return their names and what is known of them before anything runs."""
-        ...
-
-
-class ResultColumn(NamedTuple):
-    """A column together with the type of the results that it reads."""
-
-    column: Column
-    result: type[Config]
-
-    @property
-    def name(self) -> str:
-        """A key of compare.json."""
-        return self.column.name
+    name: str  # a key of compare.json, which claims refer to
+    label: str
+    read_result: Callable[..., Interval | float | None]
+    better: str = ""  # "higher", "lower", or "" where neither is better
+    form: str = "number"  # or "share", "count", "seconds", "bytes"
+    note: str = ""
+    paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
+    kind: type[MeasuredPart] = MeasuredPart  # of the results that it reads
+    # Which images (N,) bool a share counted, None where that is not known.
+    read_hits: Callable[[Measured], np.ndarray | None] | None = None
+    # One value per item (N,), whose mean is the value: an image, or a person who has several.
+    read_items: Callable[[Found], np.ndarray | None] | None = None
+    limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
+    detail: bool = False  # in the full table and in compare.json only
+    # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
+    is_bound: Callable[[Found], bool] = lambda result: False
+    # Whether ``read_result`` compares the results of two seeds, the lower place first: a method has
+    # the mean over its pairs of seeds, with the jackknife's interval over seeds.
+    of_pairs: bool = False
 
     def read(self, model: Measured) -> Interval | None:
         """Return the value of one model, None where it has no such result or no such value."""
-        result = model.of(self.result)
-        if result is None or self.column.of_pairs:
+        result = model.of(self.kind)
+        if result is None or self.of_pairs:
             return None
-        value = self.column.read(result)
-        if value is None or isinstance(value, Interval):
-            return value
-        if isinstance(value, Estimate):
-            return value.interval
-        return Interval(float(value))
+        value = self.read_result(result)
+        return Interval(float(value)) if isinstance(value, int | float) else value
 
     def number(self, model: Measured) -> float:
         """Return the value itself, of a model that has it."""
@@ -179,12 +113,12 @@ class ResultColumn(NamedTuple):
 
         None of fewer than two, or where one has no such result.
         """
-        results = list_without_none(model.of(self.result) for model in models)
+        results = list_without_none(model.of(self.kind) for model in models)
         if len(results) < max(2, len(models)):
             return None
         values = np.zeros((len(results), len(results)))
         for one, other in combinations(range(len(results)), 2):
-            pair = self.column.read(results[one], results[other])
+            pair = self.read_result(results[one], results[other])
             assert isinstance(pair, float), f"{self.name} of two seeds is no float"
             values[one, other] = values[other, one] = pair
         return values
@@ -194,7 +128,7 @@ class ResultColumn(NamedTuple):
 
         Of a value of pairs the jackknife's, see ``seed_pseudo_values``.
         """
-        if self.column.of_pairs:
+        if self.of_pairs:
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
             return seed_pseudo_values(pairs)
@@ -202,21 +136,17 @@ class ResultColumn(NamedTuple):
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
         """Return whether the value of any of these models is only a bound."""
-        results = [model.of(self.result) for model in models]
-        return any(result is not None and self.column.is_bound(result) for result in results)
+        results = [model.of(self.kind) for model in models]
+        return any(result is not None and self.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
         """Return one value per item (N,), whose mean is ``number``; None where it has none."""
-        result = model.of(self.result)
-        if result is None or self.column.items is None:
-            return None
-        return self.column.items(result)
+        result = model.of(self.kind)
+        return None if result is None or self.read_items is None else self.read_items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
         """Return which images (N,) bool the share counted; None where that is not known."""
-        if self.column.hits is None:
-            return None
-        return self.column.hits(model)
+        return None if self.read_hits is None else self.read_hits(model)
 
 
 def has_routers(ahead: PlannedPhase) -> bool:

@@ -67,7 +67,7 @@ class MetricColumns(NamedTuple):
             if metric.needs == "text" and not seen.task.long:
                 continue
             if metric.mean:
-                first.append(mean_column(seen, key, metric))
+                first.append(mean_column(seen, self.kind, key, metric))
             of_mean = metric.detail and metric.mean
             (details if of_mean else first).extend(self.columns_of(seen, key))
         return first + details
@@ -125,7 +125,7 @@ class MetricColumns(NamedTuple):
         def hits(model: Measured) -> np.ndarray | None:
             if metric.hits:
                 return metric.hits(model.results)
-            result = model.found(self.kind)
+            result = model.of(self.kind)
             array = None if result is None else items(result)
             return None if array is None or set(array) - {0, 1} else array.astype(bool)
 
@@ -137,12 +137,11 @@ class MetricColumns(NamedTuple):
             score.form if metric.form == SCORE else metric.form,
             fill_words(named.note, score, seen.baseline),
             metric.paper,
-            hits=hits if metric.hits or has_hits else None,
-            items=items,
+            kind=self.kind,
+            read_hits=hits if metric.hits or has_hits else None,
+            read_items=items,
             limits=limits,
             detail=metric.detail,
-            is_fixed=metric.is_fixed,
-            curve=key if metric.is_monotone else "",
             is_bound=is_bound,
             of_pairs=metric.of_pairs is not None,
         )
@@ -155,8 +154,7 @@ class MetricColumns(NamedTuple):
         for key, metric in self._shown.items():
             if not NEEDED[metric.needs](ahead):
                 continue
-            known = ahead.plan_metrics([""], metric.form, metric.better)[""]
-            known = known._replace(
+            known = ahead.plan_metric(metric.form, metric.better)._replace(
                 is_fixed=metric.is_fixed,
                 curve=key if metric.is_monotone else "",
                 of_pairs=metric.of_pairs is not None,
@@ -193,7 +191,7 @@ def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
     return [(key, metric), (f"{key}_chance", chance)]
 
 
-def mean_column(seen: ColumnContext, key: str, metric: Metric) -> Column:
+def mean_column(seen: ColumnContext, kind: type[MeasuredPart], key: str, metric: Metric) -> Column:
     """Return the column of the mean over all places of a metric."""
 
     def values(result: Found) -> list[Value]:
@@ -217,7 +215,8 @@ def mean_column(seen: ColumnContext, key: str, metric: Metric) -> Column:
         metric.form,
         f"{fill_words(metric.note, score)}; mean over {metric.over}s",
         metric.paper,
-        items=items,
+        kind,
+        read_items=items,
     )
 
 

@@ -32,7 +32,7 @@ def references(models: Models) -> list[str]:
 
 def has_experts(model: Measured) -> bool:
     """Whether its routing was measured, or a token uses a part of its parameters only."""
-    if model.found(Routing) is not None:
+    if model.of(Routing) is not None:
         return True
     trained = model.outcome
     return trained is not None and trained.active_parameters != trained.parameters
@@ -42,15 +42,14 @@ def column_context(phase: Phase, kind: type) -> ColumnContext:
     """Return what columns of results of this type may depend on."""
     method = find_moe_baseline(phase.models)
     rivals = phase.models.get(method, {})
-    pairs = [
-        (model.of(kind), rivals[seed].of(kind))
+    beside = [
+        (one, other)
         for seeds in phase.models.values()
         for seed, model in seeds.items()
-        if seed in rivals
+        if seed in rivals and (one := model.of(kind)) and (other := rivals[seed].of(kind))
     ]
     of_baseline, of_dense = (
         list_without_none(model.of(kind) for model in phase.models.get(name, {}).values())
         for name in (method, DENSE)
     )
-    beside = [pair for pair in pairs if None not in pair]
     return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, beside)

@@ -87,7 +87,7 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        if attacked := model.found(Robustness):
+        if attacked := model.of(Robustness):
             for left in attacked.all("attacked"):
                 score = {phase.task.history_name: left.value}
                 yield left.at | score | {"low": left.low, "high": left.high}
@@ -100,7 +100,7 @@ def table_s1_csv(results: Results) -> str:
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        measured = model.found(AgeCalibration)
+        measured = model.of(AgeCalibration)
         if measured is None:
             return
         for prediction in PREDICTIONS:

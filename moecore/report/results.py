@@ -16,7 +16,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measures.result_display import Shown, list_displays
+from moecore.report.measures.result_display import Display, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection
@@ -87,7 +87,11 @@ def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
 
 
 def read_model(
-    root: Path, phase: str, model: str, wanted: Iterable[Shown], measurements: Collection[str] = ()
+    root: Path,
+    phase: str,
+    model: str,
+    wanted: Iterable[Display],
+    measurements: Collection[str] = (),
 ) -> Measured:
     """Return what was measured of a model, ``vmoe/0``.
 
@@ -104,5 +108,5 @@ def read_model(
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")
         elif result is not None:
-            results[shown.result] = result
+            results[shown.kind] = result
     return Measured(results, tuple(skipped))

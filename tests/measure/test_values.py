@@ -97,10 +97,10 @@ def test_columns_stand_in_the_order_of_the_metrics_and_details_of_places_at_the_
         ("wind_far_east", "Wind, far east"),
     ]
     assert [one.note for one in columns[:2]] == ["of images", "; mean over sides"]
-    assert columns[1].read(weather()) == 4.875
-    np.testing.assert_allclose(columns[1].items(weather()), 6.5 * HITS, atol=1e-2)
-    assert columns[4].read(weather()) == bootstrap_mean(5 * HITS)
-    assert columns[4].read(Found(values=())) is columns[1].read(Found(values=())) is None
+    assert columns[1].read_result(weather()) == 4.875
+    np.testing.assert_allclose(columns[1].read_items(weather()), 6.5 * HITS, atol=1e-2)
+    assert columns[4].read_result(weather()) == bootstrap_mean(5 * HITS)
+    assert columns[4].read_result(Found(values=())) is None
     assert (columns[2].better, columns[2].form, columns[2].limits) == ("higher", "share", "wilson")
 
 
@@ -149,11 +149,13 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     assert {value.metric for value in found.values} <= set(kind.metrics)
     task = subject.data.task
     seen = ColumnContext(task, [found], "", (), ())
-    (columns,) = next(one.columns for one in list_displays() if one.result is kind)
+    columns = next(one.columns for one in list_displays() if one.kind is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)
     planned = columns.foreseen(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
-    assert {column.name for column in named if column.read(found) is not None} <= set(planned)
+    assert {column.name for column in named if column.read_result(found) is not None} <= set(
+        planned
+    )
 
 
 class _StudyOf:

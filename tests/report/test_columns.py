@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from moecore.core.config import Config
+from moecore.core.files import UserError, write_json
 from moecore.measure.corruptions import (
     Corruptions,
     errors_of,
@@ -18,10 +20,15 @@ from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.figures.charts import points_over_seeds
+from moecore.report.measures.result_display import Display
 from moecore.report.page.report_page import render_report
+from moecore.report.page.view import Block
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.reference_methods import column_context
+from moecore.report.shown_modules import Column as TypedColumn
+from moecore.report.shown_modules import show_typed_result
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
+from moecore.report.typed_results import Measured, Phase
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
@@ -71,7 +78,7 @@ def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
 
 def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     assert "mce" not in cells(study(tmp_path, stages=EVERY, methods={"vmoe": True}), "vmoe")
-    dense = whole.phases["pretrain"].first_found(Corruptions)["dense"]
+    dense = whole.phases["pretrain"].first(Corruptions)["dense"]
     values = [
         value.model_copy(update={"value": 0.0 if value.at.get("corruption") == "blur" else 1.0})
         for value in dense.values
@@ -94,9 +101,7 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     found = cells(whole, "vmoe")
     measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    rows = {
-        name: scores_by_epsilon(measured.found(Robustness), name) for name in ("fgsm", "pgd-10")
-    }
+    rows = {name: scores_by_epsilon(measured.of(Robustness), name) for name in ("fgsm", "pgd-10")}
     fgsm, pgd = (round(200 * values[-1].value) for values in rows.values())
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
     columns = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
@@ -148,7 +153,7 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
     models = found.phases["pretrain"].models
-    result = models["dense"][0].found(Robustness)
+    result = models["dense"][0].of(Robustness)
     values = [value for value in result.values if value.at.get("attack") == "fgsm"]
     worst = [
         met.model_copy(update={"metric": met.metric.replace("attacked", "worst"), "at": at})
@@ -176,7 +181,7 @@ def test_augmentations_are_details(whole, text):
         "match_top2_sets_noise_0_1"
     ].value == pytest.approx(0.4)
     every = build_table(whole, whole.phases["pretrain"]).metrics
-    metrics = {metric.name: metric.column for metric in every}
+    metrics = {metric.name: metric for metric in every}
     assert (
         metrics["match_top1_flip"].detail
         and metrics["match_top1_flip"].label == "Match, first expert: flip"
@@ -224,11 +229,11 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     (method,) = guided
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
-    routed = whole.phases["pretrain"].models["vmoe"][0].found(Routing)
+    routed = whole.phases["pretrain"].models["vmoe"][0].of(Routing)
     for name, layer in (("match_top1", 2), ("confidence_highest", 3)):
         value = routed.find(f"{name}_layer", layer=layer).value
         assert found[f"{name}_layer_{layer}"].value == value
-    metrics = {one.name: one.column for one in build_table(whole, whole.phases["pretrain"]).metrics}
+    metrics = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
     assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
 
@@ -341,3 +346,30 @@ def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
     told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
     read = collect_outcome_values(told).numbers()
     assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)
+
+
+class Brightness(Config):
+    mean: float
+    items: tuple[float, ...]
+
+
+def test_shown_of_a_typed_result_is_read_and_warns(tmp_path):
+    column = TypedColumn(
+        "brightness", "Brightness", lambda one: one.mean, "higher", items=lambda one: one.items
+    )
+    said = lambda phase: [Block("", below=[str(phase.first(Brightness)["vmoe"].mean)])]
+    with pytest.warns(DeprecationWarning, match="my_lab.brightness: SHOWN .* declare metrics"):
+        page = show_typed_result(
+            "my_lab.brightness", "brightness", Brightness, (column,), part=said
+        )
+    display = Display(page.stage, page.kind, page)
+    write_json(tmp_path / "0.json", {"mean": 0.5, "items": [0.25, 0.75]})
+    model = Measured({page.kind: display.read(tmp_path / "0.json", "measure")})
+    phase = Phase("pretrain", {}, MultiLabel(classes=CLASSES), {"vmoe": {0: model}})
+    (read,) = display.columns.columns(column_context(phase, page.kind))
+    assert (read.name, read.label, read.better) == column[:2] + ("higher",)
+    assert read.read(model).value == 0.5 and read.items(model).tolist() == [0.25, 0.75]
+    assert display.blocks(phase)[-1].below == ["0.5"]
+    write_json(tmp_path / "0.json", {"mean": "dark"})
+    with pytest.raises(UserError, match="0.json: was written by an older version"):
+        display.read(tmp_path / "0.json", "measure")

@@ -11,7 +11,7 @@ from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Routing
 from moecore.measure.trained import halfway_agreement
 from moecore.measure.values import place_slug
-from moecore.report.column import PlannedMetric, PlannedPhase
+from moecore.report.column import PlannedPhase
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.page.report_page import render_report
@@ -59,7 +59,7 @@ def whole(tmp_path_factory):
 def test_the_values_come_from_where_they_are_stored(whole):
     phase = whole.phases["pretrain"]
     cells = build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
-    routed = phase.models["vmoe"][0].found(Routing)
+    routed = phase.models["vmoe"][0].of(Routing)
     trained = phase.models["vmoe"][0].outcome
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
     expected |= {"token_entropy": 0.43, "fallback": 0.01, "below_k": 0.02, "tail_mass": 0.05}
@@ -101,7 +101,7 @@ def test_names_are_unique_and_papers_are_known(whole):
     metrics = phase_result_columns(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
-    order = [metric.column.paper for metric in metrics]
+    order = [metric.paper for metric in metrics]
     assert set(order) == {"", *PAPERS}
     assert order == sorted(order, key=["", *PAPERS].index)
     assert all(found.paper in PAPERS for found in REPORTED)
@@ -388,15 +388,11 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {
-        one.name: PlannedMetric(
-            *(one.column.form, one.column.better, one.column.is_fixed, one.column.curve),
-            one.column.of_pairs,
-            known[one.name].stage,
-        )
-        for one in metrics
-        if one.name in known
+        one.name: (one.form, one.better, one.of_pairs) for one in metrics if one.name in known
     }
-    assert planned == {name: known[name] for name in planned}
+    assert planned == {
+        name: (known[name].form, known[name].better, known[name].of_pairs) for name in planned
+    }
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 

@@ -12,12 +12,11 @@ from scipy.special import stdtr
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_exact
 from moecore.core.files import UserError
-from moecore.measure.base import Estimate
 from moecore.measure.robustness import Robustness
 from moecore.measure.trained import Trained
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import Column
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
 from moecore.report.page.answer import describe_claims, describe_phase_findings
@@ -31,6 +30,7 @@ from moecore.report.tables.metrics_by_method import (
     used_tests,
 )
 from moecore.report.typed_results import Measured, Results
+from moecore.statistics.intervals import Interval
 from moecore.tasks.classification import Classification
 from tests.report.generated import changed, model_with_results, trained, with_values
 from tests.report.test_ages import results as results_of_ages
@@ -73,18 +73,17 @@ def hits_of(model: Measured) -> np.ndarray | None:
     return None if found is None else np.array(found)
 
 
-def metric(read, better, form="number", hits=None) -> ResultColumn:
-    return ResultColumn(
-        Column("share" if hits else "value", "", read, better, form, hits=hits), Found
-    )
+def metric(read, better, form="number", hits=None) -> Column:
+    name = "share" if hits else "value"
+    return Column(name, "", read, better, form, kind=Found, read_hits=hits)
 
 
-def share(found: Found) -> Estimate:
-    return Estimate(value=float(np.mean(found.hits)), low=0.0, high=1.0)
+def share(found: Found) -> Interval:
+    return Interval(float(np.mean(found.hits)), 0.0, 1.0)
 
 
-def within(found: Found) -> Estimate:
-    return Estimate(value=found.value, low=found.value - 0.1, high=found.value + 0.1)
+def within(found: Found) -> Interval:
+    return Interval(found.value, found.value - 0.1, found.value + 0.1)
 
 
 SHARE = metric(share, "higher", "share", hits_of)
@@ -104,7 +103,7 @@ def seeds(**values) -> dict[str, dict[int, Measured]]:
     }
 
 
-def marked(metric: ResultColumn, models) -> list[str]:
+def marked(metric: Column, models) -> list[str]:
     return [
         method
         for method, found in cells_with_best_marked(metric, models).items()
@@ -259,7 +258,7 @@ def test_a_mark_is_shown(tmp_path):
     shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
     before = render_report(shown).count('class="best"')
     phase = shown.phases["pretrain"]
-    result = phase.models["vmoe"][0].found(Robustness)
+    result = phase.models["vmoe"][0].of(Robustness)
     all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
     result = with_values(result, "attacked", **all_right)
     phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, kind=Robustness)
@@ -282,7 +281,7 @@ def answered(found: Results) -> str:
 def with_hits(found: Results, method: str, wrong: int) -> None:
     """Its attacked images all right but ``wrong``, at every epsilon."""
     phase = found.phases["pretrain"]
-    result = phase.models[method][0].found(Robustness)
+    result = phase.models[method][0].of(Robustness)
     items = encode_exact(np.arange(200) >= wrong)
     kept = {"value": 1 - wrong / 200, "low": 0.9, "high": 1.0, "items": items}
     for metric in ("attacked", "worst"):
@@ -297,7 +296,7 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     overlap = "Pretrained on Fashion-MNIST: under PGD 10 (ε = 8/255) routing overlap is "
     assert text.startswith(overlap + "50.0 %. tgr is most accurate on clean")
     phase = found.phases["pretrain"]
-    result = with_values(phase.models["tgr"][0].found(Robustness), "routing_change", value=0.3)
+    result = with_values(phase.models["tgr"][0].of(Robustness), "routing_change", value=0.3)
     phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, kind=Robustness)
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
@@ -417,7 +416,7 @@ def test_pairs_of_seeds_are_tested_by_the_jackknife():
     """
     pairs = {(0, 1): 0.2, (0, 2): 0.4, (1, 2): 0.6, (3, 4): 0.1, (3, 5): 0.2, (4, 5): 0.3}
     between = metric(lambda one, other: pairs[one.value, other.value], "higher")
-    between = between._replace(column=between.column._replace(of_pairs=True))
+    between = between._replace(of_pairs=True)
     models = seeds(ours=[0, 1, 2], theirs=[3, 4, 5])
     (tested,) = differences_from(between, models, "theirs").values()
     assert tested.difference == pytest.approx((0.2, 0.2 - 0.496828, 0.2 + 0.496828), abs=1e-6)

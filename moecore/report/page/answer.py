@@ -85,8 +85,7 @@ def _which(claims: Sequence[EvaluatedClaim]) -> str:
     if len(claims) > NAMED:
         return ""
     words = [
-        f"{one.claim.method} against {one.claim.against}: {one.metric.column.label}"
-        for one in claims
+        f"{one.claim.method} against {one.claim.against}: {one.metric.label}" for one in claims
     ]
     return f" ({'; '.join(dict.fromkeys(words))})"
 

@@ -131,7 +131,7 @@ def explored_model_data(
 ) -> dict[str, Any]:
     """A model, or why there is none to look at. Of further seeds only the clean images."""
     name, is_first, measured = explored
-    result = measured.of(Explorer)
+    result: Any = measured.of(Explorer)
     if result is None:
         return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
     if not is_first:
@@ -161,7 +161,7 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
     choices = {
         model.name: [decode_choices(layer) for layer in read_kept_choices(roles)]
         for model in models
-        if model.measured.of(Explorer) and (roles := model.measured.found(ExpertRoles))
+        if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
     }
     matches = []
     for (one, ours), (other, theirs) in combinations(choices.items(), 2):

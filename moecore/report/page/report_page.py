@@ -115,7 +115,7 @@ def report_introduction(results: Results) -> str:
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.result)]
+    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.kind)]
     if phases[0].together:
         measured.append("transfer of attacks")
     score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")

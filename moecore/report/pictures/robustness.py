@@ -119,7 +119,7 @@ def figures(result: Found) -> Figures:
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
     """Yield the score over epsilon for each attack and their worst, and the routing's change."""
-    results = phase.found(Robustness)
+    results = phase.results(Robustness)
     attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
@@ -141,10 +141,10 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     score = phase.task.score
     curves = {
         method: attack_points([scores_by_epsilon(result, attack) for result in of_method], score)
-        for method, of_method in phase.found_of(Robustness).items()
+        for method, of_method in phase.of(Robustness).items()
     }
     what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
-    number = phase.found(Robustness)[0].facts["images"]
+    number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
     return Picture(
         draw_score_over_epsilon(curves, what, score),
@@ -164,7 +164,7 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     """Draw the change of the routing of each MoE layer; [] where nothing moved."""
-    seeds = phase.found_of(Robustness)
+    seeds = phase.of(Robustness)
     panels = {
         f"MoE {layer}": {
             method: points_over_seeds(
@@ -172,7 +172,7 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
             )
             for method, results in seeds.items()
         }
-        for layer in range(1, 1 + max(map(count_changed_layers, phase.found(Robustness))))
+        for layer in range(1, 1 + max(map(count_changed_layers, phase.results(Robustness))))
     }
     if not panels:
         return []
@@ -190,7 +190,7 @@ def change_chart_spec(attack: str) -> ChartSpec:
 def draw_attacked_images(phase: Phase) -> list[Picture]:
     """Draw a few images under the strongest attack, of the baseline and the dense model."""
     pictures = []
-    first = phase.first_found(Robustness)
+    first = phase.first(Robustness)
     for method in references(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
@@ -214,7 +214,7 @@ def audit_block(phase: Phase) -> Block:
     """Return a table with a row per question."""
     lines = {
         method: [line for result in seeds for line in result.facts["audit"]]
-        for method, seeds in phase.found_of(Robustness).items()
+        for method, seeds in phase.of(Robustness).items()
     }
     every = [line for of_method in lines.values() for line in of_method]
     rows = [

@@ -1,11 +1,13 @@
 """Pictures of trainings: curves, how the routing settles, mistakes, tissues' experts."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.trained import CONTROL, TISSUES, Trained, outcome_of
+from moecore.measure.base import Skipped, read_result
+from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
 from moecore.report.figures.charts import (
@@ -29,7 +31,7 @@ from moecore.report.measures.result_display import Figures, Pictures, first_seed
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.typed_results import Phase
-from moecore.training.outcome import EpochTissueRouting, TissueRoutingRow
+from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
 LISTED = 10  # mistakes of a method with many classes
 TISSUE_WORDS = (
@@ -221,4 +223,12 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     return draw_heatmap(table, percent_annotations(table), labels, size)
 
 
-PICTURES = Pictures("", figures, is_on_page=False, more=phase_blocks, kind=Trained)
+def read_outcome(path: Path, stage: str) -> Found | Skipped:
+    """Return the values of the outcome that ``stage`` wrote; UserError as of ``read_result``."""
+    outcome = read_result(path, Outcome, stage)
+    return outcome if isinstance(outcome, Skipped) else collect_outcome_values(outcome)
+
+
+PICTURES = Pictures(
+    "", figures, is_on_page=False, more=phase_blocks, kind=Trained, read=read_outcome
+)

@@ -45,7 +45,7 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
 
     None where one of the three was not trained, or routing is worth nothing that can be seen.
     """
-    trained = phase.found_of(Trained)
+    trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
