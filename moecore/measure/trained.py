@@ -70,12 +70,15 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
     return read
 
 
+def settling_metric(label: str, note: str, **changes: Any) -> Metric:
+    """Return the metric of how the routing settles, with other fields."""
+    metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
+    return metric._replace(**changes)
+
+
 METRICS = {
     "test_score": Metric(
-        "{tested}{unit}",
-        SCORE,
-        SCORE,
-        "{meaning}",
+        *("{tested}{unit}", SCORE, SCORE, "{meaning}"),
         name="test_{score}",
         hits=hits_reader("scores"),
     ),
@@ -116,53 +119,30 @@ METRICS = {
         of_baseline=steps_to_baseline_loss,
         is_bound=is_after_the_end,
     ),
-    "agreement_with_final": Metric(
-        "Agreement with final model",
-        "higher",
-        "share",
-        "tokens, once half of training is done",
-        "tgr",
-        needs="settling",
+    "agreement_with_final": settling_metric(
+        "Agreement with final model", "tokens, once half of training is done"
     ),
-    "saturation": Metric(
+    "saturation": settling_metric(
         "Saturation",
-        "higher",
-        "share",
         "experts of a token at the end that it has once half of training is done; k/E by chance",
-        needs="settling",
+        paper="",
     ),
-    "agreement_consecutive": Metric(
-        "Agreement of epochs",
-        "higher",
-        "share",
-        "tokens, between the last two epochs",
-        "tgr",
-        needs="settling",
+    "agreement_consecutive": settling_metric(
+        "Agreement of epochs", "tokens, between the last two epochs"
     ),
-    "agreement_consecutive_early": Metric(
+    "agreement_consecutive_early": settling_metric(
         "Agreement of early epochs",
-        "higher",
-        "share",
         "tokens, between an epoch and the next once a quarter of training is done",
-        "tgr",
-        needs="settling",
         detail=True,
     ),
-    "agreement_consecutive_mean": Metric(
+    "agreement_consecutive_mean": settling_metric(
         "Agreement of epochs, mean",
-        "higher",
-        "share",
         "tokens, between an epoch and the next, mean over training",
-        "tgr",
-        needs="settling",
         detail=True,
     ),
-    "agreement_before_after": Metric(
+    "agreement_before_after": settling_metric(
         "Agreement before / after",
-        "higher",
-        "share",
         "tokens whose first expert survives fine-tuning",
-        "tgr",
         needs="finetuned",
     ),
     "training_step_ms": Metric(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Robustness
-from moecore.report.column import Column, score_slug
+from moecore.report.column import CEILING, DENSE, Column, score_slug
 from moecore.report.pictures.robustness import (
     WORST,
     attack_title,
@@ -15,7 +15,6 @@ from moecore.report.pictures.robustness import (
     attacks_of,
     scores_by_epsilon,
 )
-from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.report.tables.number_format import NumberFormat, format_epsilon

@@ -11,12 +11,11 @@ from moecore.core.plain_values import to_jsonable
 from moecore.measure.base import MeasuredModel, Measurement, find_measurement, read_result
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit
-from moecore.report.column import ColumnContext, PlannedPhase
+from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
 from moecore.report.measures.result_display import (
     list_displays,
     list_measurements_with_metrics,
 )
-from moecore.report.metric_columns import MetricColumns
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement

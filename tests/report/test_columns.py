@@ -19,12 +19,11 @@ from moecore.measure.routing import Routing
 from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
+from moecore.report.column import column_context
 from moecore.report.figures.charts import points_over_seeds
 from moecore.report.measures.result_display import Display
 from moecore.report.page.report_page import render_report
-from moecore.report.page.view import Block
 from moecore.report.pictures.robustness import scores_by_epsilon
-from moecore.report.reference_methods import column_context
 from moecore.report.shown_modules import Column as TypedColumn
 from moecore.report.shown_modules import show_typed_result
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
@@ -357,11 +356,8 @@ def test_shown_of_a_typed_result_is_read_and_warns(tmp_path):
     column = TypedColumn(
         "brightness", "Brightness", lambda one: one.mean, "higher", items=lambda one: one.items
     )
-    said = lambda phase: [Block("", below=[str(phase.first(Brightness)["vmoe"].mean)])]
     with pytest.warns(DeprecationWarning, match="my_lab.brightness: SHOWN .* declare metrics"):
-        page = show_typed_result(
-            "my_lab.brightness", "brightness", Brightness, (column,), part=said
-        )
+        page = show_typed_result("my_lab.brightness", "light", Brightness, (column,))
     display = Display(page.stage, page.kind, page)
     write_json(tmp_path / "0.json", {"mean": 0.5, "items": [0.25, 0.75]})
     model = Measured({page.kind: display.read(tmp_path / "0.json", "measure")})
@@ -369,7 +365,7 @@ def test_shown_of_a_typed_result_is_read_and_warns(tmp_path):
     (read,) = display.columns.columns(column_context(phase, page.kind))
     assert (read.name, read.label, read.better) == column[:2] + ("higher",)
     assert read.read(model).value == 0.5 and read.items(model).tolist() == [0.25, 0.75]
-    assert display.blocks(phase)[-1].below == ["0.5"]
+    assert [block.about for block in display.blocks(phase)] == ["brightness"]
     write_json(tmp_path / "0.json", {"mean": "dark"})
     with pytest.raises(UserError, match="0.json: was written by an older version"):
         display.read(tmp_path / "0.json", "measure")

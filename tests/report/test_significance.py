@@ -16,13 +16,12 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.trained import Trained
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
-from moecore.report.column import Column
+from moecore.report.column import Column, find_moe_baseline, references
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS, find_explaining_word
 from moecore.report.page.report_page import build_page, render_report
-from moecore.report.reference_methods import find_moe_baseline, references
 from moecore.report.tables.metrics_by_method import (
     build_table,
     cells_with_best_marked,

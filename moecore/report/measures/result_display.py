@@ -18,6 +18,7 @@ from moecore.measure.base import (
     read_result,
 )
 from moecore.measure.values import Chart, Found
+from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures.charts import (
     EVERYWHERE,
     ChartSpec,
@@ -26,9 +27,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.metric_columns import FillIn, MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
-from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 

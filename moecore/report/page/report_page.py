@@ -10,6 +10,7 @@ from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
+from moecore.report.column import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.measures import linear_experts, sizes
@@ -27,7 +28,6 @@ from moecore.report.page.view import (
     TableRow,
 )
 from moecore.report.pictures.truth import describe_routings_worth
-from moecore.report.reference_methods import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results

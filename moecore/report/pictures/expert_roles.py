@@ -15,12 +15,11 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_layers,
 )
 from moecore.measure.values import Found
+from moecore.report.column import MetricColumns, column_context
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.measures.result_display import Figures, Pictures
-from moecore.report.metric_columns import MetricColumns
 from moecore.report.page.rows import method_rows_table
 from moecore.report.page.view import Block
-from moecore.report.reference_methods import column_context
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
 

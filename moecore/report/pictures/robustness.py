@@ -8,7 +8,7 @@ from moecore.data.card import parse_card_task
 from moecore.measure.robustness import Robustness
 from moecore.measure.under_attack.curves import AttackedGallery
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
-from moecore.report.column import score_slug
+from moecore.report.column import references, score_slug
 from moecore.report.figures.charts import (
     ChartSpec,
     attack_points,
@@ -20,7 +20,6 @@ from moecore.report.figures.charts import (
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.measures.result_display import Figures, Pictures, draw_method_curves
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.reference_methods import references
 from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Phase
 

@@ -7,6 +7,7 @@ import numpy as np
 from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Found
+from moecore.report.column import CEILING, DENSE
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.measures.result_display import (
@@ -16,7 +17,6 @@ from moecore.report.measures.result_display import (
     first_seed_pictures,
 )
 from moecore.report.page.view import Block, Picture
-from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.crossed import Difference, headroom_recovered
 
