@@ -112,7 +112,7 @@ def list_displays() -> list[Shown]:
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
         pictures = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
-        for name in list_measurements_with_metrics():
+        for name in list_measurements_with_values():
             kind = find_class(Measurement, name)
             displays.append(display_measurement(name, kind, pictures.get(name, Pictures(name))))
             for within, part in kind.parts.items():
@@ -123,10 +123,10 @@ def list_displays() -> list[Shown]:
     return sorted(displays, key=lambda shown: (shown.place, shown.stage))
 
 
-def list_measurements_with_metrics() -> list[str]:
-    """Return the names of the measurements that declare metrics; ValueError for a faulty module."""
+def list_measurements_with_values() -> list[str]:
+    """Return the names of the measurements that put values; ValueError for a faulty module."""
     names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
-    return [name for name in names if find_class(Measurement, name).metrics]
+    return [name for name in names if find_class(Measurement, name).puts_values()]
 
 
 def defines_measurement(file: Path) -> bool:
