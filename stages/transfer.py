@@ -40,7 +40,7 @@ def transfer(phase: Phase, seed: int) -> None:
         kept.show_progress(bar)
         result = measure(models, data, params.transfer, kept.part)
         run.result(result)
-        print(result.reading.text, file=sys.stderr)
+        print(result.facts["reading"]["text"], file=sys.stderr)
 
 
 if __name__ == "__main__":

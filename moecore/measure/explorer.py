@@ -19,14 +19,7 @@ from moecore.core.routing_records import TokenLayout
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.measure.base import (
-    SEED,
-    MeasuredModel,
-    MeasuredPart,
-    Measurement,
-    PartStore,
-    load_or_compute,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerGallery,
@@ -43,7 +36,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     augmentation_misfits,
     look_up_augmentation,
 )
-from moecore.measure.values import OnPage
+from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
@@ -57,6 +50,8 @@ Positive = Annotated[float, Field(gt=0, le=1)]
 
 class Explorer(Measurement):
     """Which images are shown, and what is done to them."""
+
+    page: ClassVar[OnPage] = OnPage("single images", place=15)
 
     images: int = Field(
         24,
@@ -89,8 +84,12 @@ class Explorer(Measurement):
             return "a dense model has no experts, so there is nothing to see"
         return None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Everything that the page shows of one model."""
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Keep as facts what explorer.html shows of one model, a ``Result``."""
+        out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
+
+    def explore(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Return what the page shows of one model."""
         model = subject.model
         if model.image.task.long:
             return explore_text(subject, self)
@@ -150,15 +149,12 @@ class ShownVariant(Config):
     trace: ImageTraces
 
 
-class Result(MeasuredPart):
+class Result(Config):
     """N images; each trace has a word per token and MoE layer, on the finest layer's grid.
 
     Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
     columns of patches, the three axes of a volume's, or one axis for a text.
     """
-
-    page: ClassVar[OnPage] = OnPage("single images", place=15)
-    skipped: ClassVar[tuple[str, ...]] = ()
 
     special: int
     grid: tuple[int, ...]

@@ -11,16 +11,16 @@ from typing import Any
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.robustness import Robustness
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
-from moecore.report.measures import sizes
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
 from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
+from moecore.report.pictures import sizes
 from moecore.report.pictures.robustness import draw_attack_curve
 from moecore.report.tables.headline_metrics import render_metrics_files
 from moecore.report.typed_results import Measured, Phase, Results

@@ -14,7 +14,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
 from moecore.report.measures.result_display import (
     list_displays,
-    list_measurements_with_metrics,
+    list_measurements_with_values,
 )
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, content, told):
 
 
 TIMED = "cost"  # is never the same twice
-NAMES = [name for name in list_measurements_with_metrics() if name != TIMED]
+NAMES = [name for name in list_measurements_with_values() if name != TIMED]
 ATTACKED = {  # has no settings of its own accord
     "images": 4,
     "epsilons": [0.0, 0.1, 0.05],

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moecore.measure import explorer
 from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_worth import ExpertWorth
-from moecore.measure.explorer import Explorer
+from moecore.measure.explorer import Explorer, Result
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles
@@ -52,9 +51,14 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
 def measured(
     model: MeasuredModel, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
 ) -> Measured:
-    result = settings.measure(model, compute_without_cache)
+    result = settings.collect_result(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
-    return Measured({explorer.Result: result, Trained: collect_outcome_values(outcome)})
+    return Measured({Explorer: result, Trained: collect_outcome_values(outcome)})
+
+
+def first_explored(results: Results) -> Result:
+    """Return what is shown of vmoe in the first phase."""
+    return Result.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
 
 
 def skipped() -> Measured:

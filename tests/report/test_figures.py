@@ -12,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from moecore.measure.explorer import Result as Explorer
 from moecore.measure.trained import (
     steps_until_baseline_loss,
     trailing_epoch_losses,
@@ -39,7 +38,17 @@ from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from tests.measure.subjects import images, moe, subject
-from tests.report.explored import DENSE, alone, measured, phase, results, skipped, study, watched
+from tests.report.explored import (
+    DENSE,
+    alone,
+    first_explored,
+    measured,
+    phase,
+    results,
+    skipped,
+    study,
+    watched,
+)
 from tests.report.generated import model_with_results, trained
 
 
@@ -283,7 +292,7 @@ def test_what_models_share_is_there_once(whole, page):
     attack = [variant["kind"] for variant in one["shown"]].index("attack")
     pictures = [model["shown"][attack]["picture"] for model in (one, other)]
     assert pictures[0] != pictures[1], "each its own attack"
-    result = whole.phases["pretrain"].first(Explorer)["vmoe"]
+    result = first_explored(whole)
     assert found["pool"][one["shown"][2]["trace"]["layers"][1]] == result.shown[2].trace.layers[1]
     assert found["phases"][1]["methods"][1]["model"] == one, "the same measurement, the same places"
 

@@ -139,7 +139,7 @@ def list_displays() -> list[Display]:
         ]
         pictures = {one.stage: one for one in every}
         displays = [Display(one.stage, one.kind, one) for one in every if one.kind]
-        for name in list_measurements_with_metrics():
+        for name in list_measurements_with_values():
             kind = find_class(Measurement, name)
             displays.append(Display(name, kind, pictures.get(name, Pictures(name))))
             for within, part in kind.parts.items():
@@ -150,10 +150,10 @@ def list_displays() -> list[Display]:
     return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
 
 
-def list_measurements_with_metrics() -> list[str]:
-    """Return the names of the measurements that declare metrics; ValueError for a faulty module."""
+def list_measurements_with_values() -> list[str]:
+    """Return the names of the measurements that put values; ValueError for a faulty module."""
     names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
-    return [name for name in names if find_class(Measurement, name).metrics]
+    return [name for name in names if find_class(Measurement, name).puts_values()]
 
 
 def defines_measurement(file: Path) -> bool:

@@ -7,11 +7,11 @@ from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
-from moecore.report.measures import transfer
 from moecore.report.measures.result_display import list_displays
 from moecore.report.page.answer import format_method_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
+from moecore.report.pictures import transfer
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests

@@ -4,15 +4,15 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped, read_result
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.base import read_result
+from moecore.measure.sizes import Sizes
+from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.report.headline_quantities import (
@@ -20,8 +20,8 @@ from moecore.report.headline_quantities import (
     attacked_score_and_change_names,
     first_columns,
 )
-from moecore.report.measures import linear_experts, sizes, transfer
-from moecore.report.measures.result_display import Display, list_displays
+from moecore.report.measures.result_display import Display, Draw, list_displays
+from moecore.report.pictures import linear_experts, sizes, transfer
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
@@ -30,7 +30,11 @@ from moecore.study.stages import MODEL_STAGES, PHASES
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
+ALONE: Mapping[str, Draw] = {  # by stage: of no single model
+    "linear_experts": linear_experts.figures,
+    "sizes": sizes.figures,
+    "transfer": transfer.figures,
+}
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:
@@ -128,11 +132,11 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         folder = study / "artifacts/data" / item.removeprefix("prepare/")
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
-    wanted = "" if stage in MODEL_STAGES else stage
     path = study / "artifacts/measured" / f"{item}.json"
     if stage in ALONE:
-        typed = read_result(path, ALONE[stage].Result, stage)
-        yield from () if isinstance(typed, Skipped) else ALONE[stage].figures(typed)
+        yield from ALONE[stage](read_result(path, Found, stage))
+        return
+    wanted = "" if stage in MODEL_STAGES else stage
     displays = [one for one in list_displays() if one.stage == wanted]
     kinds = [one for one in displays if not one.within]
     parts = [one for one in displays if one.within]

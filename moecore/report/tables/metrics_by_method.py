@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.data.card import Card
 from moecore.measure.base import find_measurement
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.sizes import Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
-from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
+from moecore.report.pictures import sizes
 from moecore.report.pictures.truth import share_of_routings_worth
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import COSTS, PAPERS
