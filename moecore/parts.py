@@ -52,12 +52,14 @@ from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular
 
 if TYPE_CHECKING:
-    from moecore.report.column import Column as Column
-    from moecore.report.measures.result_display import Shown as Shown
+    from moecore.report.shown_modules import Column as Column
+    from moecore.report.shown_modules import show_typed_result
+
+    Shown = show_typed_result
 else:  # for the page of your own measurement; importing them loads matplotlib
     _PAGES = {
-        "Column": "moecore.report.column:Column",
-        "Shown": "moecore.report.measures.result_display:Shown",
+        "Column": "moecore.report.shown_modules:Column",
+        "Shown": "moecore.report.shown_modules:show_typed_result",
     }
 
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")

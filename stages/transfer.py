@@ -37,7 +37,7 @@ def transfer(phase: Phase, seed: int) -> None:
         parts.show_progress(bar)
         result = measure(models, data, params.transfer, parts.part)
         run.result(result)
-        print(result.reading.text, file=sys.stderr)
+        print(result.facts["reading"]["text"], file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import ModelCalibration
-from moecore.measure.values import Values
+from moecore.measure.values import OnPage, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
 
@@ -29,6 +29,7 @@ class AgeCalibration(ModelCalibration):
     """Calibration of predicted ages, fitted on the split that the calibrator names."""
 
     metrics = METRICS
+    page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Fit the calibrator, write the folder ``files.out`` and put errors before and after it."""

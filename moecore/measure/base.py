@@ -80,8 +80,9 @@ class Measurement(MeasuredPart, ABC):
 
     The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
     {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
-    It declares ``metrics`` and puts values under their names. One without metrics gives a typed
-    result instead, of which the report shows what a ``Shown`` says (moecore/report/measures).
+    It declares ``metrics`` and puts values under their names. One without them and without a title
+    on the page gives a typed result instead, of which the report shows what a ``Shown`` says
+    (moecore/report/measures).
     """
 
     # Settings by which the section asks for more, by name: their values lie in the same file, and
@@ -110,6 +111,11 @@ class Measurement(MeasuredPart, ABC):
         """Return why it does not apply to this model and data, in words; None where it does."""
         return cls.model_refusal(subject.model)
 
+    @classmethod
+    def puts_values(cls) -> bool:
+        """Return whether it puts values or facts, and gives no typed result."""
+        return bool(cls.metrics or cls.page.title)
+
     @abstractmethod
     def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
         """Put values into ``out``, a ``Values``: a function of the arguments alone.
@@ -119,7 +125,7 @@ class Measurement(MeasuredPart, ABC):
 
     def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Config:
         """Return what the stage writes."""
-        if not self.metrics:
+        if not self.puts_values():
             result = self.measure(subject, parts)
             assert result is not None, f"{type(self).__name__} has no metrics and no result"
             return result

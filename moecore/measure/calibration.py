@@ -24,7 +24,7 @@ from moecore.measure.calibrators.temperature import (
     Temperature,
     nll_derivative_by_row,
 )
-from moecore.measure.values import Metric, Values
+from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import (
     eval_mode,
@@ -217,6 +217,7 @@ class ClassCalibration(ModelCalibration):
     """Calibration of classes, or of the next words of a text."""
 
     metrics = METRICS
+    page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Fit to the validation split, and put the quality of the test split before and after.

@@ -4,7 +4,7 @@ Of a text: which expert reads which word of single blocks.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     augmentation_misfits,
     look_up_augmentation,
 )
+from moecore.measure.values import OnPage, Values
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
@@ -49,6 +50,8 @@ Positive = Annotated[float, Field(gt=0, le=1)]
 
 class Explorer(Measurement):
     """Which images are shown, and what is done to them."""
+
+    page: ClassVar[OnPage] = OnPage("single images", place=15)
 
     images: int = Field(
         24,
@@ -81,8 +84,12 @@ class Explorer(Measurement):
             return "a dense model has no experts, so there is nothing to see"
         return None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Everything that the page shows of one model."""
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Keep as facts what explorer.html shows of one model, a ``Result``."""
+        out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
+
+    def explore(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Return what the page shows of one model."""
         model = subject.model
         if model.image.task.long:
             return explore_text(subject, self)

@@ -3,13 +3,13 @@
 Over the angle between the experts' subspaces and their number; no trained model is needed.
 """
 
+import math
 from itertools import product
 from typing import Annotated, get_args
 
 from pydantic import Field
 
-from moecore.core.config import Config
-from moecore.measure.base import Estimate
+from moecore.measure.base import MeasuredPart
 from moecore.measure.theory.linear_experts import (
     Theorem1Sides,
     Theorem2,
@@ -17,6 +17,7 @@ from moecore.measure.theory.linear_experts import (
     theorem_2,
 )
 from moecore.measure.theory.subspace_data import Targets, draw_expert_data
+from moecore.measure.values import Found, Metric, Value
 from moecore.statistics.intervals import mean_over_seeds
 
 DIMENSION = 128  # D of a point
@@ -29,8 +30,22 @@ FLOOR_AND_NOISE = {"floor": 0.5, "noise": 0.005}
 SEEDS = (0, 1, 2)  # one draw of the data each
 
 
-class LinearExperts(Config):
+METRICS = {
+    "ratio": Metric(
+        "Experts' Lipschitz constant over the dense model's", over=("targets", "experts", "angle")
+    ),
+    "draws": Metric("Draws of theorem 1", form="count"),
+    "violations": Metric("Theorem 1 fails", form="count"),
+    "literal_violations": Metric("Theorem 1 as printed fails", form="count"),
+    "theorem_2_promises": Metric("Draws for which theorem 2 promises something", form="count"),
+    "theorem_2_violations": Metric("Theorem 2 fails", form="count"),
+}
+
+
+class LinearExperts(MeasuredPart):
     """The data that is drawn: every combination of targets, experts and angle, with every seed."""
+
+    metrics = METRICS
 
     experts: tuple[Annotated[int, Field(ge=2, le=DIMENSION // RANK)], ...] = Field(
         (2, 4, 8, 16, 32), min_length=1, description="Numbers of experts E."
@@ -42,45 +57,28 @@ class LinearExperts(Config):
     )
 
 
-class LipschitzRatioRow(Config):
-    """Theorem 1 over seeds, on data of one kind."""
-
-    targets: Targets
-    experts: int
-    angle: float  # degrees
-    ratio: Estimate  # the experts' Lipschitz constant over the dense model's
-
-
-class Result(Config):
-    """One row for each kind of targets, number of experts and angle, and sums over all draws."""
-
-    draws: int  # of theorem 1
-    violations: int
-    literal_violations: int  # of theorem 1 as printed
-    theorem_2_promises: int  # draws in which it promises something
-    theorem_2_violations: int
-    theorem_1: tuple[LipschitzRatioRow, ...]
-
-
-def measure(settings: LinearExperts) -> Result:
-    """Both theorems on every draw."""
-    rows = []
+def measure(settings: LinearExperts) -> Found:
+    """Evaluate both theorems on every draw."""
+    values = []
     first = []
     second = []
     for targets, experts, angle in product(get_args(Targets), settings.experts, settings.angles):
         clean = theorem_1_over_seeds(experts, angle, targets)
-        ratio = Estimate.of(mean_over_seeds([one.ratio for one in clean]))
-        rows.append(LipschitzRatioRow(targets=targets, experts=experts, angle=angle, ratio=ratio))
+        ratio = mean_over_seeds([one.ratio for one in clean])
+        at = {"targets": targets, "experts": experts, "angle": angle}
+        if math.isfinite(ratio.value):
+            values.append(Value(metric="ratio", at=at, **ratio._asdict()))
         first += clean
         second += theorem_2_over_seeds(experts, angle, targets)
-    return Result(
-        draws=len(first),
-        violations=sum(not one.holds for one in first),
-        literal_violations=sum(not one.literal_holds for one in first),
-        theorem_2_promises=sum(one.gamma is not None for one in second),
-        theorem_2_violations=sum(not one.holds for one in second),
-        theorem_1=rows,
-    )
+    totals = {
+        "draws": len(first),
+        "violations": sum(not one.holds for one in first),
+        "literal_violations": sum(not one.literal_holds for one in first),
+        "theorem_2_promises": sum(one.gamma is not None for one in second),
+        "theorem_2_violations": sum(not one.holds for one in second),
+    }
+    values += [Value(metric=name, value=total) for name, total in totals.items()]
+    return Found(values=values)
 
 
 def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem1Sides]:

@@ -12,12 +12,22 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.measure.base import MeasuredPart
 from moecore.measure.forward_cost import whole_and_routing_flops
+from moecore.measure.values import Found, Metric, Value
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
 from moecore.nn.meta_device import meta_device_context
 from moecore.tasks.classification import Classification
 from moecore.training.meter import LiveBytes, live_training_tensors
 from moecore.training.method import Method
+
+METRICS = {
+    "parameters": Metric("Parameters, M", form="count", over="model"),  # with a teacher's routers
+    "active_parameters": Metric("Active, M", form="count", over="model"),  # that a token uses
+    "gflops": Metric("GFLOPs", over="model"),  # a multiplication and an addition count as two
+    "routing_gflops": Metric("Routing of a layer, GFLOPs", over="model"),  # mean over MoE layers
+    "training_memory_mb": Metric("Training step, GB", over="model"),  # most with AdamW, in fp32
+}
 
 
 class PaperModel(Config):
@@ -47,8 +57,10 @@ class PaperModel(Config):
         return self
 
 
-class Sizes(Config):
+class Sizes(MeasuredPart):
     """Which models are built."""
+
+    metrics = METRICS
 
     models: tuple[PaperModel, ...] = Field(min_length=1)
 
@@ -60,54 +72,42 @@ class Sizes(Config):
         return self
 
 
-class SizeRow(Config):
-    """What one model came to; None where it cannot be built here."""
+def measure(settings: Sizes) -> Found:
+    """Count every model. Raises UserError where its sizes do not fit together.
 
-    name: str
-    reported: str
-    parameters: int | None = None  # the routers of its teacher among them
-    active_parameters: int | None = None  # that a token uses
-    flops_per_image: float | None = None  # a multiplication and an addition count as two
-    routing_flops_per_layer: float | None = None  # of an image, in one MoE layer; the mean
-    training_memory_bytes: int | None = None  # that a step with AdamW holds at most, in fp32
-    needs: str = ""
-    why: str = ""
-
-
-class Result(Config):
-    """One row a model, in the order of the settings."""
-
-    rows: tuple[SizeRow, ...]
+    facts: models, by name in the order of the settings, with what they say in words.
+    """
+    values = [
+        Value(metric=metric, at={"model": one.name}, value=number)
+        for one in settings.models
+        for metric, number in count_sized_model(one).items()
+    ]
+    words = {"name", "reported", "needs", "why"}
+    models = [one.model_dump(include=words) for one in settings.models]
+    return Found(values=values, facts={"models": models})
 
 
-def measure(settings: Sizes) -> Result:
-    """Every model. Raises UserError where its sizes do not fit together."""
-    return Result(rows=tuple(count_sized_model(one) for one in settings.models))
-
-
-def count_sized_model(one: PaperModel) -> SizeRow:
-    """The counts of one model; a teacher routes in training only, so its routers are not active."""
-    told = {"name": one.name, "reported": one.reported, "needs": one.needs, "why": one.why}
+def count_sized_model(one: PaperModel) -> dict[str, float]:
+    """Return the metrics of one model, none where it cannot be built here; a teacher routes in
+    training only, so its routers are not active.
+    """
     if one.model is None:
-        return SizeRow(**told)
+        return {}
     model = build_on_meta(one)
-    counts = parameter_counts(model)
+    counts: dict[str, float] = {**parameter_counts(model)}
     layers = 0
     if model.moe is not None:
         layers = len(model.moe.indices(one.model.depth))
         counts["parameters"] += one.teacher_width * model.moe.experts.choices * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = whole_and_routing_flops(model, pixels)
-    memory = None
+    counts["gflops"] = flops.whole * 1e-9
+    if layers:
+        counts["routing_gflops"] = flops.routing / layers * 1e-9
     if one.batch:
-        memory = training_step_memory(model, pixels.expand(one.batch, *pixels.shape[1:]))
-    return SizeRow(
-        **told,
-        **counts,
-        flops_per_image=flops.whole,
-        routing_flops_per_layer=flops.routing / layers if layers else None,
-        training_memory_bytes=memory,
-    )
+        batch = pixels.expand(one.batch, *pixels.shape[1:])
+        counts["training_memory_mb"] = training_step_memory(model, batch) * 1e-6
+    return counts
 
 
 def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:

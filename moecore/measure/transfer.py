@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -16,21 +15,29 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared
-from moecore.measure.base import SEED, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredPart, PartStore
 from moecore.measure.under_attack.curves import AuditLine, is_equal_or_worse, unevaluated_audit_line
+from moecore.measure.values import SCORE, Found, Metric, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.statistics.intervals import Estimate
+from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
 BATCH = 128  # images a forward pass
+PAIR = ("made_on", "scored_by")  # methods
+METRICS = {
+    "transferred": Metric("{score} under transferred attack{unit}", SCORE, SCORE, over=PAIR),
+    # From the direct attack's; all intervals hold together at 95 %.
+    "transferred_difference": Metric("Difference from the direct attack", form=SCORE, over=PAIR),
+}
 
 
-class Transfer(Config):
+class Transfer(MeasuredPart):
     """Which images are attacked, and how."""
+
+    metrics = METRICS
 
     attack: Attack = Pgd(steps=20)
     epsilon: float = Field(
@@ -49,36 +56,6 @@ class Transfer(Config):
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
 
-class PairScores(Config):
-    """What images made on one model left of another's scores."""
-
-    scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
-
-
-class TransferCell(Config):
-    """Images made on the model of one method, scored by the model of another, or by itself."""
-
-    made_on: str
-    scored_by: str
-    score: Estimate
-    difference: Estimate | None = Field(
-        description="mean score − the direct attack's; all intervals hold together at 95 %"
-    )
-
-
-class Result(Config):
-    """The matrix, row by row, and what it says of the attacks."""
-
-    task: Task
-    attack: str
-    epsilon: float
-    images: int
-    methods: tuple[str, ...] = Field(description="whose models are attacked and score")
-    skipped: dict[str, str] = Field(description="methods on whose model no image is made, and why")
-    cells: tuple[TransferCell, ...]
-    reading: AuditLine
-
-
 class TargetsAndAttackedImages(NamedTuple):
     """The models on the same images, and the images that were attacked on each."""
 
@@ -88,10 +65,12 @@ class TargetsAndAttackedImages(NamedTuple):
 
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
-) -> Result:
-    """Every pair of models by the names of their methods, a part each.
+) -> Found:
+    """Score every pair of models by the names of their methods, a part each.
 
-    Raises UserError where the attack makes no sense for the task.
+    facts: what was attacked; score, that of the task; skipped, method → why no image is made on
+    its model; reading, an ``AuditLine``. Raises UserError where the attack makes no sense for the
+    task.
     """
     task = data.task
     if reason := settings.attack.refuses(task):
@@ -106,18 +85,19 @@ def measure(
         if source not in skipped
         for target in models
     }
-    people = next(iter(made.targets.values())).people
-    cells = transfer_cells(task, left, people)
-    return Result(
-        task=task,
-        attack=settings.attack.name,
-        epsilon=settings.epsilon,
-        images=min(settings.images, len(data.test.labels)),
-        methods=tuple(models),
-        skipped=skipped,
-        cells=cells,
-        reading=check_no_stronger_transfer(task, cells),
-    )
+    out = Values(METRICS, task, parts)
+    out.people = next(iter(made.targets.values())).people
+    put_transfer(out, left)
+    out.facts |= {
+        "score": task.score,
+        "attack": settings.attack.name,
+        "epsilon": settings.epsilon,
+        "images": min(settings.images, len(data.test.labels)),
+        "methods": list(models),
+        "skipped": skipped,
+        "reading": check_no_stronger_transfer(task, out.found()),
+    }
+    return out.found()
 
 
 def build_transfer_targets(
@@ -155,51 +135,40 @@ def transferred_scores(
 ) -> Tensor:
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
-
-    def compute() -> PairScores:
-        left = made.targets[target].worse_scores(made.images(source))
-        return PairScores(scores=task.encode_scores(left))
-
-    kept = load_or_compute(parts, f"{source} on {target}", PairScores, compute)
-    return task.decode_scores(kept.scores, len(made.targets[target].labels))
+    kept = parts(
+        f"{source} on {target}",
+        lambda: task.encode_scores(made.targets[target].worse_scores(made.images(source))),
+    )
+    return task.decode_scores(kept, len(made.targets[target].labels))
 
 
-def transfer_cells(
-    task: Task, left: Mapping[tuple[str, str], Tensor], people: np.ndarray | None = None
-) -> tuple[TransferCell, ...]:
-    """left: (source, target) → scores (N,); people: (N,), whose image each is, or None."""
+def put_transfer(out: Values, left: Mapping[tuple[str, str], Tensor]) -> None:
+    """left: (source, target) → scores (N,)."""
     foreign = sum(source != target and (target, target) in left for source, target in left)
     # Bonferroni: of many pairs one in twenty would lie beyond a single interval by chance alone.
     level = 1 - 0.05 / max(foreign, 1)
-
-    def difference(target: str, scores: Tensor) -> Estimate | None:
+    for (source, target), scores in left.items():
+        at = {"made_on": source, "scored_by": target}
+        out.put("transferred", out.task.interval(scores, out.people), **at)
         direct = left.get((target, target))
-        if direct is None:
-            return None
-        return Estimate.of(task.difference(scores, direct, level, people))
-
-    return tuple(
-        TransferCell(
-            made_on=source,
-            scored_by=target,
-            score=Estimate.of(task.interval(scores, people)),
-            difference=difference(target, scores),
-        )
-        for (source, target), scores in left.items()
-    )
+        if direct is not None:
+            change = out.task.difference(scores, direct, level, out.people)
+            out.put("transferred_difference", change, **at)
 
 
-def check_no_stronger_transfer(task: Task, cells: tuple[TransferCell, ...]) -> AuditLine:
+def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
     """No attack from another model does more harm than the direct one, by more than chance."""
-    foreign = {
-        f"from {cell.made_on} on {cell.scored_by}": cell.difference
-        for cell in cells
-        if cell.made_on != cell.scored_by and cell.difference is not None
-    }
+    foreign = [
+        one
+        for one in result.all("transferred_difference")
+        if one.at["made_on"] != one.at["scored_by"]
+    ]
     if not foreign:
         return unevaluated_audit_line("transfer", "there is no second model that can be attacked")
     stronger = [
-        pair for pair, difference in foreign.items() if is_worse_beyond_chance(task, difference)
+        f"from {one.at['made_on']} on {one.at['scored_by']}"
+        for one in foreign
+        if is_worse_beyond_chance(task, one.interval)
     ]
     text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
     if stronger:
@@ -207,7 +176,7 @@ def check_no_stronger_transfer(task: Task, cells: tuple[TransferCell, ...]) -> A
     return AuditLine(name="transfer", holds=not stronger, text=text)
 
 
-def is_worse_beyond_chance(task: Task, difference: Estimate) -> bool:
+def is_worse_beyond_chance(task: Task, difference: Interval) -> bool:
     """Return whether the interval of (transferred − direct) is all on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit

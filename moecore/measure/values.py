@@ -34,7 +34,8 @@ class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
     In ``label`` and ``note`` {} stands for the place in words, {score} and {unit} for the words of
-    the task's score; in ``name`` {} for the place as in names, {score} for the score's name.
+    the task's score, {baseline} for the baseline MoE (all: report's ``fill_words``); in ``name`` {}
+    for the place as in names, {score} for the score's name.
     """
 
     label: str  # "" for a metric that charts alone show
@@ -58,6 +59,12 @@ class Metric(NamedTuple):
     needs: str = ""  # what a method must have, so that there is a value: a key of report's NEEDED
     # Instead of a value of its own: computed of a model's values and those of all dense models.
     of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
+    # Likewise, of a model's values, all of the baseline MoE, and that of the same seed.
+    of_baseline: Callable[["Found", Sequence["Found"], "Found | None"], float | None] | None = None
+    # Whether such a value is only a bound of what was not seen: no interval or test takes it.
+    is_bound: Callable[["Found", float], bool] | None = None
+    # Which images (N,) bool a share counted, read of all results of a model, by their kind.
+    hits: Callable[[Mapping[type, Any]], np.ndarray | None] | None = None
     # Instead of a value of its own: computed of two seeds; the method's value is the pairs' mean.
     of_pairs: Callable[["Found", "Found"], float] | None = None
 

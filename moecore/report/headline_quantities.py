@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Robustness
-from moecore.report.column import Column, score_slug
+from moecore.report.column import CEILING, DENSE, Column, score_slug
 from moecore.report.pictures.robustness import (
     WORST,
     attack_title,
@@ -15,7 +15,6 @@ from moecore.report.pictures.robustness import (
     attacks_of,
     scores_by_epsilon,
 )
-from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.report.tables.number_format import NumberFormat, format_epsilon
@@ -166,7 +165,7 @@ def phase_quantities(
     phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
     """Return those of a phase, without its controls but the ceiling."""
-    columns = {metric.name: metric.column for metric in compared.metrics}
+    columns = {metric.name: metric for metric in compared.metrics}
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
@@ -218,7 +217,7 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
 def shown_attack(phase: Phase) -> str:
     """Return the worst case, or else the last attack; "" where nothing was attacked."""
     names = names_of_attacks(phase)
-    if names and any(result.all("worst") for result in phase.found(Robustness)):
+    if names and any(result.all("worst") for result in phase.results(Robustness)):
         return WORST
     return next(reversed(names), "")
 
@@ -226,7 +225,7 @@ def shown_attack(phase: Phase) -> str:
 def describe_last_attack(phase: Phase) -> str:
     """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
     for name in names_of_attacks(phase)[-1:]:
-        met = next(one for one in phase.found(Robustness) if name in attacks_of(one))
+        met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
         epsilon = format_epsilon(float(scores_by_epsilon(met, name)[-1].at["epsilon"]))
         return f"{attack_title(name)} (ε\u00a0=\u00a0{epsilon})"
     return ""
@@ -234,7 +233,7 @@ def describe_last_attack(phase: Phase) -> str:
 
 def names_of_attacks(phase: Phase) -> list[str]:
     """The attacks that any model of the phase met."""
-    results = phase.found(Robustness)
+    results = phase.results(Robustness)
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 
 

@@ -11,20 +11,19 @@ from typing import Any
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.robustness import Robustness
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
-from moecore.report.measures import sizes
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
 from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
+from moecore.report.pictures import sizes
 from moecore.report.pictures.robustness import draw_attack_curve
 from moecore.report.tables.headline_metrics import render_metrics_files
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.training.outcome import Outcome
 
 INK = "#333"
 
@@ -51,8 +50,8 @@ def plot_svg_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
     pictures = {}
     for phase in results.phases.values():
-        trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
-        if any(outcome.curve for outcome in phase.results(Outcome)):
+        trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
+        if any(outcome.curve for seeds in trained.values() for outcome in seeds):
             picture = Picture(training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
         if attack := shown_attack(phase):
@@ -77,7 +76,7 @@ def training_csv(results: Results) -> str:
     scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        if trained := model.of(Outcome):
+        if trained := model.outcome:
             yield from trained.curve
 
     return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
@@ -88,7 +87,7 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        if attacked := model.found(Robustness):
+        if attacked := model.of(Robustness):
             for left in attacked.all("attacked"):
                 score = {phase.task.history_name: left.value}
                 yield left.at | score | {"low": left.low, "high": left.high}
@@ -101,7 +100,7 @@ def table_s1_csv(results: Results) -> str:
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        measured = model.found(AgeCalibration)
+        measured = model.of(AgeCalibration)
         if measured is None:
             return
         for prediction in PREDICTIONS:

@@ -13,10 +13,11 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.data.card import parse_card_task
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.linear_experts import Result as LinearExperts
-from moecore.measure.sizes import Result as Sizes
-from moecore.measure.transfer import Result as Transfer
-from moecore.report.measures.result_display import Shown, list_displays
+from moecore.measure.linear_experts import LinearExperts
+from moecore.measure.sizes import Sizes
+from moecore.measure.transfer import Transfer
+from moecore.measure.values import Found
+from moecore.report.measures.result_display import Display, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection
@@ -38,7 +39,7 @@ def read_results(
     """
     measured = stages_and_measurements(stages, run)
     alone = {
-        kind: read_result(Path(root, MEASURED, f"{stage}.json"), kind, stage)
+        kind: read_result(Path(root, MEASURED, f"{stage}.json"), Found, stage)
         for stage, kind in ALONE.items()
         if stage in measured
     }
@@ -66,7 +67,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     together: dict[type[Config], Config] = {}
     if "transfer" in stages:
         path = root / MEASURED / "transfer" / name / f"{run.seeds[0]}.json"
-        matrix = read_result(path, Transfer, "transfer")
+        matrix = read_result(path, Found, "transfer")
         if not isinstance(matrix, Skipped):
             together[Transfer] = matrix
     return Phase(name, card, task, models, together)
@@ -87,7 +88,11 @@ def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
 
 
 def read_model(
-    root: Path, phase: str, model: str, wanted: Iterable[Shown], measurements: Collection[str] = ()
+    root: Path,
+    phase: str,
+    model: str,
+    wanted: Iterable[Display],
+    measurements: Collection[str] = (),
 ) -> Measured:
     """Return what was measured of a model, ``vmoe/0``.
 
@@ -104,5 +109,5 @@ def read_model(
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")
         elif result is not None:
-            results[shown.result] = result
+            results[shown.kind] = result
     return Measured(results, tuple(skipped))

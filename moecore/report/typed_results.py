@@ -7,14 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredPart
+from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.values import Found
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE
 from moecore.tasks.base import Task
+from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
-R = TypeVar("R", bound=Config)
 V = TypeVar("V")
 Kinds = Mapping[type[Config], Any]
 NOTHING: Kinds = MappingProxyType({})
@@ -27,13 +28,15 @@ class Measured(NamedTuple):
     results: Kinds = NOTHING
     skipped: tuple[str, ...] = ()  # what does not apply to it, and why
 
-    def of(self, kind: type[R]) -> R | None:
-        """The model's result of this type; None where it was not measured or does not apply."""
-        return self.results.get(kind)
-
-    def found(self, kind: type[MeasuredPart]) -> Found | None:
+    def of(self, kind: type[MeasuredPart]) -> Found | None:
         """Return the values of a measurement or a part; None where it was not made or applied."""
         return self.results.get(kind)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return what its training came to; None where it was not trained."""
+        trained = self.of(Trained)
+        return None if trained is None else outcome_of(trained)
 
 
 Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
@@ -63,38 +66,36 @@ class Phase(NamedTuple):
         """All models, method by method."""
         return [model for seeds in self.models.values() for model in seeds.values()]
 
-    def results(self, kind: type[R]) -> list[R]:
-        """The results of this type of all models that have one."""
+    def results(self, kind: type[MeasuredPart]) -> list[Found]:
+        """Return the values of a measurement of all models that have them."""
         return list_without_none(model.of(kind) for model in self.every)
 
-    def of(self, kind: type[R]) -> dict[str, list[R]]:
-        """method → the results of all its seeds; [] where a seed has none."""
-        results: dict[str, list[R]] = {}
+    def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
+        """Return method → the values of all its seeds; [] where a seed has none."""
+        results: dict[str, list[Found]] = {}
         for method, seeds in self.models.items():
-            of_seeds: list[R] = list_without_none(model.of(kind) for model in seeds.values())
+            of_seeds = list_without_none(model.of(kind) for model in seeds.values())
             results[method] = of_seeds if len(of_seeds) == len(seeds) else []
         return results
 
-    def found(self, kind: type[MeasuredPart]) -> list[Found]:
-        """Return the values of a measurement of all models that have them."""
-        results: list[Any] = self.results(kind)
-        return results
-
-    def found_of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
-        """Return method → the values of all its seeds; [] where a seed has none."""
-        results: dict[str, Any] = self.of(kind)
-        return results
-
-    def first(self, kind: type[R]) -> dict[str, R]:
-        """method → the result of its first seed; without the methods that have none."""
+    def first(self, kind: type[MeasuredPart]) -> dict[str, Found]:
+        """Return method → the values of its first seed; without the methods that have none."""
         models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
         results = {method: model.of(kind) for method, model in models.items()}
         return {method: result for method, result in results.items() if result is not None}
 
-    def first_found(self, kind: type[MeasuredPart]) -> dict[str, Found]:
-        """method → the values of its first seed; without the methods that have none."""
-        results: dict[str, Any] = self.first(kind)
-        return results
+    @property
+    def outcomes(self) -> dict[str, list[Outcome]]:
+        """Return method → what the trainings of all its seeds came to; [] where one is missing."""
+        return {
+            method: [outcome_of(trained) for trained in seeds]
+            for method, seeds in self.of(Trained).items()
+        }
+
+    @property
+    def first_outcomes(self) -> dict[str, Outcome]:
+        """Return method → what the training of its first seed came to."""
+        return {method: outcome_of(one) for method, one in self.first(Trained).items()}
 
 
 class Results(NamedTuple):

@@ -136,7 +136,7 @@ def explored(model: MeasuredModel, folder) -> TraceExplorer:
 
 
 def test_of_our_language_model_it_is_the_measurement(subject, tmp_path):
-    own = Explorer(images=1).measure(subject, compute_without_cache)
+    own = Explorer(images=1).explore(subject, compute_without_cache)
     ours = explored(subject, tmp_path).result(items=1)
     assert (ours.grid, ours.images, ours.words) == (own.grid, own.images, own.words)
     assert ours.shown[0].trace.layers == own.shown[0].trace.layers
@@ -149,7 +149,7 @@ def test_of_our_images_it_is_the_measurement_but_for_what_needs_the_model(tmp_pa
     data = digits(tmp_path / "digits")
     model = MeasuredModel(built(Vit(patch=4, width=8, depth=2, heads=1), MOE, data, 1.5), data)
     settings = Explorer(images=1, epsilons=(), augmentations=())
-    own = settings.measure(model, compute_without_cache)
+    own = settings.explore(model, compute_without_cache)
     ours = explored(model, tmp_path).result(items=1)
     assert ours.shown[0].picture == own.shown[0].picture and ours.labels == own.labels
     for layer, other in zip(ours.layers, own.layers, strict=True):

@@ -34,8 +34,8 @@ from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
-from moecore.report.measures import ages as ages_page
-from moecore.report.measures import calibration as calibration_page
+from moecore.report.pictures import ages as ages_page
+from moecore.report.pictures import calibration as calibration_page
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
 from moecore.tasks.cells import Cells

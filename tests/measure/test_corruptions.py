@@ -22,19 +22,19 @@ from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.stability import count_jumps, true_probability
 from moecore.measure.transfer import (
-    Result,
+    METRICS,
     Transfer,
     check_no_stronger_transfer,
     is_worse_beyond_chance,
     measure,
-    transfer_cells,
+    put_transfer,
 )
-from moecore.measure.values import Values
+from moecore.measure.values import Found, Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import transfer as stage
-from moecore.statistics.intervals import Estimate, bootstrap_mean
+from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.statistics.paired import count_paired_hits, paired_share_difference
 from moecore.tasks.classification import Classification
 from moecore.testing import check_measurement
@@ -196,7 +196,7 @@ def test_every_cell_by_hand():
     models = {"plain": plain, "other": Smooth(seed=1)}
     data = data_of(plain)
     found = measure(models, data, TRANSFER, compute_without_cache)
-    assert [(cell.made_on, cell.scored_by) for cell in found.cells] == [
+    assert [tuple(cell.at.values()) for cell in found.all("transferred")] == [
         ("plain", "plain"),
         ("plain", "other"),
         ("other", "plain"),
@@ -206,57 +206,67 @@ def test_every_cell_by_hand():
     targets = {
         name: Target(model, CLASSES, data.test.images, labels, 16) for name, model in models.items()
     }
-    for cell in found.cells:
-        attacked = targets[cell.made_on].attacked(PGD, 0.1)
-        left = targets[cell.scored_by].worse_scores(attacked)
-        direct = targets[cell.scored_by].worse_scores(targets[cell.scored_by].attacked(PGD, 0.1))
-        assert cell.score == Estimate.of(CLASSES.interval(left))
-        assert cell.difference.value == pytest.approx(
+    for cell in found.all("transferred"):
+        scorer = targets[cell.at["scored_by"]]
+        left = scorer.worse_scores(targets[cell.at["made_on"]].attacked(PGD, 0.1))
+        direct = scorer.worse_scores(scorer.attacked(PGD, 0.1))
+        assert cell.interval == CLASSES.interval(left)
+        assert found.find("transferred_difference", **cell.at).value == pytest.approx(
             float(left.double().mean() - direct.double().mean())
         )
-    assert (found.methods, found.attack, found.images) == (("plain", "other"), "pgd-5", 40)
+    facts = [found.facts[name] for name in ("methods", "attack", "images")]
+    assert facts == [["plain", "other"], "pgd-5", 40]
 
 
 def test_a_hidden_gradient_shows():
     models = {"plain": Smooth(), "blind": Blind(Smooth())}
     found = measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
-    assert found.reading.holds is False
-    assert found.reading.text == (
+    assert found.facts["reading"]["holds"] is False
+    assert found.facts["reading"]["text"] == (
         "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
     )
     honest = measure(
         models | {"blind": Smooth(seed=1)}, data_of(Smooth()), TRANSFER, compute_without_cache
     )
-    assert honest.reading.holds is True and honest.reading.text.startswith("0 of 2")
+    reading = honest.facts["reading"]
+    assert reading["holds"] is True and reading["text"].startswith("0 of 2")
 
 
 def test_one_model_alone_says_nothing():
     found = measure({"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache)
-    assert len(found.cells) == 1 and found.cells[0].difference.value == 0
-    assert found.reading.holds is None and "no second model" in found.reading.text
+    (difference,) = found.all("transferred_difference")
+    assert difference.value == 0 and len(found.all("transferred")) == 1
+    reading = found.facts["reading"]
+    assert reading["holds"] is None and "no second model" in reading["text"]
+
+
+def put_pairs(left: dict[tuple[str, str], torch.Tensor]) -> Found:
+    out = Values(METRICS, CLASSES, compute_without_cache)
+    put_transfer(out, left)
+    return out.found()
 
 
 def test_more_pairs_need_wider_intervals():
     # Of four images the transferred attack breaks three that the direct one leaves.
     one, none = hits(0, 0, 0, 1), hits(1, 1, 1, 1)
-    two = transfer_cells(
-        CLASSES, {("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one}
-    )
+    two = put_pairs({("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one})
     level = 1 - 0.05 / 2
     expected = paired_share_difference(count_paired_hits(one.numpy(), none.numpy()), level)
-    assert two[2].difference == Estimate.of(expected) and two[2].difference.value == -0.75
-    alone = transfer_cells(CLASSES, {("b", "b"): none, ("a", "b"): one})
-    assert alone[1].difference.high < two[2].difference.high
+    pair = {"made_on": "a", "scored_by": "b"}
+    difference = two.interval("transferred_difference", **pair)
+    assert difference == expected and difference.value == -0.75
+    alone = put_pairs({("b", "b"): none, ("a", "b"): one})
+    assert alone.interval("transferred_difference", **pair).high < difference.high
 
 
 def test_what_is_beyond_chance():
-    assert is_worse_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.5, high=-0.1))
-    assert not is_worse_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.7, high=0.1))
-    assert not is_worse_beyond_chance(CLASSES, Estimate(value=0.3, low=0.1, high=0.5))
-    assert is_worse_beyond_chance(YEARS, Estimate(value=2.0, low=1.0, high=3.0))
-    assert not is_worse_beyond_chance(YEARS, Estimate(value=-2.0, low=-3.0, high=-1.0))
-    assert not is_worse_beyond_chance(YEARS, Estimate(value=0.0, low=0.0, high=0.0))
-    assert check_no_stronger_transfer(CLASSES, ()).holds is None
+    assert is_worse_beyond_chance(CLASSES, Interval(-0.3, -0.5, -0.1))
+    assert not is_worse_beyond_chance(CLASSES, Interval(-0.3, -0.7, 0.1))
+    assert not is_worse_beyond_chance(CLASSES, Interval(0.3, 0.1, 0.5))
+    assert is_worse_beyond_chance(YEARS, Interval(2.0, 1.0, 3.0))
+    assert not is_worse_beyond_chance(YEARS, Interval(-2.0, -3.0, -1.0))
+    assert not is_worse_beyond_chance(YEARS, Interval(0.0, 0.0, 0.0))
+    assert check_no_stronger_transfer(CLASSES, Found(values=())).holds is None
 
 
 def test_a_model_without_routing_lends_no_attack_on_it():
@@ -266,10 +276,12 @@ def test_a_model_without_routing_lends_no_attack_on_it():
     data = Prepared({"task": CLASSES.model_dump(mode="json")}, split, split, split)
     settings = TRANSFER.model_copy(update={"attack": Fgsm(objective="routing_change")})
     found = measure(models, data, settings, compute_without_cache)
-    assert list(found.skipped) == ["dense"] and "no MoE layer" in found.skipped["dense"]
-    (direct, foreign) = found.cells
-    assert direct.difference.value == 0 and foreign.scored_by == "dense"
-    assert foreign.difference is None and found.reading.holds is None
+    skipped = found.facts["skipped"]
+    assert list(skipped) == ["dense"] and "no MoE layer" in skipped["dense"]
+    assert [one.at["scored_by"] for one in found.all("transferred")] == ["moe", "dense"]
+    (direct,) = found.all("transferred_difference")
+    assert direct.value == 0 and direct.at["scored_by"] == "moe"
+    assert found.facts["reading"]["holds"] is None
 
 
 def test_an_attack_that_makes_no_sense_is_refused():
@@ -285,16 +297,16 @@ def run(tmp_path_factory):
     return folder
 
 
-def run_stage(folder, patch, methods=("vit", "dense")) -> Result:
+def run_stage(folder, patch, methods=("vit", "dense")) -> Found:
     settings = {"images": 20, "epsilon": 0.05, "attack": {"kind": "pgd", "steps": 2}}
     in_run(patch, folder, run={"methods": list(methods), "seeds": [0]}, transfer=settings)
     stage.transfer("pretrain", 0)
-    return read_result(folder / RESULT, Result, "transfer")
+    return read_result(folder / RESULT, Found, "transfer")
 
 
 def test_a_killed_stage_makes_only_what_is_left(run, monkeypatch, capsys):
     whole = run_stage(run, monkeypatch)
-    assert whole.methods == ("vit", "dense") and len(whole.cells) == 4
+    assert whole.facts["methods"] == ["vit", "dense"] and len(whole.all("transferred")) == 4
     assert "transferred attacks do more harm" in capsys.readouterr().err
     made = []
     attacked = Target.attacked

@@ -14,6 +14,7 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.image_noise import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
+from moecore.measure.explorer import Result
 from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
@@ -189,7 +190,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return check_measurement(FEW, model)
+    return Result.model_validate(check_measurement(FEW, model).facts)
 
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -333,7 +334,7 @@ def test_a_crop_shows_the_patch_in_its_middle(model, found):
 
 def test_four_hundred_experts_keep_the_first_eight():
     model = subject(images(), moe(400))
-    found = FEW.measure(model, compute_without_cache)
+    found = FEW.explore(model, compute_without_cache)
     _, records = predict_in_batches(model.model, model.data.test.images[list(found.images)], 5)
     for text, record in zip(found.shown[0].trace.layers, records, strict=True):
         best, ranked, marks = arrays(text, 5, 10, 400)
@@ -348,14 +349,14 @@ def test_four_hundred_experts_keep_the_first_eight():
 
 
 def test_a_thousand_classes_keep_the_largest():
-    found = FEW.measure(subject(images(1000), moe()), compute_without_cache)
+    found = FEW.explore(subject(images(1000), moe()), compute_without_cache)
     assert all(len(row) == 3 for row in found.shown[0].trace.answers)
     assert all(len(use.classes) <= 5 for layer in found.layers for use in layer.experts)
 
 
 def test_large_images_are_shown_smaller():
     data = images(size=200, channels=3, number=6)
-    found = FEW.measure(subject(data, moe(), patch=50), compute_without_cache)
+    found = FEW.explore(subject(data, moe(), patch=50), compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
     pixels = np.frombuffer(decode_compressed_text(found.shown[0].picture.pixels), np.uint8)
@@ -365,7 +366,7 @@ def test_large_images_are_shown_smaller():
 def test_volumes(tmp_path):
     model = volumes(tmp_path)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
-    found = check_measurement(asked, model)
+    found = Result.model_validate(check_measurement(asked, model).facts)
     assert len(found.images) == 6 and found.grid == (4, 4, 4)
     assert found.shown[0].picture.shape == (6, 1, 16, 16, 16)
     assert [one.picture for one in found.shown[1:]] == [None] * 8
@@ -381,4 +382,4 @@ def test_volumes(tmp_path):
 
 def test_volumes_refuse_what_is_for_flat_images(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
-        FEW.measure(volumes(tmp_path), compute_without_cache)
+        FEW.explore(volumes(tmp_path), compute_without_cache)

@@ -27,14 +27,14 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     draw_two_views,
 )
-from moecore.measure.sizes import PaperModel, Result, SizeRow, count_sized_model, measure
+from moecore.measure.sizes import METRICS, PaperModel, Sizes, count_sized_model, measure
 from moecore.measure.sizes import build_on_meta as built_sizes
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.predict import predict_in_batches
-from moecore.report.measures import sizes
 from moecore.report.page.report_page import render_report
+from moecore.report.pictures import sizes
 from moecore.report.report_files import render_report_files
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Results
@@ -201,13 +201,12 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="module")
-def paper_sizes() -> Result:
+def paper_sizes() -> Found:
     return measure(extract_declared_settings(Params, COMPOSED.document).sizes)
 
 
-def row(paper_sizes: Result, name: str) -> SizeRow:
-    (one,) = [row for row in paper_sizes.rows if row.name == name]
-    return one
+def count(paper_sizes: Found, metric: str, name: str) -> float:
+    return paper_sizes.find(metric, model=name).value
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
@@ -219,13 +218,13 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
     real = one.model.build(made.image, one.method.moe)
     counts = count_sized_model(one)
     assert parameter_counts(real) == {
-        "parameters": counts.parameters,
-        "active_parameters": counts.active_parameters,
+        "parameters": counts["parameters"],
+        "active_parameters": counts["active_parameters"],
     }
     flops = whole_and_routing_flops(real, torch.rand(1, 3, 32, 32))
-    assert counts.flops_per_image == pytest.approx(flops.whole)
+    assert counts["gflops"] == pytest.approx(flops.whole * 1e-9)
     if one.method.moe is not None:
-        assert counts.routing_flops_per_layer == pytest.approx(flops.routing / 2)
+        assert counts["routing_gflops"] == pytest.approx(flops.routing / 2 * 1e-9)
 
 
 def test_the_memory_of_a_step_without_values_is_that_of_a_real_step():
@@ -242,7 +241,8 @@ def test_the_memory_of_a_step_without_values_is_that_of_a_real_step():
     step()
     with LiveBytes(live_training_tensors([real], optimizer, images)) as live:
         step()
-    assert count_sized_model(one).training_memory_bytes == live.peak
+    counts = count_sized_model(one)
+    assert counts["training_memory_mb"] == live.peak * 1e-6 and set(counts) < set(METRICS)
 
 
 def test_a_teachers_routers_are_counted_but_not_active():
@@ -252,25 +252,26 @@ def test_a_teachers_routers_are_counted_but_not_active():
         )
         for width in (0, 48)
     )
-    assert guided.parameters - alone.parameters == 2 * 8 * 48  # layers · experts · width
-    assert guided.active_parameters == alone.active_parameters
+    assert guided["parameters"] - alone["parameters"] == 2 * 8 * 48  # layers · experts · width
+    assert guided["active_parameters"] == alone["active_parameters"]
 
 
 def test_the_papers_sizes_come_out(paper_sizes):
     differences = sizes.size_differences(paper_sizes)
     # adversarial-moe, table 1, and TGR, table S9: all parameters
     others = ("ERMoE", "Swin", "MoE")
-    built_here = [row for row in paper_sizes.rows if not row.name.startswith(others)]
+    built_here = [name for name in differences if not name.startswith(others)]
     assert len(built_here) == 14
     # MoGE: "approximately 1.4B", and 31 further experts in each of two layers beside two routers
-    assert row(paper_sizes, "SwinV1-MoE-B, 128 experts").parameters == 1_420_631_712
-    sparse, dense = (row(paper_sizes, name) for name in ("SwinV2-MoE-T, 32 experts", "Swin-T"))
+    assert count(paper_sizes, "parameters", "SwinV1-MoE-B, 128 experts") == 1_420_631_712
+    names = ("SwinV2-MoE-T, 32 experts", "Swin-T")
+    sparse, dense = (count(paper_sizes, "parameters", name) for name in names)
     more = 31 * (1_181_568 + 4_722_432) + 32 * (384 + 768)
-    assert abs(sparse.parameters - dense.parameters - more) < 100
+    assert abs(sparse - dense - more) < 100
     for one in built_here:
-        assert abs(differences[one.name]["parameters"]["difference"]) < 0.006, one.name
+        assert abs(differences[one]["parameters"]["difference"]) < 0.006, one
     # with the layer before the head that the authors' ViT has
-    dense = row(paper_sizes, "ViT-B/32").parameters + 768 * 768 + 768
+    dense = count(paper_sizes, "parameters", "ViT-B/32") + 768 * 768 + 768
     assert round(dense / 1e6, 1) == 102.1
     # ERMoE's rank is not printed: half the width gives parameters and routing
     half = differences["ERMoE-B/16, rank 384"]
@@ -283,26 +284,26 @@ def test_what_eigenbases_add_to_the_memory_of_a_step(paper_sizes):
     added = {}
     for number in (8, 32):
         names = (f"{kind}, one layer, {number} experts" for kind in ("ERMoE", "MoE"))
-        ours, plain = (row(paper_sizes, name).training_memory_bytes for name in names)
+        ours, plain = (count(paper_sizes, "training_memory_mb", name) for name in names)
         added[number] = ours / plain
     assert added == pytest.approx({8: 1.14, 32: 2.24}, abs=0.005)
 
 
 def test_the_rank_that_gives_the_printed_parameters(paper_sizes):
     # parameters are linear in the rank
-    low, high = (row(paper_sizes, f"ERMoE-B/16, rank {rank}").parameters for rank in (384, 512))
+    names = (f"ERMoE-B/16, rank {rank}" for rank in (384, 512))
+    low, high = (count(paper_sizes, "parameters", name) for name in names)
     rank = 384 + (243.0e6 - low) * (512 - 384) / (high - low)
     assert rank == pytest.approx(387, abs=0.5)
 
 
 def test_every_number_that_is_off_has_a_word(paper_sizes):
-    for one in paper_sizes.rows:
-        off = [
-            abs(number["difference"]) > sizes.LIMIT
-            for number in sizes.size_differences(Result(rows=(one,)))[one.name].values()
-        ]
-        assert one.why or not any(off), one.name
-    assert not any(one.needs for one in paper_sizes.rows)
+    differences = sizes.size_differences(paper_sizes)
+    for one in paper_sizes.facts["models"]:
+        numbers = differences[one["name"]].values()
+        off = [abs(number["difference"]) > sizes.LIMIT for number in numbers]
+        assert one["why"] or not any(off), one["name"]
+        assert not one["needs"]
 
 
 def test_the_readme_has_the_table_that_the_summary_prints(paper_sizes):
@@ -312,7 +313,7 @@ def test_the_readme_has_the_table_that_the_summary_prints(paper_sizes):
 
 
 def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
-    results = Results({}, dump_inline_yaml(COMPOSED.document.data), {Result: paper_sizes})
+    results = Results({}, dump_inline_yaml(COMPOSED.document.data), {Sizes: paper_sizes})
     assert compare_methods(results) == {"sizes": sizes.size_differences(paper_sizes)}
     text = render_report(results)
     assert "Sizes of the papers&#39; models" in text and "within 1 %" in text

@@ -11,12 +11,11 @@ from moecore.core.plain_values import to_jsonable
 from moecore.measure.base import MeasuredModel, Measurement, find_measurement, read_result
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit
-from moecore.report.column import ColumnContext, PlannedPhase
+from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
 from moecore.report.measures.result_display import (
     list_displays,
-    list_measurements_with_metrics,
+    list_measurements_with_values,
 )
-from moecore.report.metric_columns import MetricColumns
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
@@ -97,10 +96,10 @@ def test_columns_stand_in_the_order_of_the_metrics_and_details_of_places_at_the_
         ("wind_far_east", "Wind, far east"),
     ]
     assert [one.note for one in columns[:2]] == ["of images", "; mean over sides"]
-    assert columns[1].read(weather()) == 4.875
-    np.testing.assert_allclose(columns[1].items(weather()), 6.5 * HITS, atol=1e-2)
-    assert columns[4].read(weather()) == bootstrap_mean(5 * HITS)
-    assert columns[4].read(Found(values=())) is columns[1].read(Found(values=())) is None
+    assert columns[1].read_result(weather()) == 4.875
+    np.testing.assert_allclose(columns[1].read_items(weather()), 6.5 * HITS, atol=1e-2)
+    assert columns[4].read_result(weather()) == bootstrap_mean(5 * HITS)
+    assert columns[4].read_result(Found(values=())) is None
     assert (columns[2].better, columns[2].form, columns[2].limits) == ("higher", "share", "wilson")
 
 
@@ -128,7 +127,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, content, told):
 
 
 TIMED = "cost"  # is never the same twice
-NAMES = [name for name in list_measurements_with_metrics() if name != TIMED]
+NAMES = [name for name in list_measurements_with_values() if name != TIMED]
 ATTACKED = {  # has no settings of its own accord
     "images": 4,
     "epsilons": [0.0, 0.1, 0.05],
@@ -149,11 +148,13 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     assert {value.metric for value in found.values} <= set(kind.metrics)
     task = subject.data.task
     seen = ColumnContext(task, [found], "", (), ())
-    (columns,) = next(one.columns for one in list_displays() if one.result is kind)
+    columns = next(one.columns for one in list_displays() if one.kind is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)
     planned = columns.foreseen(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
-    assert {column.name for column in named if column.read(found) is not None} <= set(planned)
+    assert {column.name for column in named if column.read_result(found) is not None} <= set(
+        planned
+    )
 
 
 class _StudyOf:

@@ -22,7 +22,7 @@ from moecore.measure import calibration, few_shot, retrieval, routing, word_swap
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
-from moecore.measure.explorer import Explorer
+from moecore.measure.explorer import Explorer, Result
 from moecore.measure.exploring.word_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
@@ -108,7 +108,7 @@ def test_an_experts_words_by_hand():
 
 
 def test_the_explorer_of_a_text(subject, tmp_path):
-    found = check_measurement(Explorer(images=3), subject)
+    found = Result.model_validate(check_measurement(Explorer(images=3), subject).facts)
     vocabulary = read_vocabulary(subject.data.folder, 12)
     last = subject.data.test.images[found.images[2]][-1]
     assert found.words[2] == tuple(vocabulary[number] for number in last)
@@ -117,7 +117,7 @@ def test_the_explorer_of_a_text(subject, tmp_path):
     (tmp_path / "vocabulary.txt").write_text("\n".join(["<unk>", "<eos>", *"abcdefghi", ""]))
     card = {"task": told.model.image.task.model_dump()}
     data = told.data._replace(card=card, folder=tmp_path)
-    experts = Explorer(images=3).measure(told._replace(data=data), compute_without_cache)
+    experts = Explorer(images=3).explore(told._replace(data=data), compute_without_cache)
     kinds = [one.kinds for one in experts.layers[0].experts]
     assert kinds == [((kind, 1.0),) for kind in (1, 2, 3)]
 

@@ -4,17 +4,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moecore.measure import explorer
 from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_worth import ExpertWorth
-from moecore.measure.explorer import Explorer
+from moecore.measure.explorer import Explorer, Result
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles
+from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.training.outcome import Outcome, WatchedEpoch
+from moecore.training.outcome import WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
 
@@ -51,14 +51,19 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
 def measured(
     model: MeasuredModel, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
 ) -> Measured:
-    result = settings.measure(model, compute_without_cache)
+    result = settings.collect_result(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
-    return Measured({explorer.Result: result, Outcome: outcome})
+    return Measured({Explorer: result, Trained: collect_outcome_values(outcome)})
+
+
+def first_explored(results: Results) -> Result:
+    """Return what is shown of vmoe in the first phase."""
+    return Result.model_validate(results.phases["pretrain"].first(Explorer)["vmoe"].facts)
 
 
 def skipped() -> Measured:
     outcome = trained(0, 0, False, "pretrain")
-    return Measured({Outcome: outcome}, (f"single images: {DENSE}",))
+    return Measured({Trained: collect_outcome_values(outcome)}, (f"single images: {DENSE}",))
 
 
 def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:

@@ -35,6 +35,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.routing_metrics.layer_use import load_shares
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
+from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.under_attack.curves import (
     AttackedGallery,
     AuditLine,
@@ -64,7 +65,7 @@ DENSE = Skipped(skipped="the model has no MoE layers")
 
 def model_with_results(*results: Config) -> Measured:
     """A model with these results."""
-    return Measured({type(result): result for result in results})
+    return changed(Measured(), *results)
 
 
 def write_results(
@@ -91,9 +92,15 @@ def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
     write_json(root / "artifacts/measured" / stage / where, to_jsonable(result))
 
 
-def changed(model: Measured, result: Config, kind: type[Config] | None = None) -> Measured:
-    """The model with another result of its type, or with other values of a measurement."""
-    return model._replace(results={**model.results, kind or type(result): result})
+def changed(model: Measured, *results: Config, kind: type[Config] | None = None) -> Measured:
+    """The model with other results of their types, or with other values of a measurement."""
+    known = dict(model.results)
+    for result in results:
+        if isinstance(result, Outcome):
+            known[Trained] = collect_outcome_values(result)
+        else:
+            known[kind or type(result)] = result
+    return model._replace(results=known)
 
 
 def with_values(found: Found, metric: str, **changes: Any) -> Found:

@@ -8,8 +8,8 @@ import pytest
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.robustness import Robustness
 from moecore.report.figures.charts import attack_points
-from moecore.report.measures.ages import table_s1
 from moecore.report.page.report_page import render_report
+from moecore.report.pictures.ages import table_s1
 from moecore.report.pictures.cohort_checks import (
     mixture_table,
     region_experts_by_volume_kind,
@@ -250,7 +250,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name
     phase = found.phases["pretrain"]
-    values = scores_by_epsilon(phase.models["dense"][0].found(Robustness), "pgd-10")
+    values = scores_by_epsilon(phase.models["dense"][0].of(Robustness), "pgd-10")
     last = attack_points([values], phase.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
 

@@ -57,6 +57,7 @@ from moecore.training.outcome import Outcome
 from tests.report.generated import (
     TASK,
     card,
+    changed,
     model_with_results,
     records_of,
     routed_by,
@@ -81,7 +82,8 @@ def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
 def matching(outcome: Outcome, match: Value) -> Measured:
     """A model whose views match as often as this."""
     values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
-    return Measured({Outcome: outcome, Routing: ROUTED.model_copy(update={"values": values})})
+    routed = ROUTED.model_copy(update={"values": values})
+    return changed(Measured({Routing: routed}), outcome)
 
 
 def study(**methods: list) -> Results:

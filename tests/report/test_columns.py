@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from moecore.core.config import Config
+from moecore.core.files import UserError, write_json
 from moecore.measure.corruptions import (
     Corruptions,
     errors_of,
@@ -14,20 +16,22 @@ from moecore.measure.corruptions import (
 )
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
+from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.column import Column
+from moecore.report.column import column_context
 from moecore.report.figures.charts import points_over_seeds
-from moecore.report.measures.training_outcome import COLUMNS
+from moecore.report.measures.result_display import Display
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.robustness import scores_by_epsilon
-from moecore.report.reference_methods import column_context
+from moecore.report.shown_modules import Column as TypedColumn
+from moecore.report.shown_modules import show_typed_result
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
+from moecore.report.typed_results import Measured, Phase
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed
 from tests.report.test_metrics import names_of, study
 from tests.report.test_report import METHODS, assert_self_contained
@@ -73,7 +77,7 @@ def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
 
 def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     assert "mce" not in cells(study(tmp_path, stages=EVERY, methods={"vmoe": True}), "vmoe")
-    dense = whole.phases["pretrain"].first_found(Corruptions)["dense"]
+    dense = whole.phases["pretrain"].first(Corruptions)["dense"]
     values = [
         value.model_copy(update={"value": 0.0 if value.at.get("corruption") == "blur" else 1.0})
         for value in dense.values
@@ -96,9 +100,7 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     found = cells(whole, "vmoe")
     measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    rows = {
-        name: scores_by_epsilon(measured.found(Robustness), name) for name in ("fgsm", "pgd-10")
-    }
+    rows = {name: scores_by_epsilon(measured.of(Robustness), name) for name in ("fgsm", "pgd-10")}
     fgsm, pgd = (round(200 * values[-1].value) for values in rows.values())
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
     columns = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
@@ -140,7 +142,7 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
     assert "against" not in compared["tgr"]["steps_to_baseline_loss"]
     assert compared["dense"]["steps_to_baseline_loss"]["against"]["vmoe"]["p"] == 1
     models = found.phases["pretrain"].models["vmoe"]
-    slow = models[1].of(Outcome)
+    slow = models[1].outcome
     curve = tuple(row | {"train_loss": row["train_loss"] + 0.1} for row in slow.curve)
     models[1] = changed(models[1], slow.model_copy(update={"curve": curve}))
     # 0.304 + 0.02 of seed 1: dense has 0.319 after 8 epochs; seed 0 stays at 500
@@ -150,7 +152,7 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
     models = found.phases["pretrain"].models
-    result = models["dense"][0].found(Robustness)
+    result = models["dense"][0].of(Robustness)
     values = [value for value in result.values if value.at.get("attack") == "fgsm"]
     worst = [
         met.model_copy(update={"metric": met.metric.replace("attacked", "worst"), "at": at})
@@ -159,7 +161,9 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
         for at in ({"epsilon": met.at["epsilon"]},)
     ]
     changes = {"values": (*values, *worst), "skipped": ("pgd-10: no router",)}
-    models["dense"][0] = changed(models["dense"][0], result.model_copy(update=changes), Robustness)
+    models["dense"][0] = changed(
+        models["dense"][0], result.model_copy(update=changes), kind=Robustness
+    )
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
     assert cells(found, "dense")["accuracy_worst_case"] == cells(found, "dense")["accuracy_fgsm"]
@@ -176,7 +180,7 @@ def test_augmentations_are_details(whole, text):
         "match_top2_sets_noise_0_1"
     ].value == pytest.approx(0.4)
     every = build_table(whole, whole.phases["pretrain"]).metrics
-    metrics = {metric.name: metric.column for metric in every}
+    metrics = {metric.name: metric for metric in every}
     assert (
         metrics["match_top1_flip"].detail
         and metrics["match_top1_flip"].label == "Match, first expert: flip"
@@ -192,7 +196,7 @@ def test_augmentations_are_details(whole, text):
 
 def test_accuracy_within_five(whole):
     found = cells(whole, "vmoe")
-    kept = whole.phases["pretrain"].models["vmoe"][0].of(Outcome).test_top5
+    kept = whole.phases["pretrain"].models["vmoe"][0].outcome.test_top5
     assert found["test_accuracy_top5"] == pytest.approx((kept.value, kept.low, kept.high))
     against = compare_methods(whole)["vmoe"]["pretrain"]["test_accuracy_top5"]["against"]
     assert set(against) == {"dense"}, "paired by images: the calibration keeps the hits"
@@ -224,11 +228,11 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     (method,) = guided
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
-    routed = whole.phases["pretrain"].models["vmoe"][0].found(Routing)
+    routed = whole.phases["pretrain"].models["vmoe"][0].of(Routing)
     for name, layer in (("match_top1", 2), ("confidence_highest", 3)):
         value = routed.find(f"{name}_layer", layer=layer).value
         assert found[f"{name}_layer_{layer}"].value == value
-    metrics = {one.name: one.column for one in build_table(whole, whole.phases["pretrain"]).metrics}
+    metrics = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
     assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
 
@@ -320,10 +324,8 @@ def test_several_labels_an_image(tmp_path):
     phase = found.phases["pretrain"]
     task = MultiLabel(classes=CLASSES)
     for seeds in phase.models.values():
-        trained = (
-            seeds[0]
-            .of(Outcome)
-            .model_copy(update={"task": task, "confusion": None, "test_top5": None})
+        trained = seeds[0].outcome.model_copy(
+            update={"task": task, "confusion": None, "test_top5": None}
         )
         seeds[0] = changed(seeds[0], trained)
     found.phases["pretrain"] = phase._replace(task=task)
@@ -339,7 +341,31 @@ def test_several_labels_an_image(tmp_path):
 
 def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):
     assert not {"training_step_ms", "training_memory_mb"} & set(cells(whole, "vmoe"))
-    trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
+    trained = whole.phases["pretrain"].models["vmoe"][0].outcome
     told = trained.model_copy(update={"training_step_ms": 61.0, "training_memory_mb": 512.5})
-    read = {column.name: column.read(told) for column in COLUMNS if isinstance(column, Column)}
+    read = collect_outcome_values(told).numbers()
     assert (read["training_step_ms"], read["training_memory_mb"]) == (61.0, 512.5)
+
+
+class Brightness(Config):
+    mean: float
+    items: tuple[float, ...]
+
+
+def test_shown_of_a_typed_result_is_read_and_warns(tmp_path):
+    column = TypedColumn(
+        "brightness", "Brightness", lambda one: one.mean, "higher", items=lambda one: one.items
+    )
+    with pytest.warns(DeprecationWarning, match="my_lab.brightness: SHOWN .* declare metrics"):
+        page = show_typed_result("my_lab.brightness", "light", Brightness, (column,))
+    display = Display(page.stage, page.kind, page)
+    write_json(tmp_path / "0.json", {"mean": 0.5, "items": [0.25, 0.75]})
+    model = Measured({page.kind: display.read(tmp_path / "0.json", "measure")})
+    phase = Phase("pretrain", {}, MultiLabel(classes=CLASSES), {"vmoe": {0: model}})
+    (read,) = display.columns.columns(column_context(phase, page.kind))
+    assert (read.name, read.label, read.better) == column[:2] + ("higher",)
+    assert read.read(model).value == 0.5 and read.items(model).tolist() == [0.25, 0.75]
+    assert [block.about for block in display.blocks(phase)] == ["brightness"]
+    write_json(tmp_path / "0.json", {"mean": "dark"})
+    with pytest.raises(UserError, match="0.json: was written by an older version"):
+        display.read(tmp_path / "0.json", "measure")

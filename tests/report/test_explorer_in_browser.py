@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
@@ -16,7 +15,7 @@ from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
 from tests.nn.backbones.test_cells import MOSAIC
-from tests.report.explored import DENSE, alone, study
+from tests.report.explored import DENSE, alone, first_explored, study
 from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
 
 
@@ -151,7 +150,7 @@ def test_the_class_token_can_be_looked_at(browser, whole):
 
 
 def test_an_expert_shows_its_load_classes_and_patches(browser, whole):
-    result = study().phases["pretrain"].first(Explorer)["vmoe"]
+    result = first_explored(study())
     with opened(browser, address(whole, PICKED), 1400, "light") as page:
         settled(page)
         panel = page.locator(".panel >> nth=0")
@@ -297,7 +296,7 @@ def test_the_true_kind_stands_beside_the_expert(browser, folder):
     """Told that a patch is of kind n the router chooses expert n − 1; noise leaves the truth."""
     model = measured_on_dialects(Told())
     explored = alone(model)
-    result = explored.phases["pretrain"].first(Explorer)["vmoe"]
+    result = first_explored(explored)
     assert {one.kind for one in result.shown} == {"clean", "noise", "attack"}
     assert all(one.picture.shape[1] == 1 for one in result.shown)
     assert result.layers[0].crops.shape[1] == 1
@@ -320,7 +319,7 @@ def test_of_a_mosaic_every_cells_answer_stands_beside_its_label(browser, folder)
     model = measured_on_dialects(NoisyTopK(k=1), image=MOSAIC)
     path = written(folder / "cells.html", alone(model))
     test, image = model.data.test, 3
-    place = alone(model).phases["pretrain"].first(Explorer)["vmoe"].images[image]
+    place = first_explored(alone(model)).images[image]
     logits = model.model(torch.from_numpy(test.images[[place]]) / 255).prediction.view(4, 3)
     answers, labels = logits.argmax(dim=1), torch.from_numpy(test.labels[place])
     with opened(browser, address(path, f"#image={image}"), 390, "light") as page:

@@ -3,7 +3,7 @@
 import re
 
 from moecore.measure.base import MeasuredModel
-from moecore.measure.explorer import Result as Explorer
+from moecore.measure.explorer import Explorer
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
@@ -16,7 +16,7 @@ from moecore.report.page.explorer_page import match_choices
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built
 from tests.measure.test_words import MOE, text
-from tests.report.explored import alone, study, two_seeds
+from tests.report.explored import alone, first_explored, study, two_seeds
 from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
 
 
@@ -58,7 +58,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         (explored, *_), (regret, *_) = (
             found.phases["pretrain"].of(kind)["vmoe"] for kind in (Explorer, RouterRegret)
         )
-        image = explored.images[3]
+        image = explored.facts["images"][3]
         (best,) = [one for one in regret.facts["best"][1] if one["image"] == image]
         words = ", ".join(map(str, best["experts"])) or "no other experts"
         panel.locator(f"[data-token='{best['tokens'][0]}']").first.click()
@@ -105,7 +105,7 @@ def test_a_text_is_words_with_their_experts(browser, tmp_path):
     data = text(tmp_path / "words")
     backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
     explored = alone(MeasuredModel(built(backbone, MOE, data, 1.5), data))
-    result = explored.phases["pretrain"].first(Explorer)["vmoe"]
+    result = first_explored(explored)
     path = written(tmp_path / "text.html", explored)
     for width, scheme in LOOKS:
         with opened(browser, address(path, "#image=1&patch=2"), width, scheme) as page:

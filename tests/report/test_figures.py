@@ -12,7 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from moecore.measure.explorer import Result as Explorer
+from moecore.measure.trained import (
+    steps_until_baseline_loss,
+    trailing_epoch_losses,
+)
 from moecore.report.figures.charts import ChartSpec, Point, curves_chart, panels_chart
 from moecore.report.figures.direct_labels import spread_heights
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
@@ -22,8 +25,6 @@ from moecore.report.figures.training_figures import (
     confusion_matrix,
     draw_filter_sigma_schedule,
     routing_agreement,
-    steps_until_baseline_loss,
-    trailing_epoch_losses,
     training_curves,
 )
 from moecore.report.page import templating as pictures
@@ -33,13 +34,22 @@ from moecore.report.page.explorer_page import (
     explorer,
     has_explorer_images,
 )
-from moecore.report.typed_results import Measured
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from tests.measure.subjects import images, moe, subject
-from tests.report.explored import DENSE, alone, measured, phase, results, skipped, study, watched
-from tests.report.generated import trained
+from tests.report.explored import (
+    DENSE,
+    alone,
+    first_explored,
+    measured,
+    phase,
+    results,
+    skipped,
+    study,
+    watched,
+)
+from tests.report.generated import model_with_results, trained
 
 
 def shares(number: int) -> tuple[float, ...]:
@@ -203,7 +213,6 @@ def test_steps_to_the_loss_of_another_training():
         40,
     )
     assert steps_until_baseline_loss(slow, fast) == 50  # never: an epoch of ten steps after the end
-    assert steps_until_baseline_loss(slow, None) is None
     assert steps_until_baseline_loss(slow, slow.model_copy(update={"curve": ()})) is None
 
 
@@ -283,7 +292,7 @@ def test_what_models_share_is_there_once(whole, page):
     attack = [variant["kind"] for variant in one["shown"]].index("attack")
     pictures = [model["shown"][attack]["picture"] for model in (one, other)]
     assert pictures[0] != pictures[1], "each its own attack"
-    result = whole.phases["pretrain"].first(Explorer)["vmoe"]
+    result = first_explored(whole)
     assert found["pool"][one["shown"][2]["trace"]["layers"][1]] == result.shown[2].trace.layers[1]
     assert found["phases"][1]["methods"][1]["model"] == one, "the same measurement, the same places"
 
@@ -309,7 +318,7 @@ def test_epochs_of_other_images_are_left_out():
 
 
 def test_a_study_without_the_measurement_says_which_stage_writes_it():
-    models = {"vmoe": Measured({Outcome: trained(0, 0, True, "pretrain")})}
+    models = {"vmoe": model_with_results(trained(0, 0, True, "pretrain"))}
     found = results({"pretrain": phase(images(), models)})
     assert not has_explorer_images(found)
     page = explorer(found)
@@ -329,7 +338,10 @@ def test_a_phase_that_was_not_measured_is_left_out():
     whole = results(
         {
             "pretrain": phase(data, {"vmoe": measured(subject(data, moe()))}),
-            "finetune": phase(data, {"vmoe": Measured({Outcome: trained(0, 0, True, "finetune")})}),
+            "finetune": phase(
+                data,
+                {"vmoe": model_with_results(trained(0, 0, True, "finetune"))},
+            ),
         }
     )
     assert [found["name"] for found in data_of(explorer(whole))["phases"]] == ["pretrain"]

@@ -9,11 +9,11 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Routing
+from moecore.measure.trained import halfway_agreement
 from moecore.measure.values import place_slug
-from moecore.report.column import PlannedMetric, PlannedPhase
+from moecore.report.column import PlannedPhase
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
-from moecore.report.measures.training_outcome import halfway_agreement
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
 from moecore.report.results import read_results
@@ -32,7 +32,6 @@ from moecore.study.sections import Selection
 from moecore.study.settings import extract_declared_settings
 from moecore.study.stages import MEASURED_STAGES
 from moecore.study.study import Study
-from moecore.training.outcome import Outcome
 from tests.project import PARAMS, SHIPPED
 from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
@@ -60,8 +59,8 @@ def whole(tmp_path_factory):
 def test_the_values_come_from_where_they_are_stored(whole):
     phase = whole.phases["pretrain"]
     cells = build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
-    routed = phase.models["vmoe"][0].found(Routing)
-    trained = phase.models["vmoe"][0].of(Outcome)
+    routed = phase.models["vmoe"][0].of(Routing)
+    trained = phase.models["vmoe"][0].outcome
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
     expected |= {"token_entropy": 0.43, "fallback": 0.01, "below_k": 0.02, "tail_mass": 0.05}
     # half of ten epochs is the fifth: 0.5 + 0.01; the last two epochs: 0.5 + 0.4; distances 0.11,
@@ -102,7 +101,7 @@ def test_names_are_unique_and_papers_are_known(whole):
     metrics = phase_result_columns(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
-    order = [metric.column.paper for metric in metrics]
+    order = [metric.paper for metric in metrics]
     assert set(order) == {"", *PAPERS}
     assert order == sorted(order, key=["", *PAPERS].index)
     assert all(found.paper in PAPERS for found in REPORTED)
@@ -175,7 +174,7 @@ def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
 
 def test_agreement_over_epochs(tmp_path):
     phase = study(tmp_path, seeds=(0, 1, 2)).phases["pretrain"]
-    seeds = phase.of(Outcome)["vmoe"]
+    seeds = phase.outcomes["vmoe"]
     final, _, consecutive = (agreement_points(seeds, name) for name in AGREEMENTS)
     # method 1: 0.11, 0.13, 0.15 in the first epoch: mean 0.13, half 4.302653 · 0.02 / √3
     assert final[0] == pytest.approx((1, 0.13, 0.080317, 0.179683), abs=1e-6)
@@ -188,7 +187,7 @@ def test_agreement_over_epochs(tmp_path):
 
 
 def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
-    trained = whole.phases["pretrain"].of(Outcome)
+    trained = whole.phases["pretrain"].outcomes
     curves = {
         name: {method: agreement_points(seeds, name) for method, seeds in trained.items()}
         for name in AGREEMENTS
@@ -202,7 +201,7 @@ def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
 
 
 def test_unrecorded_values_are_left_out(whole):
-    trained = whole.phases["pretrain"].of(Outcome)["vmoe"][0]
+    trained = whole.phases["pretrain"].outcomes["vmoe"][0]
     without = trained.model_copy(update=dict.fromkeys(AGREEMENTS, ()))
     assert agreement_points([without], "agreement_with_final") == []
     assert agreement_points([trained, without], "agreement_with_final") == []
@@ -389,15 +388,11 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {
-        one.name: PlannedMetric(
-            *(one.column.form, one.column.better, one.column.is_fixed, one.column.curve),
-            one.column.of_pairs,
-            known[one.name].stage,
-        )
-        for one in metrics
-        if one.name in known
+        one.name: (one.form, one.better, one.of_pairs) for one in metrics if one.name in known
     }
-    assert planned == {name: known[name] for name in planned}
+    assert planned == {
+        name: (known[name].form, known[name].better, known[name].of_pairs) for name in planned
+    }
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 

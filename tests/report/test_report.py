@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.cost import Cost
 from moecore.measure.robustness import Robustness
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import Column
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
 from moecore.report.report_files import robustness_csv, training_csv
@@ -28,7 +28,6 @@ from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
-from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 
 MISSING = {
@@ -114,8 +113,9 @@ def test_several_seeds_have_an_interval_over_items_and_seeds():
     """
 
     def cell(read, *seeds):
-        column = Column("a", "a", lambda result: float(np.mean(result.items)), items=read)
-        return cell_over_seeds(ResultColumn(column, Kept), [Measured({Kept: one}) for one in seeds])
+        mean = lambda result: float(np.mean(result.items))
+        column = Column("a", "a", mean, kind=Kept, read_items=read)
+        return cell_over_seeds(column, [Measured({Kept: one}) for one in seeds])
 
     two = Kept(items=(0, 2)), Kept(items=(2, 4))
     both = cell(lambda result: np.array(result.items), *two)
@@ -137,9 +137,9 @@ def test_columns_without_any_value_are_left_out(one_seed):
     assert "agreement_before_after" not in {metric.name for metric in found}
 
 
-HIGHER = ResultColumn(Column("a", "a", lambda result: None, "higher"), Outcome)
-LOWER = ResultColumn(Column("a", "a", lambda result: None, "lower"), Outcome)
-NEITHER = ResultColumn(Column("a", "a", lambda result: None), Outcome)
+HIGHER, LOWER, NEITHER = (
+    Column("a", "a", lambda result: None, better) for better in ("higher", "lower", "")
+)
 
 
 def cells(**limits):

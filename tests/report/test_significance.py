@@ -12,17 +12,16 @@ from scipy.special import stdtr
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_exact
 from moecore.core.files import UserError
-from moecore.measure.base import Estimate
 from moecore.measure.robustness import Robustness
+from moecore.measure.trained import Trained
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import Column, find_moe_baseline, references
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS, find_explaining_word
 from moecore.report.page.report_page import build_page, render_report
-from moecore.report.reference_methods import find_moe_baseline, references
 from moecore.report.tables.metrics_by_method import (
     build_table,
     cells_with_best_marked,
@@ -30,8 +29,8 @@ from moecore.report.tables.metrics_by_method import (
     used_tests,
 )
 from moecore.report.typed_results import Measured, Results
+from moecore.statistics.intervals import Interval
 from moecore.tasks.classification import Classification
-from moecore.training.outcome import Outcome
 from tests.report.generated import changed, model_with_results, trained, with_values
 from tests.report.test_ages import results as results_of_ages
 from tests.report.test_claims import claim
@@ -73,18 +72,17 @@ def hits_of(model: Measured) -> np.ndarray | None:
     return None if found is None else np.array(found)
 
 
-def metric(read, better, form="number", hits=None) -> ResultColumn:
-    return ResultColumn(
-        Column("share" if hits else "value", "", read, better, form, hits=hits), Found
-    )
+def metric(read, better, form="number", hits=None) -> Column:
+    name = "share" if hits else "value"
+    return Column(name, "", read, better, form, kind=Found, read_hits=hits)
 
 
-def share(found: Found) -> Estimate:
-    return Estimate(value=float(np.mean(found.hits)), low=0.0, high=1.0)
+def share(found: Found) -> Interval:
+    return Interval(float(np.mean(found.hits)), 0.0, 1.0)
 
 
-def within(found: Found) -> Estimate:
-    return Estimate(value=found.value, low=found.value - 0.1, high=found.value + 0.1)
+def within(found: Found) -> Interval:
+    return Interval(found.value, found.value - 0.1, found.value + 0.1)
 
 
 SHARE = metric(share, "higher", "share", hits_of)
@@ -104,7 +102,7 @@ def seeds(**values) -> dict[str, dict[int, Measured]]:
     }
 
 
-def marked(metric: ResultColumn, models) -> list[str]:
+def marked(metric: Column, models) -> list[str]:
     return [
         method
         for method, found in cells_with_best_marked(metric, models).items()
@@ -259,10 +257,10 @@ def test_a_mark_is_shown(tmp_path):
     shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
     before = render_report(shown).count('class="best"')
     phase = shown.phases["pretrain"]
-    result = phase.models["vmoe"][0].found(Robustness)
+    result = phase.models["vmoe"][0].of(Robustness)
     all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
     result = with_values(result, "attacked", **all_right)
-    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, Robustness)
+    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, kind=Robustness)
     cells = build_table(shown, phase).cells
     assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
     assert cells["vmoe"]["accuracy_fgsm"].marked
@@ -282,12 +280,12 @@ def answered(found: Results) -> str:
 def with_hits(found: Results, method: str, wrong: int) -> None:
     """Its attacked images all right but ``wrong``, at every epsilon."""
     phase = found.phases["pretrain"]
-    result = phase.models[method][0].found(Robustness)
+    result = phase.models[method][0].of(Robustness)
     items = encode_exact(np.arange(200) >= wrong)
     kept = {"value": 1 - wrong / 200, "low": 0.9, "high": 1.0, "items": items}
     for metric in ("attacked", "worst"):
         result = with_values(result, metric, **kept)
-    phase.models[method][0] = changed(phase.models[method][0], result, Robustness)
+    phase.models[method][0] = changed(phase.models[method][0], result, kind=Robustness)
 
 
 def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
@@ -297,8 +295,8 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     overlap = "Pretrained on Fashion-MNIST: under PGD 10 (ε = 8/255) routing overlap is "
     assert text.startswith(overlap + "50.0 %. tgr is most accurate on clean")
     phase = found.phases["pretrain"]
-    result = with_values(phase.models["tgr"][0].found(Robustness), "routing_change", value=0.3)
-    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, Robustness)
+    result = with_values(phase.models["tgr"][0].of(Robustness), "routing_change", value=0.3)
+    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, kind=Robustness)
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
 
@@ -324,7 +322,7 @@ def test_a_router_that_learned_nothing_is_a_control(tmp_path):
 def test_what_was_not_measured_names_its_stage(tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     for seeds in found.phases["pretrain"].models.values():
-        left = {kind: one for kind, one in seeds[0].results.items() if kind is Outcome}
+        left = {kind: one for kind, one in seeds[0].results.items() if kind is Trained}
         seeds[0] = seeds[0]._replace(results=left)
     page = build_page(found, ())
     notes = page.overviews[0].notes
@@ -398,7 +396,7 @@ def test_a_study_of_a_thousand_classes(tmp_path):
         row[number] = 9
     counts[7][8] = 3
     for seeds in phase.models.values():
-        outcome = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": counts})
+        outcome = seeds[0].outcome.model_copy(update={"task": task, "confusion": counts})
         seeds[0] = changed(seeds[0], outcome)
     found.phases["pretrain"] = phase._replace(task=task)
     section = build_page(found, ()).sections[0]
@@ -417,7 +415,7 @@ def test_pairs_of_seeds_are_tested_by_the_jackknife():
     """
     pairs = {(0, 1): 0.2, (0, 2): 0.4, (1, 2): 0.6, (3, 4): 0.1, (3, 5): 0.2, (4, 5): 0.3}
     between = metric(lambda one, other: pairs[one.value, other.value], "higher")
-    between = between._replace(column=between.column._replace(of_pairs=True))
+    between = between._replace(of_pairs=True)
     models = seeds(ours=[0, 1, 2], theirs=[3, 4, 5])
     (tested,) = differences_from(between, models, "theirs").values()
     assert tested.difference == pytest.approx((0.2, 0.2 - 0.496828, 0.2 + 0.496828), abs=1e-6)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.truth import Truth, truth_layer
 from moecore.measure.values import Found, Value
 from moecore.report.column import Column
@@ -24,7 +25,6 @@ from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.next_token import NextToken
-from moecore.training.outcome import Outcome
 from tests.report import generated
 
 ROUTERS = "methods: {dense: {}, vmoe: {router: {kind: top}}, told: {router: {kind: told}}}"
@@ -41,7 +41,7 @@ def trained(right: int, seed: int) -> Measured:
         }
     )
     result = Found(values=changed(right), facts={"counts": []})
-    return Measured({Outcome: outcome, Truth: result})
+    return Measured({Trained: collect_outcome_values(outcome), Truth: result})
 
 
 def changed(right: int) -> list[Value]:

@@ -145,7 +145,7 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
         marks = [PageCell(answer, detectable, look=f"verdict {row.verdict}")]
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
     note = "; ".join(filter(None, (_statement(evaluated_claim), claim.why)))  # it may wrap
-    metric = PageCell(evaluated_claim.metric.column.label, note=note)
+    metric = PageCell(evaluated_claim.metric.label, note=note)
     sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
     printed = row.effect and f"the paper: {row.effect}"
     difference = PageCell(row.difference, small, fasten_unit(printed))
@@ -162,7 +162,7 @@ def _statement(evaluated_claim: EvaluatedClaim) -> str:
     claim = evaluated_claim.claim
     better = claim.better
     if claim.margin is not None:
-        margin = NumberFormat(evaluated_claim.metric.column.form).size(claim.margin)
+        margin = NumberFormat(evaluated_claim.metric.form).size(claim.margin)
         better = f"{better.replace('_', ' ')} within {margin}"
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     other = claim.against_metric and f" against {claim.against_metric}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
-from moecore.report.column import ResultColumn
+from moecore.report.column import Column
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.report.tables.number_format import ROUNDING_WIDTH
@@ -27,7 +27,7 @@ class EvaluatedClaim(NamedTuple):
     """A claim or question with what was measured; ``difference`` is method − against."""
 
     claim: Claim | Question
-    metric: ResultColumn
+    metric: Column
     ours: Cell
     theirs: Cell
     difference: Difference
@@ -168,7 +168,7 @@ def compare_json_claims(
 
 def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
     """Return what compare.json says of one claim or question, but for the settings behind it."""
-    form = evaluated_claim.metric.column.form
+    form = evaluated_claim.metric.form
     return {
         "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
         "method": cell_to_json(evaluated_claim.ours, form),
@@ -227,7 +227,7 @@ def drop_zero_width_interval(difference: Difference) -> Difference:
 
 
 def _evaluate(
-    claim: Claim | Question, place: str, metrics: Mapping[str, ResultColumn], models: Models
+    claim: Claim | Question, place: str, metrics: Mapping[str, Column], models: Models
 ) -> EvaluatedClaim:
     metric = _choose(metrics, claim.metric, f"{place}.metric")
     other = metric
@@ -235,9 +235,9 @@ def _evaluate(
     if claim.against_metric:
         rivals = models
         other = _choose(metrics, claim.against_metric, f"{place}.against_metric")
-        form = metric.column.form
-        if other.column.form != form:
-            problem = f"{other.name} is a {other.column.form}, and {metric.name} a {form}"
+        form = metric.form
+        if other.form != form:
+            problem = f"{other.name} is a {other.form}, and {metric.name} a {form}"
             allowed = "allowed: a metric of the same unit"
             raise UserError(f"{place}.against_metric: found {problem}; {allowed}")
     ours = _choose(models, claim.method, f"{place}.method")
@@ -249,13 +249,13 @@ def _evaluate(
     difference = drop_zero_width_interval(crossed_or_paired_difference(*values))
     if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
         difference = difference._replace(sources=(), kind="")
-    good = metric.column.better
+    good = metric.better
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)
     return EvaluatedClaim(claim, metric, first, second, difference, verdict, p, values)
 
 
-def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:
+def _require_cell(metric: Column, models: Models, method: str, place: str) -> Cell:
     cells = method_cells_over_seeds(metric, models)
     cell = cells[method]
     if cell is None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, write_whole
+from moecore.measure.sizes import METRICS
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.measures.sizes import COUNTS, format_size
 from moecore.report.page.templating import template_environment
+from moecore.report.pictures.sizes import format_size
 from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.number_format import SCALES, NumberFormat
 from moecore.study.document import did_you_mean
@@ -136,15 +137,15 @@ def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str
     compared: the entry ``sizes`` of that study's compare.json.
     """
     words = []
-    for count in COUNTS:
-        pair = [compared.get(name, {}).get(count.metric) for name in asked.models]
-        if not all(pair) or (asked.metrics and count.metric not in asked.metrics):
+    for key, metric in METRICS.items():
+        pair = [compared.get(name, {}).get(key) for name in asked.models]
+        if not all(pair) or (asked.metrics and key not in asked.metrics):
             continue
         ours, theirs = (pair[1][whose] / pair[0][whose] for whose in ("ours", "paper"))
-        there, here = (format_size(one["ours"], count) for one in pair)
+        there, here = (format_size(one["ours"], key) for one in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
-        words.append(f"{count.label}: {there} → {here}, {ratios}")
+        words.append(f"{metric.label}: {there} → {here}, {ratios}")
     return f"{' → '.join(asked.models)}: {'; '.join(words)}"
 
 

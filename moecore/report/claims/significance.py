@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.report.column import ResultColumn
+from moecore.report.column import Column
 from moecore.report.typed_results import Measured
 from moecore.statistics.crossed import (
     BOTH,
@@ -42,16 +42,16 @@ class TestedDifference(NamedTuple):
     only: tuple[int, ...] = ()
 
 
-def possible_test(metric: ResultColumn, methods: Sequence[Seeds]) -> str:
+def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
     """The test that can be made between these methods; "" where neither direction is better.
 
     Of several seeds BOTH where the results keep one value per item, else SEEDS; "mcnemar" for one
     seed with hits, else "intervals".
     """
-    if not metric.column.better:
+    if not metric.better:
         return ""
     models = [model for seeds in methods for model in seeds.values()]
-    least = 3 if metric.column.of_pairs else 2  # one pair of seeds says nothing of their scatter
+    least = 3 if metric.of_pairs else 2  # one pair of seeds says nothing of their scatter
     if all(len(seeds) >= least for seeds in methods):
         return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
     if all(metric.hits(model) is not None for model in models):
@@ -60,7 +60,7 @@ def possible_test(metric: ResultColumn, methods: Sequence[Seeds]) -> str:
 
 
 def differences_from(
-    metric: ResultColumn, models: Mapping[str, Seeds], reference: str
+    metric: Column, models: Mapping[str, Seeds], reference: str
 ) -> dict[str, TestedDifference]:
     """Every other method tested against ``reference``; {} where no test can be made.
 
@@ -83,14 +83,14 @@ def differences_from(
 
 
 def find_leader(
-    metric: ResultColumn, models: Mapping[str, Seeds], values: Mapping[str, float]
+    metric: Column, models: Mapping[str, Seeds], values: Mapping[str, float]
 ) -> str | None:
     """The method that is better than every other one by tests, or None.
 
     values: the mean of each method of ``models``. The method with the best mean is tested against
     each of the others; it leads where all corrected p-values are below 5 %.
     """
-    sign = {"higher": 1, "lower": -1}.get(metric.column.better, 0)
+    sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)
     if len(tests) == len(models) - 1 and all(tested.holm < LEVEL for tested in tests.values()):
@@ -117,7 +117,7 @@ def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Differ
 
 
 def paired_values(
-    ours: Seeds, metric: ResultColumn, theirs: Seeds, against_metric: ResultColumn, place: str
+    ours: Seeds, metric: Column, theirs: Seeds, against_metric: Column, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return both sides' values, (S, N) of seeds and items; (S,) where there are no items.
 
@@ -139,7 +139,7 @@ def paired_values(
     return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
-def _by_images(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
+def _by_images(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     first, second = (metric.hits(model) for seeds in (ours, theirs) for model in seeds.values())
     assert first is not None and second is not None  # possible_test saw them
     if len(first) != len(second):
@@ -152,7 +152,7 @@ def _by_images(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) ->
     return TestedDifference(paired_share_difference(counts), p, p, "mcnemar", only)
 
 
-def _by_seeds(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
+def _by_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")

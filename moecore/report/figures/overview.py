@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from moecore.report.column import CEILING, DENSE
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import (
     GUIDE,
@@ -18,7 +19,6 @@ from moecore.report.figures.drawing import (
 )
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.view import Picture
-from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval

@@ -89,44 +89,6 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
     return (epochs[-1], values[-1]) if len(epochs) else None
 
 
-def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
-    """(step, training loss averaged over the last epoch before it) of every logged point.
-
-    A logged loss is a mean since the point before; it counts for as many steps. Without points
-    that lack a value: [].
-    """
-    rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
-    if not rows or any(None in row for row in rows):
-        return []
-    steps, epochs, losses = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    spans = np.diff(steps, prepend=0)
-    summed = np.concatenate([[0], np.cumsum(losses * spans)])
-    passed = np.concatenate([[0], np.cumsum(spans)])
-    # The first point that belongs to the epoch before each; epochs are quotients, hence 1e-9.
-    first = np.searchsorted(epochs, epochs - 1 + 1e-9, side="right")
-    last = np.arange(1, len(rows) + 1)
-    means = (summed[last] - summed[first]) / (passed[last] - passed[first])
-    return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
-
-
-def steps_until_baseline_loss(result: Outcome, baseline: Outcome | None) -> int | None:
-    """The first logged step at which the training loss is down to the baseline's final one.
-
-    Both are means over an epoch (TGR, figure S5). A training that never is there counts as one
-    epoch after its end. None without a log or a baseline.
-    """
-    if baseline is None:
-        return None
-    known = trailing_epoch_losses(baseline)
-    own = trailing_epoch_losses(result)
-    if not known or not own:
-        return None
-    final = known[-1][1]
-    steps, epochs = result.curve[-1]["step"], result.curve[-1]["epoch"]
-    after = round(steps * (1 + 1 / epochs)) if steps and epochs else None
-    return next((step for step, loss in own if loss <= final), after)
-
-
 @styled_drawing
 def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""

@@ -1,13 +1,13 @@
 """What the report has to say about one kind of result, and the pictures that measurements share."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from moecore.core.config import Config, collect_constants_named, find_class
+from moecore.core.config import collect_constants_named, find_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import list_allowed_modules
 from moecore.measure.base import (
@@ -17,8 +17,8 @@ from moecore.measure.base import (
     builtin_measurements,
     read_result,
 )
-from moecore.measure.values import Chart, Found, OnPage
-from moecore.report.column import Columns
+from moecore.measure.values import Chart, Found
+from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures.charts import (
     EVERYWHERE,
     ChartSpec,
@@ -27,15 +27,18 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.metric_columns import FillIn, MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
-from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
 PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
+
+
+def read_values(path: Path, stage: str) -> Found | Skipped:
+    """Return the values in the file that ``stage`` wrote; UserError as of ``read_result``."""
+    return read_result(path, Found, stage)
 
 
 class Pictures(NamedTuple):
@@ -48,29 +51,39 @@ class Pictures(NamedTuple):
     draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
+    kind: type[MeasuredPart] | None = None  # of a stage that is no section of measurements
+    applies: Callable[[Task], bool] = lambda task: True  # of such a stage
+    read: Callable[[Path, str], Any] = read_values  # path and stage → values, or ``Skipped``
 
 
-class Shown(NamedTuple):
-    """One kind of result; a file in report/measures/, or a module from outside, has its own."""
+class Display(NamedTuple):
+    """What the report shows of a measurement, of a part of it, or of a stage of its own."""
 
     stage: str  # that writes the result, below artifacts/measured; "" for the trainings
-    title: str  # in the list of what was measured
-    result: type[Config]
-    columns: Sequence[Columns] = ()
-    figures: Draw = lambda result: iter(())
-    part: Callable[[Phase], Iterable[Block]] | None = None  # None: the figures, folded
-    applies: Callable[[Task], bool] = lambda task: True
-    place: int = 100  # in the order of the page; of one place, by the names of their files
+    kind: type[MeasuredPart]
+    pictures: Pictures
     within: str = ""  # the setting of the measurement that it is a part of
 
-    def read(self, path: Path, stage: str) -> Config | Skipped | None:
-        """Return the result in the file that ``stage`` wrote, or why there is none.
+    @property
+    def title(self) -> str:
+        """Return its name in the list of what was measured."""
+        return self.kind.page.title
+
+    @property
+    def columns(self) -> MetricColumns:
+        """Return the columns of its metrics."""
+        return MetricColumns(self.stage, self.kind, self.within, self.pictures.fill_in)
+
+    def applies(self, task: Task) -> bool:
+        """Return whether there are such results of data with these labels."""
+        return self.pictures.applies(task)
+
+    def read(self, path: Path, stage: str) -> Found | Skipped | None:
+        """Return the values in the file that ``stage`` wrote, or why there are none.
 
         None for a part that was not asked. Raises UserError as ``read_result`` does.
         """
-        if not issubclass(self.result, MeasuredPart):
-            return read_result(path, self.result, stage)
-        whole = read_result(path, Found, stage)
+        whole = self.pictures.read(path, stage)
         if not self.within or isinstance(whole, Skipped):
             return whole
         part = whole.facts.get(self.within)
@@ -78,55 +91,69 @@ class Shown(NamedTuple):
             return None
         return Skipped.model_validate(part) if set(part) == {"skipped"} else whole
 
-    def has_figures_of(self, result: Any) -> bool:
-        """Return whether a result is of this kind; ``calibrate`` has one kind for ages, and one for
+    def has_figures_of(self, result: Found | Skipped | None) -> bool:
+        """Return whether values are of this kind; ``calibrate`` has one for ages, and one for
         classes.
         """
-        if not isinstance(result, Found):
-            return result is not None and not isinstance(result, Skipped)
-        kind: Any = self.result
-        names = {value.metric for value in result.values}
-        return bool(self.within) or not names or not names.isdisjoint(kind.metrics)
+        if result is None or isinstance(result, Skipped):
+            return False
+        names = {value.metric for value in getattr(result, "values", ())}
+        return bool(self.within) or not names or not names.isdisjoint(self.kind.metrics)
 
     def is_asked(self, settings: Any) -> bool:
         """Return whether these settings of a study ask for it where its stage is."""
         return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
 
     def blocks(self, phase: Phase) -> list[Block]:
-        """What the page says of it."""
-        if self.part is not None:
-            return list(self.part(phase))
-        drawn = first_seed_pictures(phase, self.result, self.figures)
-        title = self.title[0].upper() + self.title[1:]
-        return [Block(title, pictures=drawn, about=self.first_directed(phase))]
+        """Return the charts of its page, its pictures, and what was not measured."""
+        page, pictures = self.kind.page, self.pictures
+        drawn = [one for chart in page.charts for one in draw_chart(phase, self.kind, chart)]
+        if pictures.is_on_page:
+            drawn += first_seed_pictures(phase, self.kind, pictures.figures)
+        drawn += pictures.draw(phase)
+        results = phase.results(self.kind)
+        skipped = dict.fromkeys(f"{reason}." for one in results for reason in one.skipped)
+        title = page.heading or page.title[0].upper() + page.title[1:]
+        block = Block(title, pictures=drawn, below=list(skipped), about=self.about(phase))
+        return [*pictures.above(phase), block, *pictures.more(phase)]
 
-    def first_directed(self, phase: Phase) -> str:
-        """Return the name of the first column that is better one way; "" for none."""
-        known = column_context(phase, self.result)
-        named = [column for entry in self.columns for column in entry.columns(known)]
-        return next((column.name for column in named if column.better), "")
+    def about(self, phase: Phase) -> str:
+        """Return the column of the one line: that of the page, the first of its metric, or else the
+        first that is better one way; "" for none.
+        """
+        name, known = self.kind.page.about, column_context(phase, self.kind)
+        metric = self.kind.metrics.get(name)
+        if metric is not None and metric.name and not metric.mean:
+            name = next((one.name for one in self.columns.columns_of(known, name)), "")
+        directed = (one.name for one in self.columns.columns(known) if one.better)
+        return name or next(directed, "")
 
 
-def list_displays() -> list[Shown]:
+def list_displays() -> list[Display]:
     """Return what there is to show, in the order of the page; UserError for a faulty module."""
     try:
-        displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
-        pictures = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
-        for name in list_measurements_with_metrics():
+        every = [
+            one
+            for constant in ("PICTURES", "SHOWN")
+            for one in collect_constants_named(PICTURES, constant)
+        ]
+        pictures = {one.stage: one for one in every}
+        displays = [Display(one.stage, one.kind, one) for one in every if one.kind]
+        for name in list_measurements_with_values():
             kind = find_class(Measurement, name)
-            displays.append(display_measurement(name, kind, pictures.get(name, Pictures(name))))
+            displays.append(Display(name, kind, pictures.get(name, Pictures(name))))
             for within, part in kind.parts.items():
                 drawn = pictures.get(f"{name}.{within}", Pictures(name))
-                displays.append(display_measurement(name, part, drawn, within))
+                displays.append(Display(name, part, drawn, within))
     except ValueError as error:
         raise UserError(f"report: {error}") from None
-    return sorted(displays, key=lambda shown: (shown.place, shown.stage))
+    return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
 
 
-def list_measurements_with_metrics() -> list[str]:
-    """Return the names of the measurements that declare metrics; ValueError for a faulty module."""
+def list_measurements_with_values() -> list[str]:
+    """Return the names of the measurements that put values; ValueError for a faulty module."""
     names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
-    return [name for name in names if find_class(Measurement, name).metrics]
+    return [name for name in names if find_class(Measurement, name).puts_values()]
 
 
 def defines_measurement(file: Path) -> bool:
@@ -134,45 +161,7 @@ def defines_measurement(file: Path) -> bool:
     return "(Measurement):" in file.read_text(encoding="utf-8")
 
 
-def display_measurement(
-    name: str, kind: type[MeasuredPart], pictures: Pictures, within: str = ""
-) -> Shown:
-    """Return what is shown of the metrics of a measurement, or of what is within it, and its
-    pictures that no chart draws.
-    """
-    columns = (MetricColumns(name, kind, within, pictures.fill_in),)
-    shown = Shown(name, kind.page.title, kind, columns, pictures.figures)
-    shown = shown._replace(place=kind.page.place, within=within)
-    return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
-
-
-def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[Block]:
-    """Return the charts of a measurement's page, its pictures, and what was not measured."""
-    kind: Any = shown.result
-    page: OnPage = kind.page
-    drawn = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
-    if pictures.is_on_page:
-        drawn += first_seed_pictures(phase, kind, pictures.figures)
-    drawn += pictures.draw(phase)
-    skipped = dict.fromkeys(f"{reason}." for one in phase.found(kind) for reason in one.skipped)
-    about = about_column(phase, shown, page.about) or shown.first_directed(phase)
-    title = page.heading or page.title[0].upper() + page.title[1:]
-    block = Block(title, pictures=drawn, below=list(skipped), about=about)
-    return [*pictures.above(phase), block, *pictures.more(phase)]
-
-
-def about_column(phase: Phase, shown: Shown, name: str) -> str:
-    """Return a column's own name, or the first column of a metric; "" for none."""
-    kind: Any = shown.result
-    metric = kind.metrics.get(name)
-    if metric is None or metric.mean or not metric.name:
-        return name
-    known = column_context(phase, shown.result)
-    columns = (entry for entry in shown.columns if isinstance(entry, MetricColumns))
-    return next((column.name for entry in columns for column in entry.columns_of(known, name)), "")
-
-
-def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
+def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Picture]:
     """Draw a metric over a place, a line per method."""
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
@@ -188,7 +177,7 @@ def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
     )
 
 
-def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:
+def first_seed_pictures(phase: Phase, kind: type[MeasuredPart], figures: Draw) -> list[Picture]:
     """The figures of every method's first seed."""
     return [
         picture
@@ -197,7 +186,9 @@ def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list
     ]
 
 
-def pictures_by_name(phase: Phase, kind: type[Config], figures: Draw) -> dict[str, list[Picture]]:
+def pictures_by_name(
+    phase: Phase, kind: type[MeasuredPart], figures: Draw
+) -> dict[str, list[Picture]]:
     """A figure's name → that figure of every method's first seed; [] for an unknown name."""
     pictures: dict[str, list[Picture]] = defaultdict(list)
     for method, result in phase.first(kind).items():
@@ -210,8 +201,8 @@ def pictures_by_name(phase: Phase, kind: type[Config], figures: Draw) -> dict[st
 
 def draw_method_curves(
     phase: Phase,
-    kind: type[Config],
-    read: Callable[[Any], Mapping[float, float | None]],
+    kind: type[MeasuredPart],
+    read: Callable[[Found], Mapping[float, float | None]],
     look: ChartSpec,
     words: str,
     label: str = "",

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, drop_questions, keep_questions
+from moecore.report.column import has_moe_method
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod
-from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, list_without_none
 
@@ -85,8 +85,7 @@ def _which(claims: Sequence[EvaluatedClaim]) -> str:
     if len(claims) > NAMED:
         return ""
     words = [
-        f"{one.claim.method} against {one.claim.against}: {one.metric.column.label}"
-        for one in claims
+        f"{one.claim.method} against {one.claim.against}: {one.metric.label}" for one in claims
     ]
     return f" ({'; '.join(dict.fromkeys(words))})"
 

@@ -7,7 +7,7 @@ gives it.
 from collections.abc import Sequence
 from typing import Any
 
-from moecore.core.config import Config
+from moecore.measure.base import MeasuredPart
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import (
@@ -17,7 +17,7 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_layers,
 )
 from moecore.measure.values import Found
-from moecore.report.measures.result_display import Shown, list_displays
+from moecore.report.measures.result_display import Display, list_displays
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
@@ -33,13 +33,13 @@ QUESTIONS = {
 }
 
 
-def display_of(kind: type[Config]) -> Shown:
+def display_of(kind: type[MeasuredPart]) -> Display:
     """Return how the page shows results of this type."""
-    (shown,) = [one for one in list_displays() if one.result is kind]
+    (shown,) = [one for one in list_displays() if one.kind is kind]
     return shown
 
 
-def skip_reason(measured: Measured, kind: type[Config]) -> str:
+def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
     """Return why a measurement was skipped; "" where it was not."""
     start = f"{display_of(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
@@ -53,14 +53,14 @@ def expert_answers(
     images: the places in the test split of those that are shown.
     """
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
-    if roles := measured.found(ExpertRoles):
+    if roles := measured.of(ExpertRoles):
         known = roles_answers(read_layers(roles))
-    if worth := measured.found(ExpertWorth):
+    if worth := measured.of(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(known, 1):
             experts = [value.interval for value in values if value.at["layer"] == layer]
             answers["without"] = worth_words(experts, score)
-    if regret := measured.found(RouterRegret):
+    if regret := measured.of(RouterRegret):
         for layer, answers in enumerate(known, 1):
             answers["regret"] = regret_words(regret, layer)
         for best, answers in zip(best_by_token(regret, images), known, strict=True):

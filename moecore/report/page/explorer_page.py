@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.measure.explorer import Result as Explorer
+from moecore.measure.explorer import Explorer, Result
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, read_encoded_choices
 from moecore.measure.routing_metrics.expert_similarity import (
     decode_choices,
@@ -131,13 +131,14 @@ def explored_model_data(
 ) -> dict[str, Any]:
     """A model, or why there is none to look at. Of further seeds only the clean images."""
     name, is_first, measured = explored
-    result = measured.of(Explorer)
-    if result is None:
+    measurement = measured.of(Explorer)
+    if measurement is None:
         return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
+    result = Result.model_validate(measurement.facts)
     if not is_first:
         result = clean_images_alone(result)
     model = result.model_dump(mode="json")
-    outcome = measured.of(Outcome)
+    outcome = measured.outcome
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
     seen = len(result.layers), model["images"]
@@ -145,7 +146,7 @@ def explored_model_data(
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
-def clean_images_alone(result: Explorer) -> Explorer:
+def clean_images_alone(result: Result) -> Result:
     """Return a result without changed images and favourite patches, which are most of its size."""
     layers = []
     for layer in result.layers:
@@ -161,7 +162,7 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
     choices = {
         model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
         for model in models
-        if model.measured.of(Explorer) and (roles := model.measured.found(ExpertRoles))
+        if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
     }
     matches = []
     for (one, ours), (other, theirs) in combinations(choices.items(), 2):
@@ -177,7 +178,7 @@ def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
     return match_experts(indicator_correlation(*sides)).tolist()
 
 
-def image_traces_by_epoch(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
+def image_traces_by_epoch(outcome: Outcome, result: Result) -> list[dict[str, Any]]:
     """The same images after epochs of the training, where it looked at these."""
     number = len(result.images)
     return [

@@ -6,13 +6,13 @@ What it shows is built here, as the objects of ``view``; the templates lay it ou
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moecore.measure.linear_experts import Result as LinearExperts
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.linear_experts import LinearExperts
+from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
+from moecore.report.column import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.measures import linear_experts, sizes
 from moecore.report.measures.result_display import list_displays
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
@@ -26,8 +26,8 @@ from moecore.report.page.view import (
     Section,
     TableRow,
 )
+from moecore.report.pictures import linear_experts, sizes
 from moecore.report.pictures.truth import describe_routings_worth
-from moecore.report.reference_methods import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
@@ -115,7 +115,7 @@ def report_introduction(results: Results) -> str:
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.result)]
+    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.kind)]
     if phases[0].together:
         measured.append("transfer of attacks")
     score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")

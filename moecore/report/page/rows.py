@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from moecore.core.config import Config
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import Column
 from moecore.report.page.glossary import find_explaining_word
 from moecore.report.page.view import EMPTY, NONE, ColumnHead, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cell, Cells, cell_over_seeds
@@ -65,11 +64,10 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     return items
 
 
-def cells_of_methods(column: Column, kind: type[Config], models: Models) -> list[PageCell]:
-    """Return the cells of one column of the results of this type, one per method."""
-    metric = ResultColumn(column, kind)
+def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
+    """Return the cells of one column, one per method."""
     return format_column(
-        column, [cell_over_seeds(metric, list(seeds.values())) for seeds in models.values()]
+        column, [cell_over_seeds(column, list(seeds.values())) for seeds in models.values()]
     )
 
 

@@ -7,11 +7,11 @@ from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
-from moecore.report.measures import transfer
 from moecore.report.measures.result_display import list_displays
 from moecore.report.page.answer import format_method_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
+from moecore.report.pictures import transfer
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
@@ -33,7 +33,7 @@ CONTROL = "they learned from labels dealt out anew, or their routing is not thei
 
 def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> Section:
     """The numbers of a phase, then a folded part for each measurement."""
-    columns = {metric.name: metric.column for metric in compared.metrics}
+    columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
     blocks = [
@@ -45,9 +45,7 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
         ),
         paper_tables_block(list(columns.values()), compared.cells, controls),
     ]
-    shown = [
-        one for one in list_displays() if one.applies(phase.task) and phase.results(one.result)
-    ]
+    shown = [one for one in list_displays() if one.applies(phase.task) and phase.results(one.kind)]
     folded = [block for one in shown for block in one.blocks(phase)]
     if phase.name == next(iter(results.phases)):
         folded.append(sigma_schedule_block(results))
@@ -95,7 +93,7 @@ def inapplicable_block(phase: Phase) -> Block:
 
 
 def full_table_block(compared: ComparisonTable) -> Block:
-    columns = [metric.column for metric in compared.metrics]
+    columns = compared.metrics
     told = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [metric_rows_table(columns, compared.cells)]
     return Block("All measurements", grids=grids, finding=told)

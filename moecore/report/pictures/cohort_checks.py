@@ -1,6 +1,7 @@
 """Errors with one tissue left; ages of shells and rescans; what region experts know."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes.ageing_and_rescans import rising_step_share
+from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
@@ -17,7 +19,6 @@ from moecore.report.figures.drawing import (
     line_look,
     styled_drawing,
 )
-from moecore.report.measures.region_experts import TISSUES
 from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
 from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
@@ -71,7 +72,7 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
     """Yield tissues alone, ageing, rescans, region experts, and what could not be checked."""
     reasons: dict[str, str] = {}
     mixtures = []
-    for method, result in phase.first_found(CohortChecks).items():
+    for method, result in phase.first(CohortChecks).items():
         reasons |= result.facts["not_checked"]
         if result.find("whole_agreement"):
             mixtures.append(mixture_table(result, method))
@@ -97,8 +98,8 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
 
 def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
     """Return the cells of a metric, one per method."""
-    column = Column(metric, metric, lambda result: result.interval(metric), form=form)
-    return cells_of_methods(column, CohortChecks, models)
+    read = methodcaller("interval", metric)
+    return cells_of_methods(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
 def tissue_error_table(phase: Phase) -> PageTable | None:
@@ -117,7 +118,7 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
 def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
     """A group of rows for each method with region experts, a row per sort of volumes."""
     lines = []
-    measured: Mapping[str, Collection[Any]] = phase.of(CohortChecks)
+    measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
         if not any(result.find("whole_agreement") for result in measured[method]):
             continue

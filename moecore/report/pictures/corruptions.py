@@ -40,7 +40,7 @@ def corruption_tables(phase: Phase) -> Iterator[Block]:
     """Yield each method's table."""
     tiles = [
         corruption_by_severity_table(result)._replace(title=name)
-        for name, result in phase.first_found(Corruptions).items()
+        for name, result in phase.first(Corruptions).items()
     ]
     yield Block("Each corruption", tiles=tiles)
 

@@ -15,13 +15,11 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_layers,
 )
 from moecore.measure.values import Found
-from moecore.report.column import ResultColumn
+from moecore.report.column import MetricColumns, column_context
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.measures.result_display import Figures, Pictures
-from moecore.report.metric_columns import MetricColumns
 from moecore.report.page.rows import method_rows_table
 from moecore.report.page.view import Block
-from moecore.report.reference_methods import column_context
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
 
@@ -109,9 +107,8 @@ def seed_table(phase: Phase) -> Iterator[Block]:
         column_context(phase, ExpertRoles)
     )
     columns = [column for column in every if column.of_pairs]
-    metrics = [ResultColumn(column, ExpertRoles) for column in columns]
     cells = {
-        method: {metric.name: cell_over_seeds(metric, list(seeds.values())) for metric in metrics}
+        method: {metric.name: cell_over_seeds(metric, list(seeds.values())) for metric in columns}
         for method, seeds in phase.models.items()
     }
     having = {method: row for method, row in cells.items() if all(row.values())}

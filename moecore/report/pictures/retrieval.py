@@ -24,7 +24,7 @@ def figures(result: Found) -> Figures:
 
 def images_and_words(phase: Phase) -> Iterator[Block]:
     """Yield the experts of the most frequent words, a table a method and layer, then pictures."""
-    results = phase.first_found(Retrieval)
+    results = phase.first(Retrieval)
     grids = []
     for method, result in results.items():
         for number, words in enumerate(result.facts["layers"], 1):

@@ -8,7 +8,7 @@ from moecore.data.card import parse_card_task
 from moecore.measure.robustness import Robustness
 from moecore.measure.under_attack.curves import AttackedGallery
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
-from moecore.report.column import score_slug
+from moecore.report.column import references, score_slug
 from moecore.report.figures.charts import (
     ChartSpec,
     attack_points,
@@ -20,7 +20,6 @@ from moecore.report.figures.charts import (
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.measures.result_display import Figures, Pictures, draw_method_curves
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.reference_methods import references
 from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Phase
 
@@ -119,7 +118,7 @@ def figures(result: Found) -> Figures:
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
     """Yield the score over epsilon for each attack and their worst, and the routing's change."""
-    results = phase.found(Robustness)
+    results = phase.results(Robustness)
     attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
@@ -141,10 +140,10 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     score = phase.task.score
     curves = {
         method: attack_points([scores_by_epsilon(result, attack) for result in of_method], score)
-        for method, of_method in phase.found_of(Robustness).items()
+        for method, of_method in phase.of(Robustness).items()
     }
     what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
-    number = phase.found(Robustness)[0].facts["images"]
+    number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
     return Picture(
         draw_score_over_epsilon(curves, what, score),
@@ -164,7 +163,7 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     """Draw the change of the routing of each MoE layer; [] where nothing moved."""
-    seeds = phase.found_of(Robustness)
+    seeds = phase.of(Robustness)
     panels = {
         f"MoE {layer}": {
             method: points_over_seeds(
@@ -172,7 +171,7 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
             )
             for method, results in seeds.items()
         }
-        for layer in range(1, 1 + max(map(count_changed_layers, phase.found(Robustness))))
+        for layer in range(1, 1 + max(map(count_changed_layers, phase.results(Robustness))))
     }
     if not panels:
         return []
@@ -190,7 +189,7 @@ def change_chart_spec(attack: str) -> ChartSpec:
 def draw_attacked_images(phase: Phase) -> list[Picture]:
     """Draw a few images under the strongest attack, of the baseline and the dense model."""
     pictures = []
-    first = phase.first_found(Robustness)
+    first = phase.first(Robustness)
     for method in references(phase.models):
         if method not in first or first[method].facts["attacked"] is None:
             continue
@@ -214,7 +213,7 @@ def audit_block(phase: Phase) -> Block:
     """Return a table with a row per question."""
     lines = {
         method: [line for result in seeds for line in result.facts["audit"]]
-        for method, seeds in phase.found_of(Robustness).items()
+        for method, seeds in phase.of(Robustness).items()
     }
     every = [line for of_method in lines.values() for line in of_method]
     rows = [

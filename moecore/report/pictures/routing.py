@@ -50,7 +50,7 @@ def loads_and_patches(phase: Phase) -> Iterator[Block]:
     """Yield load and patches of the methods with MoE layers, and their agreement with a teacher."""
     drawn = pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=drawn["expert_load"], about="load_cv2")
-    results = phase.first_found(Routing)
+    results = phase.first(Routing)
     yield Block(
         "Which expert sees which patch",
         pictures=drawn["expert_overlays"],

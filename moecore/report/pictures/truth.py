@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Found
-from moecore.report.column import decode_items
+from moecore.report.column import CEILING, DENSE
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.measures.result_display import (
@@ -16,10 +17,8 @@ from moecore.report.measures.result_display import (
     first_seed_pictures,
 )
 from moecore.report.page.view import Block, Picture
-from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.crossed import Difference, headroom_recovered
-from moecore.training.outcome import Outcome
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
@@ -46,13 +45,12 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
 
     None where one of the three was not trained, or routing is worth nothing that can be seen.
     """
-    trained = phase.of(Outcome)
+    trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
-        items = list_without_none(
-            decode_items(outcome.test_items) for outcome in trained.get(name, [])
-        )
+        scores = [one.find("test_score") for one in trained.get(name, [])]
+        items = list_without_none(score.array for score in scores if score)
         if len(items) < phase.seeds:
             return None
         sides.append(sign * np.stack(items))
@@ -76,8 +74,8 @@ def purity_curves(phase: Phase) -> list[Picture]:
     words = "Mean over MoE layers."
     drawn = draw_method_curves(
         phase,
-        Outcome,
-        lambda outcome: dict(enumerate(outcome.purity, 1)),
+        Trained,
+        lambda result: dict(enumerate(outcome_of(result).purity, 1)),
         ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
         words,
         limits=LIMITS,

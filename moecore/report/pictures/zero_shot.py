@@ -10,7 +10,7 @@ from moecore.report.typed_results import Phase
 
 def class_share_table(phase: Phase) -> Iterator[Block]:
     """The share of right images of each class, a row per method's first seed."""
-    facts = {method: result.facts for method, result in phase.first_found(ZeroShot).items()}
+    facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
     first = next(iter(facts.values()))
     names = [row["name"] for row in first["classes"]]
     lines = [

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.report.column import ResultColumn
+from moecore.report.column import Column
 from moecore.report.typed_results import Measured, Models, list_without_none
 from moecore.statistics.crossed import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
@@ -26,18 +26,18 @@ class Cell(NamedTuple):
 Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
-def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
+def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
     """Return the mean over seeds with its interval over items and seeds; Student's over seeds where
     they do not keep two items and as many each, none where a value is a bound. Of one seed the
     metric's own, if any; of a metric of pairs of seeds the mean over pairs.
     """
-    if metric.column.of_pairs:
+    if metric.of_pairs:
         return cell_over_seed_pairs(metric, models)
     intervals = [interval for model in models if (interval := metric.read(model)) is not None]
     if len(intervals) < len(models):
         return None
     if len(intervals) == 1:
-        return Cell(intervals[0], metric.column.limits if intervals[0].limits else "", 1)
+        return Cell(intervals[0], metric.limits if intervals[0].limits else "", 1)
     mean, kind = mean_over_seeds([interval.value for interval in intervals]), "t"
     if metric.has_bound(models):
         return Cell(Interval(mean.value), "", len(intervals))
@@ -46,13 +46,13 @@ def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | 
     has_items = len(items) == len(models) and len(counts) == 1 and counts != {1}
     if has_items and (half := crossed_difference(np.stack(items)).half()):
         mean, kind = Interval(mean.value, mean.value - half, mean.value + half), BOTH
-    if metric.column.form == "share" and mean.limits:
+    if metric.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
     return Cell(mean, kind, len(intervals))
 
 
-def cell_over_seed_pairs(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
+def cell_over_seed_pairs(metric: Column, models: Sequence[Measured]) -> Cell | None:
     """Return the mean over pairs of seeds with the jackknife's interval, without one of two."""
     pairs = metric.pair_values(models)
     if pairs is None:
@@ -61,7 +61,7 @@ def cell_over_seed_pairs(metric: ResultColumn, models: Sequence[Measured]) -> Ce
     return Cell(mean, "jackknife" if mean.limits else "", len(models))
 
 
-def method_cells_over_seeds(metric: ResultColumn, models: Models) -> dict[str, Cell | None]:
+def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | None]:
     """Return method → its cell; None where a method has no such thing."""
     return {
         method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()

@@ -4,23 +4,24 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.sizes import Result as Sizes
-from moecore.report.column import ResultColumn
+from moecore.measure.base import read_result
+from moecore.measure.sizes import Sizes
+from moecore.measure.values import Found
+from moecore.report.column import Column
 from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.report.headline_quantities import (
     HEADLINES,
     attacked_score_and_change_names,
     first_columns,
 )
-from moecore.report.measures import linear_experts, sizes, transfer
-from moecore.report.measures.result_display import Shown, list_displays
+from moecore.report.measures.result_display import Display, Draw, list_displays
+from moecore.report.pictures import linear_experts, sizes, transfer
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
@@ -29,7 +30,11 @@ from moecore.study.stages import MODEL_STAGES, PHASES
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
+ALONE: Mapping[str, Draw] = {  # by stage: of no single model
+    "linear_experts": linear_experts.figures,
+    "sizes": sizes.figures,
+    "transfer": transfer.figures,
+}
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:
@@ -56,7 +61,7 @@ def render_metrics_files(results: Results) -> dict[str, str]:
     }
 
 
-def metrics_json_columns(phase: Phase) -> list[ResultColumn]:
+def metrics_json_columns(phase: Phase) -> list[Column]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     names = [headline.name for headline in HEADLINES if headline.run]
@@ -98,7 +103,7 @@ def read_headline_numbers(
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
         for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
             interval = metric.read(models[method][seed])
-            if interval is not None and metric.column.form == "count":
+            if interval is not None and metric.form == "count":
                 counts[f"{name}.{metric.name}"] = int(interval.value)
             elif interval is not None:
                 numbers[f"{name}/{metric.name.removeprefix('test_')}"] = float(interval.value)
@@ -106,7 +111,7 @@ def read_headline_numbers(
 
 
 def read_current_model_results(
-    study: Path, phase: str, model: str, wanted: Iterable[Shown], items: Collection[str]
+    study: Path, phase: str, model: str, wanted: Iterable[Display], items: Collection[str]
 ) -> Measured:
     """Return what was measured of a model, ``vmoe/0``, by these items alone."""
     results: dict[type[Config], Config] = {}
@@ -127,14 +132,15 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         folder = study / "artifacts/data" / item.removeprefix("prepare/")
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
+    path = study / "artifacts/measured" / f"{item}.json"
+    if stage in ALONE:
+        yield from ALONE[stage](read_result(path, Found, stage))
+        return
     wanted = "" if stage in MODEL_STAGES else stage
     displays = [one for one in list_displays() if one.stage == wanted]
     kinds = [one for one in displays if not one.within]
     parts = [one for one in displays if one.within]
-    if stage in ALONE:
-        kinds = [Shown(stage, "", ALONE[stage].Result, figures=ALONE[stage].figures)]
-    path = study / "artifacts/measured" / f"{item}.json"
     for shown in (*kinds, *parts):
         result = shown.read(path, stage)
         if shown.has_figures_of(result):
-            yield from shown.figures(result)
+            yield from shown.pictures.figures(result)

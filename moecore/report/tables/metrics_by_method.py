@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.data.card import Card
 from moecore.measure.base import find_measurement
-from moecore.measure.sizes import Result as Sizes
+from moecore.measure.sizes import Sizes
 from moecore.report.claims import significance
-from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
-from moecore.report.measures import sizes
+from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
 from moecore.report.measures.result_display import list_displays
+from moecore.report.pictures import sizes
 from moecore.report.pictures.truth import share_of_routings_worth
-from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import COSTS, PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
@@ -37,22 +36,20 @@ NO_METHODS = ("asked", "claims", "questions", "data", "sizes")
 class ComparisonTable(NamedTuple):
     """The metrics that any method has; a cell is None where a method has no such thing."""
 
-    metrics: list[ResultColumn]
+    metrics: list[Column]
     cells: dict[str, dict[str, Cell | None]]
 
 
-def phase_result_columns(phase: Phase) -> list[ResultColumn]:
+def phase_result_columns(phase: Phase) -> list[Column]:
     """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
-        ResultColumn(column, shown.result)
+        column
         for shown in list_displays()
         if shown.applies(phase.task)
-        for seen in (column_context(phase, shown.result),)
-        for entry in shown.columns
-        for column in entry.columns(seen)
+        for column in shown.columns.columns(column_context(phase, shown.kind))
     ]
     order = ["", *PAPERS]
-    return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
+    return sorted(metrics, key=lambda metric: order.index(metric.paper))
 
 
 def build_table(results: Results, phase: Phase) -> ComparisonTable:
@@ -73,7 +70,7 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
 
 
 def cells_with_best_marked(
-    metric: ResultColumn,
+    metric: Column,
     models: Models,
     controls: Collection[str] = (),
     unmarked: Collection[str] = (),
@@ -84,7 +81,7 @@ def cells_with_best_marked(
     """
     cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
-    if not metric.column.better or len(having) < 2:
+    if not metric.better or len(having) < 2:
         return cells
     seeds = {method: models[method] for method in having}
     if significance.possible_test(metric, list(seeds.values())) == "intervals":
@@ -97,12 +94,12 @@ def cells_with_best_marked(
     return cells
 
 
-def best_by_disjoint_intervals(metric: ResultColumn, cells: Mapping[str, Cell]) -> str | None:
+def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str | None:
     """The method whose interval lies beyond every other's, or None."""
     limits = {method: cell.interval.limits for method, cell in cells.items()}
-    if not metric.column.better or len(cells) < 2 or None in limits.values():
+    if not metric.better or len(cells) < 2 or None in limits.values():
         return None
-    sign = {"higher": 1, "lower": -1}[metric.column.better]
+    sign = {"higher": 1, "lower": -1}[metric.better]
     edges = {
         method: sorted(sign * limit for limit in ends) for method, ends in limits.items() if ends
     }
@@ -111,7 +108,7 @@ def best_by_disjoint_intervals(metric: ResultColumn, cells: Mapping[str, Cell]) 
     return first if beaten else None
 
 
-def used_tests(results: Results, phase: Phase, metrics: Sequence[ResultColumn]) -> set[str]:
+def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     tests = set()
     for metric in metrics:
@@ -151,7 +148,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
                 if cell
             }
             for method, cell in cells.items():
-                compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
+                compared[method][name][metric.name] = cell_to_json(cell, metric.form)
             having = {method: phase.models[method] for method in cells}
             for reference in references(phase.models):
                 tests = significance.differences_from(metric, having, reference)
@@ -295,12 +292,9 @@ def expected_metrics(
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if shown.applies(task) and (covered or not shown.stage) and shown.is_asked(study):
-            kind: Any = shown.result
-            refusal = kind.model_refusal if shown.within else None
-            for entry in shown.columns:
-                planned = entry.foreseen(ahead)
-                metrics |= {
-                    name: one._replace(stage=shown.stage, refusal=refusal)
-                    for name, one in planned.items()
-                }
+            refusal = shown.kind.model_refusal if shown.within else None
+            metrics |= {
+                name: one._replace(stage=shown.stage, refusal=refusal)
+                for name, one in shown.columns.foreseen(ahead).items()
+            }
     return metrics

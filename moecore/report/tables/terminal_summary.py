@@ -12,7 +12,7 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.measures import sizes
+from moecore.report.pictures import sizes
 from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.linear_experts import (
-    LinearExperts,
-    LipschitzRatioRow,
-    Result,
-    measure,
-    theorem_2_over_seeds,
-)
+from moecore.measure.linear_experts import LinearExperts, measure, theorem_2_over_seeds
 from moecore.measure.theory.linear_experts import (
     expert_subspace_bases,
     least_squares,
@@ -28,6 +22,7 @@ from moecore.measure.theory.subspace_data import (
     angled_subspaces,
     draw_expert_data,
 )
+from moecore.measure.values import Found
 
 SIZES = {"dimension": 24, "rank": 3, "samples": 9}
 
@@ -411,20 +406,14 @@ def test_the_corollary_asks_for_small_residuals():
 
 
 @pytest.fixture(scope="module")
-def found() -> Result:
+def found() -> Found:
     return measure(LinearExperts(experts=(2, 4, 8), angles=(5, 60, 90)))
 
 
-def row(targets, experts, angle, rows) -> LipschitzRatioRow:
-    (one,) = [
-        row for row in rows if (row.targets, row.experts, row.angle) == (targets, experts, angle)
-    ]
-    return one
-
-
 def test_every_combination_is_there_and_no_bound_fails(found):
-    assert len(found.theorem_1) == 3 * 3 * 3 and found.draws == 81
-    assert found.violations == 0 and found.theorem_2_violations == 0
+    totals = found.numbers()
+    assert len(found.all("ratio")) == 3 * 3 * 3 and totals["draws"] == 81
+    assert totals["violations"] == 0 and totals["theorem_2_violations"] == 0
 
 
 # As in tests/measure/theory/test_linear_experts.py, with c = cos 60° = 1/2: shared
@@ -432,7 +421,8 @@ def test_every_combination_is_there_and_no_bound_fails(found):
 def test_rows_at_sixty_degrees(found):
     for experts in (2, 4, 8):
         shared, opposed = (
-            row(targets, experts, 60, found.theorem_1).ratio for targets in ("shared", "opposed")
+            found.find("ratio", targets=targets, experts=experts, angle=60)
+            for targets in ("shared", "opposed")
         )
         assert shared.value == pytest.approx(math.sqrt((1 + (experts - 1) / 2) / experts), rel=1e-8)
         assert opposed.value == pytest.approx(math.sqrt(1 / 2 / experts), rel=1e-8)
@@ -440,10 +430,10 @@ def test_rows_at_sixty_degrees(found):
 
 
 def test_the_printed_theorem_fails_where_the_proofs_does_not(found):
-    assert found.literal_violations > 0
+    assert found.numbers()["literal_violations"] > 0
 
 
 def test_theorem_2_promises_where_experts_disagree(found):
     assert all(one.gamma is not None for one in theorem_2_over_seeds(8, 60, "opposed"))
     assert all(one.gamma is None for one in theorem_2_over_seeds(2, 5, "shared"))
-    assert 2 <= found.theorem_2_promises <= found.draws - 2
+    assert 2 <= found.numbers()["theorem_2_promises"] <= 81 - 2

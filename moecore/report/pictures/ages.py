@@ -1,6 +1,7 @@
 """Predicted ages before and after correction (ERMoE-ba, supplement, table S1)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.values import Found
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import Column
 from moecore.report.figures.drawing import (
     GUIDE,
     PALETTE,
@@ -18,8 +19,7 @@ from moecore.report.figures.drawing import (
     empty_figure,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Shown, pictures_by_name
-from moecore.report.metric_columns import MetricColumns
+from moecore.report.measures.result_display import Figures, Pictures, pictures_by_name
 from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import cell_over_seeds
@@ -58,8 +58,7 @@ def figures(result: Found) -> Figures:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Table S1 and the predicted ages of every method."""
-    results: list[Any] = phase.results(AgeCalibration)
-    first: Found = results[0]
+    first = phase.results(AgeCalibration)[0]
     facts = first.facts
     low, high = facts["age_range"]
     median = first.interval("median_mae")
@@ -88,15 +87,12 @@ def table_s1(phase: Phase) -> PageTable:
     for name in NUMBERS:
         metrics = {
             prediction: Column(
-                name, name, lambda result, key=f"{name}_{prediction}": result.interval(key)
+                name, name, methodcaller("interval", f"{name}_{prediction}"), kind=AgeCalibration
             )
             for prediction in PREDICTIONS
         }
         cells = [
-            cell_over_seeds(
-                ResultColumn(metrics[prediction], AgeCalibration),
-                list(phase.models[method].values()),
-            )
+            cell_over_seeds(metrics[prediction], list(phase.models[method].values()))
             for method, prediction in pairs
         ]
         columns.append(format_column(metrics["raw"], cells))
@@ -113,7 +109,7 @@ def age_correction_refusals(phase: Phase) -> list[str]:
         f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
         for method, seeds in phase.models.items()
         for seed, model in seeds.items()
-        if (result := model.found(AgeCalibration)) and result.facts["refused"]
+        if (result := model.of(AgeCalibration)) and result.facts["refused"]
     ]
 
 
@@ -220,7 +216,6 @@ def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 
-COLUMNS = (MetricColumns("calibrate", AgeCalibration),)
-SHOWN = Shown(
-    "calibrate", "calibration", AgeCalibration, COLUMNS, figures, phase_blocks, applies, place=3
+PICTURES = Pictures(
+    "calibrate", figures, is_on_page=False, more=phase_blocks, kind=AgeCalibration, applies=applies
 )

@@ -17,8 +17,7 @@ from moecore.report.figures.drawing import (
     set_percent_axis,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Shown
-from moecore.report.metric_columns import MetricColumns
+from moecore.report.measures.result_display import Figures, Pictures
 from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
@@ -36,7 +35,7 @@ def figures(result: Found) -> Figures:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Yield the diagrams of all methods, and the temperatures."""
-    first = phase.first_found(ClassCalibration)
+    first = phase.first(ClassCalibration)
     temperatures = {
         method: format_temperature(value.value, result.facts["at_limit"])
         for method, result in first.items()
@@ -96,7 +95,11 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
     return figure
 
 
-COLUMNS = (MetricColumns("calibrate", ClassCalibration),)
-SHOWN = Shown(
-    "calibrate", "calibration", ClassCalibration, COLUMNS, figures, phase_blocks, applies, place=2
+PICTURES = Pictures(
+    "calibrate",
+    figures,
+    is_on_page=False,
+    more=phase_blocks,
+    kind=ClassCalibration,
+    applies=applies,
 )

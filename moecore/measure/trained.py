@@ -1,0 +1,303 @@
+"""What trainings came to as values: scores on the test split, the routing over time, costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moecore.measure.base import Estimate, MeasuredPart
+from moecore.measure.calibration import ClassCalibration
+from moecore.measure.values import SCORE, Found, Metric, OnPage, Value
+from moecore.training.outcome import Outcome, TissueRoutingRow
+
+# What region experts are named after.
+TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}
+CONTROL = "random_"  # before a tissue's name: random masks of its size
+LOSSES = ("classification", "cells", "multi_label")  # of other tasks the score says the same
+ITEMS = {  # metric → the agreement over time whose items are its own
+    "agreement_with_final": "with_final_half",
+    "saturation": "saturation_half",
+    "agreement_consecutive": "consecutive_last",
+    "agreement_consecutive_early": "consecutive_quarter",
+    "agreement_consecutive_mean": "consecutive_mean",
+    "agreement_before_after": "before_after",
+}
+COUNTED = (  # fields of an outcome that are metrics
+    "ppl",
+    "ppl_all",
+    "parameters",
+    "active_parameters",
+    "images_per_second",
+    "seconds",
+    "training_step_ms",
+    "training_memory_mb",
+)
+
+
+def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
+    """Return the training time over the baseline's mean."""
+    known = [outcome_of(one).seconds for one in baseline if outcome_of(one).epochs]
+    mean = mean_or_none(known)
+    return outcome_of(trained).seconds / mean if mean else None
+
+
+def steps_to_baseline_loss(
+    trained: Found, _: Sequence[Found], same_seed: Found | None
+) -> int | None:
+    """Return how soon the training loss is where the baseline's of the same seed ends."""
+    if same_seed is None:
+        return None
+    return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
+
+
+def is_after_the_end(trained: Found, steps: float) -> bool:
+    """Return whether a number of steps is none of those that were logged."""
+    return steps not in {row["step"] for row in outcome_of(trained).curve}
+
+
+def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
+    """Return what reads which test images (N,) are right by these scores of the calibration."""
+
+    def read(results: Mapping[type, Any]) -> np.ndarray | None:
+        trained, calibrated = results.get(Trained), results.get(ClassCalibration)
+        if trained is None or calibrated is None or (scores := calibrated.facts[fact]) is None:
+            return None
+        task = outcome_of(trained).task
+        if task.score.form != "share":
+            return None
+        return task.decode_scores(scores, calibrated.facts["test_images"]).numpy()
+
+    return read
+
+
+def settling_metric(label: str, note: str, **changes: Any) -> Metric:
+    """Return the metric of how the routing settles, with other fields."""
+    metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
+    return metric._replace(**changes)
+
+
+METRICS = {
+    "test_score": Metric(
+        *("{tested}{unit}", SCORE, SCORE, "{meaning}"),
+        name="test_{score}",
+        hits=hits_reader("scores"),
+    ),
+    "test_loss": Metric(
+        "Test loss",
+        "lower",
+        note="mean cross-entropy in nats: over images, of mosaics over cells; of several labels "
+        "the sum over classes",
+    ),
+    "ppl": Metric(
+        "Perplexity",
+        "lower",
+        note="as papers count it: whole blocks of the training's number of streams, from an empty "
+        "cache (MoGE, table 3)",
+        needs="text",
+    ),
+    "ppl_all": Metric(
+        "Perplexity, all", "lower", note="every word once, in one stream", needs="text"
+    ),
+    "parameters": Metric("Parameters", form="count", is_fixed=True),
+    "active_parameters": Metric(
+        "Active parameters", form="count", note="used for one token", is_fixed=True
+    ),
+    "images_per_second": Metric("{items} / s", form="count", note="while training"),
+    "seconds": Metric("Training time", form="seconds"),
+    "training_overhead": Metric(
+        "Training time / {baseline}",
+        note="training time / mean training time of {baseline}",
+        of_baseline=training_overhead,
+    ),
+    "steps_to_baseline_loss": Metric(
+        "Steps to {baseline}'s loss",
+        "lower",
+        "count",
+        "until the training loss, a mean over an epoch, is its final one of the same seed (TGR, "
+        "figure S5); one epoch after the end where it never is, which is too early: then without "
+        "interval and test",
+        of_baseline=steps_to_baseline_loss,
+        is_bound=is_after_the_end,
+    ),
+    "agreement_with_final": settling_metric(
+        "Agreement with final model", "tokens, once half of training is done"
+    ),
+    "saturation": settling_metric(
+        "Saturation",
+        "experts of a token at the end that it has once half of training is done; k/E by chance",
+        paper="",
+    ),
+    "agreement_consecutive": settling_metric(
+        "Agreement of epochs", "tokens, between the last two epochs"
+    ),
+    "agreement_consecutive_early": settling_metric(
+        "Agreement of early epochs",
+        "tokens, between an epoch and the next once a quarter of training is done",
+        detail=True,
+    ),
+    "agreement_consecutive_mean": settling_metric(
+        "Agreement of epochs, mean",
+        "tokens, between an epoch and the next, mean over training",
+        detail=True,
+    ),
+    "agreement_before_after": settling_metric(
+        "Agreement before / after",
+        "tokens whose first expert survives fine-tuning",
+        needs="finetuned",
+    ),
+    "training_step_ms": Metric(
+        "Training step, ms",
+        note="views, losses and update; from the median images a second",
+        paper="cost",
+    ),
+    "training_memory_mb": Metric(
+        "Training memory, MB",
+        note="the most that a step holds: weights, gradients, the optimizer's state, activations",
+        paper="cost",
+        is_fixed=True,
+    ),
+    "test_accuracy_top5": Metric(
+        "Top-5 accuracy",
+        "higher",
+        "share",
+        "Acc@5: the class is among the five largest; none of five classes or fewer",
+        hits=hits_reader("top5"),
+        limits="wilson",
+    ),
+    "own_expert": Metric(
+        "Own expert",
+        "higher",
+        "share",
+        "tokens of a region that choose the expert of that region, mean over wm, gm, csf",
+        "ages",
+    ),
+    "own_expert_random": Metric(
+        "Own expert, random masks",
+        form="share",
+        note="the same share under random masks of that size",
+        paper="ages",
+    ),
+    "own_expert_gain": Metric(
+        "Own expert − random",
+        "higher",
+        note="above 0: experts know their tissue",
+        paper="ages",
+    ),
+}
+
+
+class Trained(MeasuredPart):
+    """Of every stage that writes a model."""
+
+    metrics = METRICS
+    page = OnPage("training", place=1)
+
+
+def collect_outcome_values(outcome: Outcome) -> Found:
+    """Return the values of an outcome. facts: outcome, itself."""
+    consecutive = outcome.agreement_consecutive
+    own, random = own_expert_share(outcome), own_expert_share(outcome, CONTROL)
+    numbers: dict[str, float | Estimate | None] = {
+        "test_score": outcome.test_score,
+        "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
+        "agreement_with_final": halfway_agreement(outcome.agreement_with_final),
+        "saturation": halfway_agreement(outcome.saturation),
+        "agreement_consecutive": (consecutive or (None,))[-1],
+        "agreement_consecutive_early": early_agreement(consecutive),
+        "agreement_consecutive_mean": mean_of_known(consecutive),
+        "agreement_before_after": mean_of_known(outcome.routing_agreement_before_after),
+        "test_accuracy_top5": outcome.test_top5,
+        "own_expert": own,
+        "own_expert_random": random,
+        "own_expert_gain": None if own is None or random is None else own - random,
+    }
+    numbers |= {name: getattr(outcome, name) for name in COUNTED}
+    values = []
+    for metric, number in numbers.items():
+        key = ITEMS.get(metric, "")
+        items = outcome.test_items if metric == "test_score" else outcome.agreement_items.get(key)
+        if isinstance(number, Estimate):
+            values.append(Value(metric=metric, items=items, **number.model_dump()))
+        elif number is not None:
+            values.append(Value(metric=metric, items=items, value=number))
+    return Found(values=values, facts={"outcome": outcome})
+
+
+def outcome_of(trained: Found) -> Outcome:
+    """Return the outcome that these are the values of."""
+    outcome: Outcome = trained.facts["outcome"]
+    return outcome
+
+
+def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
+    """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
+    agreements = by_epoch or (None,)
+    return agreements[(len(agreements) - 1) // 2]
+
+
+def early_agreement(consecutive: Sequence[float | None]) -> float | None:
+    """Return, of the epochs' agreement, that at whose end a quarter of training is done."""
+    return (consecutive or (None,))[max(0, len(consecutive) - 1) // 4]
+
+
+def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
+    """Mean share of a tissue's tokens that choose the expert of the same name, at the last epoch.
+
+    prefix: "" for the tissues themselves, CONTROL for random masks of their size. None where no
+    expert has a tissue's name.
+    """
+    shares = {row.region: row.share for row in last_probe_rows(outcome)}
+    return mean_of_known([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
+
+
+def last_probe_rows(outcome: Outcome) -> Sequence[TissueRoutingRow]:
+    """The rows at the last epoch; () where there is no probe."""
+    if not outcome.region_routing:
+        return ()
+    return max(outcome.region_routing, key=lambda probe: probe.epoch).rows
+
+
+def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
+    """(step, training loss averaged over the last epoch before it) of every logged point.
+
+    A logged loss is a mean since the point before; it counts for as many steps. Without points
+    that lack a value: [].
+    """
+    rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
+    if not rows or any(None in row for row in rows):
+        return []
+    steps, epochs, losses = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    spans = np.diff(steps, prepend=0)
+    summed = np.concatenate([[0], np.cumsum(losses * spans)])
+    passed = np.concatenate([[0], np.cumsum(spans)])
+    # The first point that belongs to the epoch before each; epochs are quotients, hence 1e-9.
+    first = np.searchsorted(epochs, epochs - 1 + 1e-9, side="right")
+    last = np.arange(1, len(rows) + 1)
+    means = (summed[last] - summed[first]) / (passed[last] - passed[first])
+    return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
+
+
+def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
+    """The first logged step at which the training loss is down to the baseline's final one.
+
+    Both are means over an epoch (TGR, figure S5). A training that never is there counts as one
+    epoch after its end. None without a log.
+    """
+    known = trailing_epoch_losses(baseline)
+    own = trailing_epoch_losses(result)
+    if not known or not own:
+        return None
+    final = known[-1][1]
+    steps, epochs = result.curve[-1]["step"], result.curve[-1]["epoch"]
+    after = round(steps * (1 + 1 / epochs)) if steps and epochs else None
+    return next((step for step, loss in own if loss <= final), after)
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are not None; None where none is."""
+    return mean_or_none([value for value in values if value is not None])
+
+
+def mean_or_none(values: Sequence[float]) -> float | None:
+    """The mean, or None where there is nothing."""
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,161 @@
+"""Models of the papers' sizes: ours beside what the papers print."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from moecore.measure.sizes import METRICS
+from moecore.measure.values import Found
+from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
+from moecore.report.measures.result_display import Figures
+from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
+
+LIMIT = 0.01  # a difference beyond it is explained
+
+
+# Metric → what it is multiplied by to be shown, and decimals that are shown.
+UNITS = {
+    "parameters": (1e-6, 2),
+    "active_parameters": (1e-6, 2),
+    "gflops": (1, 1),
+    "routing_gflops": (1, 3),
+    "training_memory_mb": (1e-3, 2),
+}
+Model = Mapping[str, str]  # what the settings say of a model in words
+TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
+
+
+def figures(result: Found) -> Figures:
+    yield "difference_from_the_papers", draw_paper_deviations(result)
+
+
+def paper_size_blocks(result: Found) -> Iterator[Block]:
+    yield Block("Ours beside the papers'", grids=[size_table(result)])
+    drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
+    yield Block("Difference from the papers' numbers", pictures=drawn)
+
+
+def describe_reproduction(result: Found) -> str:
+    """Say how many of the papers' numbers come out."""
+    deviations = [
+        one["difference"] for row in size_differences(result).values() for one in row.values()
+    ]
+    near = sum(abs(difference) <= LIMIT for difference in deviations)
+    unbuilt = sum(bool(model["needs"]) for model in result.facts["models"])
+    words = f"{near} of {len(deviations)} printed numbers come out to within 1 %; the others have"
+    missing = f" Not built here: {unbuilt}." if unbuilt else ""
+    return f"{words} a word beside them.{missing} Built without memory, nothing is trained."
+
+
+def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
+    """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
+    comparisons: dict[str, dict[str, dict[str, float]]] = {}
+    for model in result.facts["models"]:
+        comparisons[model["name"]] = {}
+        for metric in METRICS:
+            value = find_size(result, model, metric)
+            paper = find_paper_numbers(model).values.get(metric)
+            if value is not None and paper is not None:
+                both = {"ours": value, "paper": paper, "difference": value / paper - 1}
+                comparisons[model["name"]][metric] = both
+    return comparisons
+
+
+def find_paper_numbers(model: Model) -> PaperModelNumbers:
+    """Return what the paper prints of the model; KeyError for a name that it does not have."""
+    name = model["reported"]
+    return COSTS[name] if name else PaperModelNumbers("cost", model["name"], "", {})
+
+
+def find_size(result: Found, model: Model, metric: str) -> float | None:
+    """Return a number in the paper's unit; None where the model was not built."""
+    value = result.find(metric, model=model["name"])
+    if value is None:
+        return None
+    return int(value.value) if METRICS[metric].form == "count" else value.value
+
+
+def size_table(result: Found) -> PageTable:
+    """Return a row per model: each number, the paper's below it, and how far apart they are."""
+    lines = [
+        TableRow(
+            PageCell(model["name"], note=find_paper_numbers(model).source.partition(":")[0]),
+            [count_beside_paper(result, model, metric) for metric in METRICS]
+            + [deviation_reason(model)],
+        )
+        for model in result.facts["models"]
+    ]
+    heads = ["", *(metric.label for metric in METRICS.values()), "Where they differ"]
+    return PageTable(heads, lines)
+
+
+def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
+    """Return ours; below it the paper's and the difference."""
+    value = find_size(result, model, metric)
+    paper = find_paper_numbers(model).values.get(metric)
+    told = "" if paper is None else f"paper {format_size(paper, metric)}"
+    if value is None:
+        return PageCell("–", small=told) if told else NONE
+    if paper is not None:
+        apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
+        told = f"{told}, {apart}"
+    return PageCell(format_size(value, metric), small=told, value=value)
+
+
+def deviation_reason(model: Model) -> PageCell:
+    if model["needs"]:
+        return PageCell(f"Needs {model['needs']}. {model['why']}".strip(), look="reason")
+    return PageCell(model["why"], look="reason") if model["why"] else EMPTY
+
+
+def format_size(value: float, metric: str) -> str:
+    factor, decimals = UNITS[metric]
+    return f"{value * factor:,.{decimals}f}"
+
+
+@styled_drawing
+def draw_paper_deviations(result: Found) -> Figure:
+    """Ours over the paper's − 1 for every model and number, a row per model."""
+    comparisons: Mapping[str, Mapping[str, Any]] = {
+        name: numbers for name, numbers in size_differences(result).items() if numbers
+    }
+    names = list(comparisons)[::-1]
+    figure = empty_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
+    axes = figure.subplots()
+    for index, (key, metric) in enumerate(METRICS.items()):
+        having = [name for name in names if key in comparisons[name]]
+        values = [100 * comparisons[name][key]["difference"] for name in having]
+        places = [names.index(name) for name in having]
+        look = {"linestyle": "", "marker": "osD^v"[index], "color": PALETTE[index]}
+        axes.plot(values, places, label=metric.label, **look)
+    axes.axvline(0, color=GUIDE, linewidth=0.9)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(-200, 200)
+    axes.set_xticks(
+        TICKS, [f"{tick:+d}".replace("-", "−").replace("+0", "0") for tick in TICKS], minor=False
+    )
+    axes.minorticks_off()
+    axes.set(xlabel="Difference in %, linear from −1 to 1", yticks=range(len(names)))
+    axes.set_yticklabels(names)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return figure
+
+
+def terminal_size_rows(
+    compared: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> list[Sequence[str]]:
+    """The entry ``sizes`` of compare.json as rows of text, the head first."""
+    rows: list[Sequence[str]] = [("model", *(metric.label for metric in METRICS.values()))]
+    for name, numbers in compared.items():
+        texts = []
+        for metric in METRICS:
+            one = numbers.get(metric)
+            if one is None:
+                texts.append("–")
+                continue
+            ends = (format_size(one["ours"], metric), format_size(one["paper"], metric))
+            texts.append(f"{ends[0]} / {ends[1]} ({100 * one['difference']:+.1f} %)")
+        rows.append((name, *texts))
+    return rows
