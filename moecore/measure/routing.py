@@ -37,12 +37,13 @@ from moecore.measure.routing_metrics.layer_use import (
     measure_layer_use_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import (
-    TRAINED_THRESHOLD,
     SweepImages,
     SweepSettings,
-    fallback_slopes,
-    run_sweeps,
+    put_sweeps,
     score_threshold,
+    slope_metric,
+    sweep_chart,
+    swept_metric,
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
@@ -57,7 +58,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     draw_two_views,
     look_up_augmentation,
 )
-from moecore.measure.values import SCORE, Chart, Metric, OnPage, Place, Values
+from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.predict import predict_in_batches
@@ -93,9 +94,6 @@ MAP_SHARES = {
     "cells": ("Cells", "share of the experts that lie"),
 }
 AGREED = "tokens with the same first expert"
-AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
-FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
-AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
 
 
 def layer_metric(
@@ -111,50 +109,6 @@ def layer_metric(
         over="layer",
         detail=detail,
         needs=needs,
-    )
-
-
-def swept_metric(
-    label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
-) -> Metric:
-    """Return a metric with one value per swept setting; claims compare it like any other."""
-    symbol, figure = FIGURES[over]
-    return Metric(
-        f"{label}, {symbol}\u00a0=\u00a0{{}}",
-        better,
-        form,
-        note=f"trained weights with {symbol} = {{}} at test time (figure {figure})",
-        paper="ermoe",
-        over=over,
-        detail=True,
-        needs=needs,
-        is_monotone=is_monotone,
-    )
-
-
-def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
-    """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
-    setting, axis = AXES[over]
-    return Chart(
-        f"{name}_{over}",
-        over,
-        title=f"{label} over {setting}",
-        x=axis,
-        y=label,
-        words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
-        share=share,
-        height=3.2,
-    )
-
-
-def slope_metric(side: str, end: str) -> Metric:
-    """Return the slope of the fallback on one side of the trained threshold."""
-    return Metric(
-        f"Fallback, slope {side} {AT}",
-        note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
-        paper="ermoe",
-        detail=True,
-        needs="thresholds",
     )
 
 
@@ -416,7 +370,7 @@ class Routing(Measurement):
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
         sample = SweepImages(images[few], labels, subject.data.task)
-        out.piece("sweeps", partial(put_sweeps, model, sample, self))
+        out.piece("sweeps", partial(put_sweeps, model, sample, self.sweeps, self.batch))
         out.facts["load"] = [load_shares(expert_counts(record.chosen)) for record in records]
         overlays = 0 if images.ndim == TEXT else self.overlays
         out.facts["overlays"] = evenly_spaced_overlays(images, records, overlays, model.layout)
@@ -507,15 +461,3 @@ def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Valu
     for preset in settings.augmentations:
         augmentation = look_up_augmentation(preset, images.ndim == 5)
         out.piece(f"views {augmentation.name}", partial(put_matches, augmentation))
-
-
-def put_sweeps(model: Model, sample: SweepImages, settings: Routing, out: Values) -> None:
-    """Put score and routing of the same weights under other settings of the router."""
-    swept = run_sweeps(model, sample, settings.sweeps, settings.batch)
-    for over, by_setting in swept.items():
-        for setting, numbers in sorted(by_setting.items()):
-            for name, number in numbers.items():
-                out.put(f"{name}_{over}", number, **{over: setting})
-    fallback = {t: numbers["fallback"] for t, numbers in swept["threshold"].items()}
-    for name, slope in fallback_slopes(fallback).items():
-        out.put(name, slope)

@@ -16,6 +16,7 @@ from moecore.measure.routing_metrics.layer_use import (
     fallback_rate,
     tail_of_probs,
 )
+from moecore.measure.values import Chart, Metric, Values
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
@@ -24,6 +25,9 @@ from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
 TRAINED_THRESHOLD = 0.5  # T of figure S3, where the paper reports a bend of the curve
+AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
+FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
+AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
 
 
@@ -172,3 +176,61 @@ def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
             rise = fallback[other] - fallback[TRAINED_THRESHOLD]
             slopes[f"fallback_slope_{side}"] = rise / (other - TRAINED_THRESHOLD)
     return slopes
+
+
+def swept_metric(
+    label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
+) -> Metric:
+    """Return a metric with one value per swept setting; claims compare it like any other."""
+    symbol, figure = FIGURES[over]
+    return Metric(
+        f"{label}, {symbol}\u00a0=\u00a0{{}}",
+        better,
+        form,
+        note=f"trained weights with {symbol} = {{}} at test time (figure {figure})",
+        paper="ermoe",
+        over=over,
+        detail=True,
+        needs=needs,
+        is_monotone=is_monotone,
+    )
+
+
+def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
+    """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
+    setting, axis = AXES[over]
+    return Chart(
+        f"{name}_{over}",
+        over,
+        title=f"{label} over {setting}",
+        x=axis,
+        y=label,
+        words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
+        share=share,
+        height=3.2,
+    )
+
+
+def slope_metric(side: str, end: str) -> Metric:
+    """Return the slope of the fallback on one side of the trained threshold."""
+    return Metric(
+        f"Fallback, slope {side} {AT}",
+        note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
+        paper="ermoe",
+        detail=True,
+        needs="thresholds",
+    )
+
+
+def put_sweeps(
+    model: Model, sample: SweepImages, settings: SweepSettings, batch: int, out: Values
+) -> None:
+    """Put score and routing of the same weights under other settings of the router."""
+    swept = run_sweeps(model, sample, settings, batch)
+    for over, by_setting in swept.items():
+        for setting, numbers in sorted(by_setting.items()):
+            for name, number in numbers.items():
+                out.put(f"{name}_{over}", number, **{over: setting})
+    fallback = {t: numbers["fallback"] for t, numbers in swept["threshold"].items()}
+    for name, slope in fallback_slopes(fallback).items():
+        out.put(name, slope)
