@@ -20,17 +20,20 @@ from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing_metrics import expert_roles, expert_similarity
 from moecore.measure.routing_metrics.choice_patterns import chance_violation
+from moecore.measure.routing_metrics.epochs import (
+    expert_purity,
+    expert_truth_tables,
+    purity_by_image,
+)
 from moecore.measure.routing_metrics.expert_information import (
     MIN_IMAGES,
     check_exchangeable,
     mask_rare_words,
 )
-from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
-from moecore.measure.routing_metrics.layer_use import measure_layer_use_by_image
-from moecore.measure.routing_metrics.purity import (
-    expert_purity,
-    expert_truth_tables,
-    purity_by_image,
+from moecore.measure.routing_metrics.layer_metrics import (
+    dead_expert_share,
+    expert_counts,
+    measure_layer_use_by_image,
 )
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices

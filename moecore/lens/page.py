@@ -13,22 +13,29 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import trace_explorer
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace, record_of_layer
 from moecore.lens.traces import Trace
-from moecore.measure.exploring.caption_word_experts import experts_by_weight
-from moecore.measure.exploring.expert_gallery import ExpertUseByImage, expert_use_by_image
+from moecore.measure.exploring.expert_gallery import (
+    ExpertUseByImage,
+    expert_use_by_image,
+    experts_by_weight,
+)
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_word_counts
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.figures.drawing import expert_colours
+from moecore.report.figures.drawing import (
+    SheetLabels,
+    Tile,
+    displayable_image,
+    expert_colours,
+    sheet,
+)
 from moecore.report.figures.expert_figures import patch_experts_tile
-from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.page.explorer_page import PageHead
-from moecore.report.page.glossary import WORDS
-from moecore.report.page.templating import template_environment
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.tables.number_format import NumberFormat
+from moecore.report.page.report_page import template_environment
+from moecore.report.page.view import NONE, WORDS, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 
 MAX_WORDS = 300  # of the page

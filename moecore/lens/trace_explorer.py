@@ -20,10 +20,15 @@ from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
-from moecore.measure.exploring.expert_gallery import ExpertProfile, LayerGallery, largest_shares
+from moecore.measure.exploring.expert_gallery import (
+    RARE,
+    WORDS,
+    ExpertProfile,
+    LayerGallery,
+    largest_shares,
+)
 from moecore.measure.exploring.expert_overlay_data import CROP, encode_thumbnails
 from moecore.measure.exploring.watched import spread_places
-from moecore.measure.exploring.word_gallery import RARE, WORDS
 from moecore.nn.routing_traces import (
     ImageTraces,
     coarse_patch_indices,
@@ -31,8 +36,13 @@ from moecore.nn.routing_traces import (
     finest_layout,
     record_on_finer_grid,
 )
-from moecore.report.page.expert_answers import PARTNERS, roles_answers
-from moecore.report.page.explorer_page import PageHead, intern_texts, render_explorer
+from moecore.report.page.explorer_page import (
+    PARTNERS,
+    PageHead,
+    intern_texts,
+    render_explorer,
+    roles_answers,
+)
 
 MAX_BYTES = 3_000_000  # of the page
 DIVISORS = (1, 2, 4, 8, 16)  # of the numbers of items and examples, until the page is small enough

@@ -11,7 +11,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.routing_records import TokenLayout
 from moecore.data.image_noise import standard_normal_noise
-from moecore.measure.routing_metrics.two_view_augmentations import (
+from moecore.measure.routing_metrics.two_view_agreement import (
     TwoViewAugmentation,
     draw_two_views,
 )

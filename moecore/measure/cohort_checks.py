@@ -25,7 +25,6 @@ from moecore.measure.probes.ageing_and_rescans import (
     rising_step_share,
     session_pairs,
 )
-from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
 from moecore.measure.probes.linear_probe import (
     ModelAndProbeErrors,
     model_and_probe_errors,
@@ -34,6 +33,7 @@ from moecore.measure.probes.linear_probe import (
 from moecore.measure.probes.region_experts_on_new_data import (
     RegionExperts,
     RegionGeneralisationSettings,
+    TissueAgreement,
     has_generator_voxel_grid,
     measure_generalisation,
 )

@@ -26,11 +26,12 @@ from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerGallery,
     expert_galleries_by_layer,
+    word_galleries_by_layer,
+    word_numbers,
 )
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
-from moecore.measure.exploring.word_gallery import word_galleries_by_layer, word_numbers
-from moecore.measure.routing_metrics.two_view_augmentations import (
+from moecore.measure.routing_metrics.two_view_agreement import (
     Preset,
     TwoViewAugmentation,
     augmentation_misfits,

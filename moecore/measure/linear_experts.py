@@ -11,12 +11,13 @@ from pydantic import Field
 
 from moecore.measure.base import MeasuredPart
 from moecore.measure.theory.linear_experts import (
+    Targets,
     Theorem1Sides,
     Theorem2,
+    draw_expert_data,
     theorem_1_sides,
     theorem_2,
 )
-from moecore.measure.theory.subspace_data import Targets, draw_expert_data
 from moecore.measure.values import Found, Metric, Value
 from moecore.statistics.intervals import mean_over_seeds
 

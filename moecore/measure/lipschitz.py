@@ -5,8 +5,7 @@ from pydantic import Field
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
-from moecore.measure.theory.lipschitz_lemma import put_lemma
-from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, slopes_at
+from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, put_lemma, slopes_at
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 

@@ -15,7 +15,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.exploring.caption_word_experts import experts_by_word, find_two_towers
+from moecore.measure.exploring.expert_gallery import experts_by_word, find_two_towers
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.measure.values import Metric, OnPage, Place, Values

@@ -23,12 +23,13 @@ from moecore.measure.routing_metrics.layer_metrics import (
     processing_change_by_layer,
     routing_change_by_layer,
 )
-from moecore.measure.under_attack.audit import AuditSettings, run_audit
-from moecore.measure.under_attack.curves import (
+from moecore.measure.under_attack.audit import (
     AttackRow,
+    AuditSettings,
     Curve,
     ScoresAtEpsilon,
     attack_gallery,
+    run_audit,
     worst_case,
 )
 from moecore.measure.values import SCORE, Metric, OnPage, PartStore, Place, Values

@@ -30,8 +30,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
     expert_counts,
-)
-from moecore.measure.routing_metrics.layer_use import (
     load_shares,
     measure_layer_use,
     measure_layer_use_by_image,
@@ -47,16 +45,14 @@ from moecore.measure.routing_metrics.sweeps import (
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
-    augmented_row,
-    mean_items_over_layers,
-    view_match_shares,
-)
-from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
     augmentation_misfits,
+    augmented_row,
     draw_two_views,
     look_up_augmentation,
+    mean_items_over_layers,
+    view_match_shares,
 )
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model

@@ -25,16 +25,16 @@ from moecore.measure.changed_images import (
     iterate_attacked_images,
     iterate_noisy_images,
 )
-from moecore.measure.routing_metrics.expert_information import (
-    MIN_IMAGES,
-    mutual_information,
-    permute_images,
-)
-from moecore.measure.routing_metrics.purity import (
+from moecore.measure.routing_metrics.epochs import (
     expert_purity,
     expert_truth_tables,
     purity_over_layers,
     token_kinds,
+)
+from moecore.measure.routing_metrics.expert_information import (
+    MIN_IMAGES,
+    mutual_information,
+    permute_images,
 )
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model

@@ -18,10 +18,10 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.layouts.text import UNKNOWN
 from moecore.data.text.words import ReadingStyle, read_vocabulary, split_prompt_words
-from moecore.measure.exploring.caption_word_experts import experts_by_weight
+from moecore.measure.exploring.expert_gallery import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.report.figures.drawing import expert_colours
-from moecore.report.page.templating import template_environment
+from moecore.report.page.report_page import template_environment
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moecore.core.files import UserError, write_whole
 from moecore.data.files.decode import BACKGROUND
-from moecore.measure.exploring.caption_word_experts import find_two_towers
+from moecore.measure.exploring.expert_gallery import find_two_towers
 from moecore.predict import pictures
 from moecore.predict.ages import NewAges, predict_ages
 from moecore.tasks.image_text import ImageText

@@ -25,13 +25,13 @@ from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.measure.exploring.caption_word_experts import experts_by_word
+from moecore.measure.exploring.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
-from moecore.report.page.templating import template_environment
+from moecore.report.page.report_page import template_environment
 from moecore.run.progress import report_progress
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import cosine_matrix, similarity_matrix

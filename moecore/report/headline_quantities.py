@@ -15,9 +15,8 @@ from moecore.report.pictures.robustness import (
     attacks_of,
     scores_by_epsilon,
 )
-from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.cells import Cell, Cells, NumberFormat, format_epsilon
 from moecore.report.tables.metrics_by_method import ComparisonTable
-from moecore.report.tables.number_format import NumberFormat, format_epsilon
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 

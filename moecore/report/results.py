@@ -1,28 +1,236 @@
-"""Reads what the stages wrote, from the files that the settings name.
+"""What the report has to say about one kind of result, and the pictures that measurements share."""
 
-Never by a glob: removed methods leave files behind.
-"""
-
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
 from pydantic import ValidationError
 
-from moecore.core.config import Config
+from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError, read_json
+from moecore.core.outside_packages import list_allowed_modules
 from moecore.data.card import parse_card_task
-from moecore.measure.base import Skipped, read_result
+from moecore.measure.base import (
+    MeasuredPart,
+    Measurement,
+    Skipped,
+    builtin_measurements,
+    read_result,
+)
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
-from moecore.measure.values import Found
-from moecore.report.measures.result_display import Display, list_displays
+from moecore.measure.values import Chart, Found
+from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
+from moecore.report.figures.charts import (
+    EVERYWHERE,
+    ChartSpec,
+    Limits,
+    curves_chart,
+    interval_caption,
+    points_over_seeds,
+)
+from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
+
+Figures = Iterator[tuple[str, Figure]]
+Draw = Callable[[Any], Figures]
+PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
+
+
+def read_values(path: Path, stage: str) -> Found | Skipped:
+    """Return the values in the file that ``stage`` wrote; UserError as of ``read_result``."""
+    return read_result(path, Found, stage)
+
+
+class Pictures(NamedTuple):
+    """What no chart of a measurement's page shows: PICTURES of a module."""
+
+    stage: str  # the measurement's name, "routing", or that of a part, "routing.roles"
+    figures: Draw = lambda result: iter(())
+    is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
+    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
+    more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
+    fill_in: FillIn | None = None  # words that depend on more than one place
+    kind: type[MeasuredPart] | None = None  # of a stage that is no section of measurements
+    applies: Callable[[Task], bool] = lambda task: True  # of such a stage
+    read: Callable[[Path, str], Any] = read_values  # path and stage → values, or ``Skipped``
+
+
+class Display(NamedTuple):
+    """What the report shows of a measurement, of a part of it, or of a stage of its own."""
+
+    stage: str  # that writes the result, below artifacts/measured; "" for the trainings
+    kind: type[MeasuredPart]
+    pictures: Pictures
+    within: str = ""  # the setting of the measurement that it is a part of
+
+    @property
+    def title(self) -> str:
+        """Return its name in the list of what was measured."""
+        return self.kind.page.title
+
+    @property
+    def columns(self) -> MetricColumns:
+        """Return the columns of its metrics."""
+        return MetricColumns(self.stage, self.kind, self.within, self.pictures.fill_in)
+
+    def applies(self, task: Task) -> bool:
+        """Return whether there are such results of data with these labels."""
+        return self.pictures.applies(task)
+
+    def read(self, path: Path, stage: str) -> Found | Skipped | None:
+        """Return the values in the file that ``stage`` wrote, or why there are none.
+
+        None for a part that was not asked. Raises UserError as ``read_result`` does.
+        """
+        whole = self.pictures.read(path, stage)
+        if not self.within or isinstance(whole, Skipped):
+            return whole
+        part = whole.facts.get(self.within)
+        if part is None:
+            return None
+        return Skipped.model_validate(part) if set(part) == {"skipped"} else whole
+
+    def has_figures_of(self, result: Found | Skipped | None) -> bool:
+        """Return whether values are of this kind; ``calibrate`` has one for ages, and one for
+        classes.
+        """
+        if result is None or isinstance(result, Skipped):
+            return False
+        names = {value.metric for value in getattr(result, "values", ())}
+        return bool(self.within) or not names or not names.isdisjoint(self.kind.metrics)
+
+    def is_asked(self, settings: Any) -> bool:
+        """Return whether these settings of a study ask for it where its stage is."""
+        return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
+
+    def blocks(self, phase: Phase) -> list[Block]:
+        """Return the charts of its page, its pictures, and what was not measured."""
+        page, pictures = self.kind.page, self.pictures
+        drawn = [one for chart in page.charts for one in draw_chart(phase, self.kind, chart)]
+        if pictures.is_on_page:
+            drawn += first_seed_pictures(phase, self.kind, pictures.figures)
+        drawn += pictures.draw(phase)
+        results = phase.results(self.kind)
+        skipped = dict.fromkeys(f"{reason}." for one in results for reason in one.skipped)
+        title = page.heading or page.title[0].upper() + page.title[1:]
+        block = Block(title, pictures=drawn, below=list(skipped), about=self.about(phase))
+        return [*pictures.above(phase), block, *pictures.more(phase)]
+
+    def about(self, phase: Phase) -> str:
+        """Return the column of the one line: that of the page, the first of its metric, or else the
+        first that is better one way; "" for none.
+        """
+        name, known = self.kind.page.about, column_context(phase, self.kind)
+        metric = self.kind.metrics.get(name)
+        if metric is not None and metric.name and not metric.mean:
+            name = next((one.name for one in self.columns.columns_of(known, name)), "")
+        directed = (one.name for one in self.columns.columns(known) if one.better)
+        return name or next(directed, "")
+
+
+def list_displays() -> list[Display]:
+    """Return what there is to show, in the order of the page; UserError for a faulty module."""
+    try:
+        every = [
+            one
+            for constant in ("PICTURES", "SHOWN")
+            for one in collect_constants_named(PICTURES, constant)
+        ]
+        pictures = {one.stage: one for one in every}
+        displays = [Display(one.stage, one.kind, one) for one in every if one.kind]
+        for name in list_measurements_with_values():
+            kind = find_class(Measurement, name)
+            displays.append(Display(name, kind, pictures.get(name, Pictures(name))))
+            for within, part in kind.parts.items():
+                drawn = pictures.get(f"{name}.{within}", Pictures(name))
+                displays.append(Display(name, part, drawn, within))
+    except ValueError as error:
+        raise UserError(f"report: {error}") from None
+    return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
+
+
+def list_measurements_with_values() -> list[str]:
+    """Return the names of the measurements that put values; ValueError for a faulty module."""
+    names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
+    return [name for name in names if find_class(Measurement, name).puts_values()]
+
+
+def defines_measurement(file: Path) -> bool:
+    """Return whether a module from outside holds a measurement."""
+    return "(Measurement):" in file.read_text(encoding="utf-8")
+
+
+def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Picture]:
+    """Draw a metric over a place, a line per method."""
+    score = phase.task.score
+    share = chart.share if chart.share is not None else score.form == "share"
+    title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
+    look = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
+    return draw_method_curves(
+        phase,
+        kind,
+        lambda result: result.curve(chart.metric, chart.over),
+        look,
+        chart.words,
+        limits=chart.limits,
+    )
+
+
+def first_seed_pictures(phase: Phase, kind: type[MeasuredPart], figures: Draw) -> list[Picture]:
+    """The figures of every method's first seed."""
+    return [
+        picture
+        for of_name in pictures_by_name(phase, kind, figures).values()
+        for picture in of_name
+    ]
+
+
+def pictures_by_name(
+    phase: Phase, kind: type[MeasuredPart], figures: Draw
+) -> dict[str, list[Picture]]:
+    """A figure's name → that figure of every method's first seed; [] for an unknown name."""
+    pictures: dict[str, list[Picture]] = defaultdict(list)
+    for method, result in phase.first(kind).items():
+        for name, figure in figures(result):
+            label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
+            caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
+            pictures[name].append(Picture(figure, label, caption))
+    return pictures
+
+
+def draw_method_curves(
+    phase: Phase,
+    kind: type[MeasuredPart],
+    read: Callable[[Found], Mapping[float, float | None]],
+    look: ChartSpec,
+    words: str,
+    label: str = "",
+    limits: Limits = EVERYWHERE,
+) -> list[Picture]:
+    """Return one chart with a line per method over its seeds, or [] where no method has points.
+
+    read: x → the value of one result, None where it has none; words: of the caption, before those
+    on the bands; label: the look's title where it is "".
+    """
+    seeds = phase.of(kind)
+    curves = {
+        method: points_over_seeds([read(result) for result in results], limits)
+        for method, results in seeds.items()
+    }
+    if not any(curves.values()):
+        return []
+    caption = f"{words} {interval_caption(seeds)}"
+    return [Picture(curves_chart(curves, look), f"{phase.name}: {label or look.title}", caption)]
+
 
 MEASURED = Path("artifacts/measured")
 ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage

@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_exact
 from moecore.measure.base import Estimate, MeasuredPart, Skipped, read_result
 from moecore.measure.values import Found, Metric, OnPage, Value
-from moecore.report.measures.result_display import Draw, Pictures
+from moecore.report.results import Draw, Pictures
 
 
 class Column(NamedTuple):

@@ -372,7 +372,7 @@ class StudyImporter:
         run.set_tags({"moecore.figures": ", ".join(names) or None})
 
     def _send_load_map(self, history: ExecutionHistory, run: StoredRun) -> None:
-        from moecore.report.figures.expert_load import draw_load_over_steps
+        from moecore.report.figures.expert_figures import draw_load_over_steps
 
         points = [point for _, point in routing_points(history.lines)]
         figure = draw_load_over_steps(points)

@@ -16,8 +16,11 @@ from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.traces import Trace, write_trace
 from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
-from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.layer_use import load_shares, measure_layer_use
+from moecore.measure.routing_metrics.layer_metrics import (
+    expert_counts,
+    load_shares,
+    measure_layer_use,
+)
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
 from moecore.nn.router_hooks import build_record

@@ -18,11 +18,12 @@ from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.lipschitz import Lipschitz, put_slopes
-from moecore.measure.theory.lipschitz_lemma import layer_tokens, lemma_terms_by_layer
 from moecore.measure.theory.output_lipschitz_slopes import (
     ImagePairSlope,
     bisect_pair,
     find_steepest_pair,
+    layer_tokens,
+    lemma_terms_by_layer,
     project_to_l2_ball,
     slopes_at,
     top_singular_pair,

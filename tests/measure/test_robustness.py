@@ -12,7 +12,7 @@ from moecore.measure.robustness import (
     check_attack_settings,
     target_on_drawn_images,
 )
-from moecore.measure.under_attack.curves import AttackedGallery
+from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import robustness as stage

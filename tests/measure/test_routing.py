@@ -19,13 +19,13 @@ from moecore.measure.exploring.expert_overlay_data import (
     parse_expert_grid,
 )
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import (
+from moecore.measure.routing_metrics.epochs import match_ratios
+from moecore.measure.routing_metrics.layer_metrics import (
     measure_layer_use,
     measure_layer_use_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import score_threshold
-from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
+from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit

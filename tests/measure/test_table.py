@@ -23,7 +23,7 @@ from moecore.measure.base import (
 from moecore.measure.exploring.expert_overlay_data import overlay_middle_slices, parse_expert_grid
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.two_view_augmentations import (
+from moecore.measure.routing_metrics.two_view_agreement import (
     TwoViewAugmentation,
     draw_two_views,
 )

@@ -13,14 +13,14 @@ from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
-from moecore.measure.routing_metrics.epochs import EpochWatch
-from moecore.measure.routing_metrics.expert_information import mutual_information
-from moecore.measure.routing_metrics.purity import (
+from moecore.measure.routing_metrics.epochs import (
+    EpochWatch,
     expert_purity,
     expert_truth_tables,
     purity_by_epoch,
     purity_by_image,
 )
+from moecore.measure.routing_metrics.expert_information import mutual_information
 from moecore.measure.truth import (
     Truth,
     truth_layer,

@@ -12,7 +12,7 @@ from moecore.measure.base import MeasuredModel, Measurement, find_measurement, r
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit
 from moecore.report.column import ColumnContext, MetricColumns, PlannedPhase
-from moecore.report.measures.result_display import (
+from moecore.report.results import (
     list_displays,
     list_measurements_with_values,
 )

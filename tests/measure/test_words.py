@@ -23,7 +23,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer, Result
-from moecore.measure.exploring.word_gallery import favourite_words
+from moecore.measure.exploring.expert_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
 from moecore.measure.word_swaps import WordSwaps

@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.layer_use import load_shares, measure_layer_use
+from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
 from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
-from moecore.measure.routing_metrics.two_view_agreement import augmented_row
-from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
+from moecore.measure.routing_metrics.two_view_agreement import (
+    PRESETS,
+    augmented_row,
+    draw_two_views,
+)
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.classification import Classification

@@ -6,7 +6,7 @@ import pytest
 
 from moecore.report.figures import drawing
 from moecore.report.figures.drawing import empty_figure
-from moecore.report.page import templating
+from moecore.report.page import report_page
 
 
 @pytest.fixture
@@ -22,6 +22,6 @@ def undrawn(monkeypatch, request) -> None:
     empty = empty_figure(1, 1)
     monkeypatch.setattr(drawing, "draw_in_style", lambda draw, *args, **kwargs: empty)
     monkeypatch.setattr(
-        templating, "svg", lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'
+        report_page, "svg", lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'
     )
-    monkeypatch.setattr(templating, "png", lambda figure: "data:,")
+    monkeypatch.setattr(report_page, "png", lambda figure: "data:,")

@@ -29,14 +29,14 @@ from moecore.measure.routing_metrics.layer_metrics import (
     dead_expert_share,
     expert_counts,
     load_cv2,
+    load_shares,
     max_load_violation,
     normalised_load_entropy,
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
-from moecore.measure.routing_metrics.layer_use import load_shares
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.under_attack.curves import (
+from moecore.measure.under_attack.audit import (
     AttackedGallery,
     AuditLine,
     ScoresAtEpsilon,

@@ -18,8 +18,8 @@ from moecore.report.pictures.cohort_checks import (
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
+from moecore.report.tables.cells import NumberFormat
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
-from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.sections import Selection
 from tests.report.ages import STAGES, write_ages

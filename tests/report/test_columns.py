@@ -21,9 +21,9 @@ from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import column_context
 from moecore.report.figures.charts import points_over_seeds
-from moecore.report.measures.result_display import Display
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.robustness import scores_by_epsilon
+from moecore.report.results import Display
 from moecore.report.shown_modules import Column as TypedColumn
 from moecore.report.shown_modules import show_typed_result
 from moecore.report.tables.metrics_by_method import build_table, compare_methods

@@ -25,13 +25,13 @@ from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.page.expert_answers import (
+from moecore.report.page.explorer_page import (
     display_of,
     list_partners,
+    match_choices,
     open_questions,
     worth_words,
 )
-from moecore.report.page.explorer_page import match_choices
 from moecore.report.pictures.expert_roles import figures
 from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods

@@ -16,8 +16,13 @@ from moecore.measure.trained import (
     steps_until_baseline_loss,
     trailing_epoch_losses,
 )
-from moecore.report.figures.charts import ChartSpec, Point, curves_chart, panels_chart
-from moecore.report.figures.direct_labels import spread_heights
+from moecore.report.figures.charts import (
+    ChartSpec,
+    Point,
+    curves_chart,
+    panels_chart,
+    spread_heights,
+)
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
 from moecore.report.figures.training_figures import (
@@ -27,7 +32,7 @@ from moecore.report.figures.training_figures import (
     routing_agreement,
     training_curves,
 )
-from moecore.report.page import templating as pictures
+from moecore.report.page import report_page as pictures
 from moecore.report.page.explorer_page import (
     NO_EXPERTS,
     NOT_MEASURED,

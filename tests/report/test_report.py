@@ -13,17 +13,22 @@ from moecore.measure.cost import Cost
 from moecore.measure.robustness import Robustness
 from moecore.report.column import Column
 from moecore.report.page.report_page import render_report
-from moecore.report.page.rows import format_column
+from moecore.report.page.view import format_column
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.tables import terminal_summary
-from moecore.report.tables.cells import Cell, cell_over_seeds
+from moecore.report.tables.cells import (
+    Cell,
+    NumberFormat,
+    cell_over_seeds,
+    format_epsilon,
+    shorten_epsilons,
+)
 from moecore.report.tables.metrics_by_method import (
     best_by_disjoint_intervals,
     build_table,
     compare_methods,
 )
-from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection

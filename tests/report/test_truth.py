@@ -10,17 +10,16 @@ from moecore.measure.values import Found, Value
 from moecore.report.column import Column
 from moecore.report.figures.overview import draw_scatter, methods_to_label, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
-from moecore.report.page.answer import describe_phase_findings
 from moecore.report.page.report_page import main_finding
+from moecore.report.page.sections import describe_phase_findings
 from moecore.report.pictures.truth import (
     figures,
     purity_curves,
     share_of_routings_worth,
     truth_blocks,
 )
-from moecore.report.tables.cells import Cell
+from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Interval

@@ -40,7 +40,7 @@ def runs(tmp_path, monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        "source/moecore/report/page/glossary.py",
+        "source/moecore/report/page/view.py",
         "source/stages/pretrain.py",
         "params.yaml",
         "dvc.yaml",

@@ -3,7 +3,7 @@
 N images, T tokens per image, P patches, E experts, K classes, D true kinds of tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -14,18 +14,21 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split
+from moecore.data.text.tokenizers import Tokenizer
 from moecore.measure.exploring.expert_overlay_data import (
     CROP,
     EncodedPicture,
     encode_thumbnails,
     patch_crop,
 )
+from moecore.measure.routing_metrics.epochs import token_kinds
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import image_batches, predict_in_batches
+from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
+from moecore.nn.predict import eval_mode, image_batches, predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.tasks.base import Task
+from moecore.training.guide import GuidedModel
 
 CHUNK = 50  # images whose records are in memory at once
 CLASSES = 5  # per expert
@@ -221,3 +224,107 @@ def _crop_favourite(
 ) -> Tensor:
     (image,) = image_batches(gallery.split.images[favourite.image][None], 1)
     return patch_crop(image[0, : gallery.channels], favourite.patch, layout)
+
+
+WORDS = 8  # per expert
+RARE = 10  # words that occur less often in the blocks are ignored
+
+
+def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
+    """Return the words (N, T) of the last block of the context.
+
+    blocks: (N, C, T), channels of context blocks; with known truth, followed by as many of kinds.
+    """
+    return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
+
+
+def word_galleries_by_layer(
+    model: Model, blocks: np.ndarray, vocabulary: Sequence[str]
+) -> list[LayerGallery]:
+    """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
+    _, records = predict_in_batches(model, blocks, CHUNK, prediction=False)
+    words = word_numbers(blocks, bool(model.image.truth))
+    galleries = []
+    for record, layout in zip(records, model.layouts, strict=True):
+        chosen = record.chosen
+        loads = expert_counts(chosen).double()
+        loads /= loads.sum().clamp(min=1)
+        of_kind = one_hot_kinds(blocks, layout, model.image.truth).double().flatten(0, 1)
+        kinds = chosen.double().flatten(0, 1).T @ of_kind
+        kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
+        experts = [
+            ExpertProfile(
+                load=round(float(load), 5),
+                classes=(),
+                kinds=[(index + 1, share) for index, share in largest_shares(kind_shares)],
+                words=[(vocabulary[word], share) for word, share in favourites],
+                peak=0,
+                favourites=(),
+            )
+            for load, kind_shares, favourites in zip(
+                loads, kinds, favourite_words(words, chosen.numpy()), strict=True
+            )
+        ]
+        galleries.append(LayerGallery(experts=experts, places=None, crops=None))
+    return galleries
+
+
+def favourite_words(
+    words: np.ndarray, chosen: np.ndarray, rare: int = RARE
+) -> list[list[tuple[int, float]]]:
+    """Return, per expert, the words with the largest shares of tokens that chose it, and shares.
+
+    words: (N, T); chosen: (N, T, E) bool. Words that occur fewer than ``rare`` times are ignored.
+    """
+    vocabulary, inverse, counts = np.unique(words, return_inverse=True, return_counts=True)
+    uses = np.zeros((len(vocabulary), chosen.shape[-1]))
+    np.add.at(uses, inverse.ravel(), chosen.reshape(-1, chosen.shape[-1]))
+    is_common = counts >= rare
+    common = vocabulary[is_common]
+    shares = torch.from_numpy(uses[is_common] / counts[is_common, None])
+    return [
+        [(int(common[row]), share) for row, share in largest_shares(expert_shares, WORDS)]
+        for expert_shares in shares.T
+    ]
+
+
+Read = list[tuple[str, list[int]]]  # words with their experts, largest weight first
+
+
+def find_two_towers(model: Model) -> TwoTowerModel | None:
+    """Return the two-tower model, without its guide; None for other models."""
+    student = model.model if isinstance(model, GuidedModel) else model
+    if isinstance(student, TwoTowerModel):
+        return student
+    return None
+
+
+@torch.no_grad()
+def experts_by_word(
+    model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, max_experts: int = 2
+) -> list[list[Read]]:
+    """Return the words with their experts per caption (n, M) and MoE layer; [] without layers."""
+    captions_read: list[list[Read]] = []
+    with eval_mode(model):
+        for part in tokens.split(TEXTS):
+            _, records = model.text(part.to(model.logit_scale.device))
+            masks = model.text.caption_mask(part)
+            layers = [experts_by_weight(record.combine[0].cpu(), max_experts) for record in records]
+            first = 0
+            for row, mask in zip(part, masks, strict=True):
+                caption = [tokenizer.word(token) for token in row[mask].tolist()]
+                last = first + len(caption)
+                captions_read.append(
+                    [list(zip(caption, layer[first:last], strict=True)) for layer in layers]
+                )
+                first = last
+    return captions_read
+
+
+def experts_by_weight(combine: Tensor, max_experts: int) -> list[list[int]]:
+    """Return the experts with nonzero weight per row of weights (n, E), largest first."""
+    weights, order = combine.topk(min(max_experts, combine.shape[-1]))
+    return [
+        [expert for expert, weight in zip(*row, strict=True) if weight > 0]
+        for row in zip(order.tolist(), weights.tolist(), strict=True)
+    ]

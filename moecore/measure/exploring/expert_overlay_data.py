@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics.two_view_augmentations import (
+from moecore.measure.routing_metrics.two_view_agreement import (
     TwoViewAugmentation,
     draw_two_views,
 )

@@ -1,10 +1,11 @@
-"""How routing stabilises during training (TGR, §5.1; MoGE, figure 2).
+"""Stability of the choice of experts: between two views of an image (PRC), and over epochs (TGR).
 
-Decisions on the same images are stored after every epoch, next to the checkpoint, so that a resumed
-training reports all epochs.
+B images, P pairs of corresponding tokens per image, E experts; N images of the epochs, T tokens.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,24 +13,153 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord, first_choices
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
-from moecore.measure.routing_metrics.consistency import agreement_over_epochs
 from moecore.measure.routing_metrics.imed import class_expert_probs
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement, kept_choices
-from moecore.measure.routing_metrics.purity import purity_by_epoch, token_kinds
 from moecore.measure.routing_metrics.regions import (
     probed_epochs,
     read_epoch_tissue_routing,
     write_epoch_tissue_routing,
 )
-from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.backbones.base_model import Model, majority_token_kinds
+from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.nn.routing_traces import finest_layout, spread_to_one_grid
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.crossed import encode_item_values, linearize_ratio
 from moecore.training.outcome import Settling
+
+
+class MatchRatios(NamedTuple):
+    """Shares of pairs that choose the same, 0 to 1."""
+
+    top1: float  # best expert
+    top2_ordered: float  # best and second in this order
+    top2_sets: float  # two best as a set
+
+
+def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
+    """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best.
+
+    Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
+    (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
+    """
+    if probs_1.shape[-1] < 2 or not is_pair.any():
+        raise UserError.at(
+            "consistency",
+            found=f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts",
+            allowed="at least one pair and two experts",
+        )
+    ours = _two_best(probs_1)
+    theirs = _two_best(probs_2)
+    ordered = ours == theirs
+    sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
+    return torch.stack(
+        [(same & is_pair).sum(dim=1) for same in (ordered[..., 0], ordered.all(-1), sets)], dim=1
+    )
+
+
+def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> MatchRatios:
+    """Return the match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
+    counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
+    pairs = int(is_pair.sum())
+    return MatchRatios(*(count / pairs for count in counts.tolist()))
+
+
+def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
+    """Return the share of tokens with the best expert of the final, and of the previous, epoch.
+
+    first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
+    ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
+    """
+    epochs = _check_epochs(first_experts)
+    return {
+        "with_final": [_agreeing_share(experts, epochs[-1]) for experts in epochs],
+        "consecutive": [_agreeing_share(before, after) for before, after in pairwise(epochs)],
+    }
+
+
+def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    epochs = [np.asarray(experts) for experts in first_experts]
+    shapes = sorted({experts.shape for experts in epochs})
+    if len(shapes) != 1 or epochs[0].size == 0:
+        raise UserError.at(
+            "consistency",
+            found=f"{len(epochs)} epochs with choices of shape {shapes}",
+            allowed="at least one epoch, all of one shape (images, tokens)",
+        )
+    return epochs
+
+
+def _two_best(probs: Tensor) -> Tensor:
+    # topk does not define the order of ties
+    return probs.argsort(dim=-1, descending=True, stable=True)[..., :2]
+
+
+def _agreeing_share(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((ours == theirs).mean())
+
+
+def expert_truth_tables(
+    experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
+) -> np.ndarray:
+    """Count each expert's tokens of each kind per image, int64 (N, E, D).
+
+    experts: (N, T), 0 to E − 1, or −1 for none; kinds: (N, T), 1 to D, or 0 if unknown. Tokens
+    without expert or kind are not counted.
+    """
+    cell = np.where(experts < 0, 0, experts * (kind_count + 1) + kinds)
+    width = expert_count * (kind_count + 1)
+    rows = np.arange(len(cell))[:, None] * width
+    counts = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)
+    return counts.reshape(-1, expert_count, kind_count + 1)[:, :, 1:]
+
+
+def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
+    """Return each token's kind, (N, T), from the last channel of stored images."""
+    (last,) = image_batches(images[:, -1:], len(images))
+    return majority_token_kinds(last, layout)
+
+
+def expert_purity(table: np.ndarray) -> float:
+    """Return the share of tokens of their expert's most frequent kind, from counts (E, D).
+
+    NaN without tokens.
+    """
+    return float(table.max(axis=1).sum() / table.sum()) if table.any() else math.nan
+
+
+def purity_by_image(tables: np.ndarray) -> np.ndarray:
+    """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,).
+
+    Each image's influence (jackknife) with every expert's most frequent kind fixed.
+    """
+    kind = tables.sum(axis=0).argmax(axis=1)
+    right = tables[:, np.arange(len(kind)), kind].sum(axis=1)
+    return linearize_ratio(right, tables.sum(axis=(1, 2)))
+
+
+def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
+    """Return the mean purity of the layers' tables (E, D)."""
+    return float(np.mean([expert_purity(table) for table in tables]))
+
+
+def purity_by_epoch(
+    first: Sequence[np.ndarray], kinds: np.ndarray, expert_count: int, kind_count: int
+) -> list[float]:
+    """Return the layers' mean purity after each epoch; first: per epoch first experts (N, L, T)."""
+    return [
+        purity_over_layers(
+            [
+                expert_truth_tables(layer, kinds, expert_count, kind_count).sum(axis=0)
+                for layer in epoch.astype(np.int64).swapaxes(0, 1)
+            ]
+        )
+        for epoch in first
+    ]
+
 
 IMAGES = 500  # of the validation split
 

@@ -17,8 +17,8 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel
-from moecore.measure.probes.expert_tissue_agreement import tissue_sums_by_cube
-from moecore.measure.routing_metrics.purity import token_kinds
+from moecore.measure.probes.region_experts_on_new_data import tissue_sums_by_cube
+from moecore.measure.routing_metrics.epochs import token_kinds
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import permuted_orders
 

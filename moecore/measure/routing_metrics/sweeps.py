@@ -10,10 +10,12 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
-from moecore.measure.routing_metrics.layer_use import (
+from moecore.measure.routing_metrics.layer_metrics import (
     eligible_tail_mass,
+    expert_counts,
     fallback_rate,
+    load_cv2,
+    mean_over_layers,
     tail_of_probs,
 )
 from moecore.measure.values import Chart, Metric, Values

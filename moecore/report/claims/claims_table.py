@@ -10,8 +10,12 @@ from moecore.report.claims.evaluation import (
     keep_questions,
 )
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
-from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
+from moecore.report.tables.cells import (
+    NumberFormat,
+    interval_from_json,
+    keep_percent_on_line,
+    markdown_table,
+)
 from moecore.study.sections import Claim
 
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question

@@ -10,9 +10,8 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
 from moecore.report.column import Column
-from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
+from moecore.report.tables.cells import ROUNDING_WIDTH, Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
-from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.crossed import Difference, VarianceSource

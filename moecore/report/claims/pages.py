@@ -17,10 +17,9 @@ from moecore.core.files import UserError, write_whole
 from moecore.measure.sizes import METRICS
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.page.templating import template_environment
+from moecore.report.page.report_page import template_environment
 from moecore.report.pictures.sizes import format_size
-from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.number_format import SCALES, NumberFormat
+from moecore.report.tables.cells import SCALES, NumberFormat, interval_from_json, markdown_table
 from moecore.study.document import did_you_mean
 from moecore.study.papers import (
     PIPELINES,

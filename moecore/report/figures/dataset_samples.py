@@ -5,7 +5,7 @@ import torch
 from matplotlib.figure import Figure
 
 from moecore.data.prepared import Prepared
-from moecore.report.figures.sheets import displayable_image
+from moecore.report.figures.drawing import displayable_image
 
 MOST_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior

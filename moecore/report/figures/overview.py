@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moecore.report.column import CEILING, DENSE
-from moecore.report.figures.direct_labels import label_points
+from moecore.report.figures.charts import label_points
 from moecore.report.figures.drawing import (
     GUIDE,
     empty_figure,
@@ -19,7 +19,7 @@ from moecore.report.figures.drawing import (
 )
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.view import Picture
-from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.cells import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 

@@ -10,6 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures.charts import (
     AROUND,
+    End,
     Labels,
     Point,
     draw_curves,
@@ -18,7 +19,6 @@ from moecore.report.figures.charts import (
     percent_annotations,
     points_over_seeds,
 )
-from moecore.report.figures.direct_labels import End
 from moecore.report.figures.drawing import (
     add_legend_below,
     empty_figure,

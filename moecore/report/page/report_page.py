@@ -3,8 +3,20 @@
 What it shows is built here, as the objects of ``view``; the templates lay it out.
 """
 
+import base64
+import io
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
 from typing import Any
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.sizes import Sizes
@@ -12,24 +24,31 @@ from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.column import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.figures import overview
+from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.measures.result_display import list_displays
-from moecore.report.page.answer import describe_claims, describe_phase_findings
-from moecore.report.page.glossary import WORDS
-from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
-from moecore.report.page.templating import template_environment
+from moecore.report.page.sections import (
+    describe_claims,
+    describe_phase_findings,
+    join_names,
+    phase_section,
+    phase_title,
+    pluralize,
+)
 from moecore.report.page.view import (
+    WORDS,
     Page,
     PageCell,
     PageTable,
     PhaseOverviewCharts,
+    Picture,
     Section,
     TableRow,
 )
 from moecore.report.pictures import linear_experts, sizes
 from moecore.report.pictures.truth import describe_routings_worth
+from moecore.report.results import list_displays
+from moecore.report.tables.cells import keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table
-from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
 
 NAMED = 20  # classes of data: of more only their number is told
@@ -170,3 +189,52 @@ def count_volumes(card: Mapping[str, Any], split: str) -> str:
     """train 60 (F 30, M 30)."""
     sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
     return f"{split} {card['images'][split]:,} ({sexes})"
+
+
+@cache
+def template_environment() -> Environment:
+    """The templates, which escape all text."""
+    environment = Environment(
+        loader=PackageLoader("moecore.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["drawn"] = render_picture
+    return environment
+
+
+def render_picture(picture: Picture) -> Markup | str:
+    """Markup of an SVG, or the address of a PNG."""
+    if picture.raster:
+        return png(picture.figure)
+    return Markup(svg(picture.figure, picture.label))
+
+
+def svg(figure: Figure, label: str) -> str:
+    """The figure as one <svg> element without sizes, ids of groups, metadata, outside references.
+
+    label: the text for screen readers; it also salts the ids, so two figures of one page need two
+    labels.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
+        FigureCanvasSVG(finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    words = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
+    return text.replace("<svg", words, 1).replace(INK, "currentColor")
+
+
+def png(figure: Figure) -> str:
+    """The figure as a data URI; smaller than SVG for figures made of many patches."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        finish_layout(figure).set_dpi(110)
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

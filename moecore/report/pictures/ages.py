@@ -19,9 +19,8 @@ from moecore.report.figures.drawing import (
     empty_figure,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Pictures, pictures_by_name
-from moecore.report.page.rows import format_column
-from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.page.view import Block, PageCell, PageTable, TableRow, format_column
+from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task

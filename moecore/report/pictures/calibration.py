@@ -17,8 +17,8 @@ from moecore.report.figures.drawing import (
     set_percent_axis,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Pictures
 from moecore.report.page.view import Block, Picture
+from moecore.report.results import Figures, Pictures
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 

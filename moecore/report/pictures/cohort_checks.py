@@ -19,10 +19,9 @@ from moecore.report.figures.drawing import (
     line_look,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
-from moecore.report.page.rows import cells_of_methods
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
-from moecore.report.tables.number_format import NumberFormat
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow, cells_of_methods
+from moecore.report.results import Figures, Pictures, first_seed_pictures
+from moecore.report.tables.cells import NumberFormat
 from moecore.report.typed_results import Models, Phase, list_without_none
 
 PROBE = (

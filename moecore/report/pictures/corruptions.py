@@ -7,9 +7,8 @@ import numpy as np
 from moecore.measure.corruptions import Corruptions, errors_of
 from moecore.measure.values import Found
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.measures.result_display import Figures, Pictures
-from moecore.report.page.rows import percent_grid
-from moecore.report.page.view import Block, PageTable
+from moecore.report.page.view import Block, PageTable, percent_grid
+from moecore.report.results import Figures, Pictures
 from moecore.report.typed_results import Phase
 
 

@@ -17,9 +17,8 @@ from moecore.measure.routing_metrics.expert_roles import (
 from moecore.measure.values import Found
 from moecore.report.column import MetricColumns, column_context
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.measures.result_display import Figures, Pictures
-from moecore.report.page.rows import method_rows_table
-from moecore.report.page.view import Block
+from moecore.report.page.view import Block, method_rows_table
+from moecore.report.results import Figures, Pictures
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
 

@@ -6,7 +6,7 @@ from typing import Any
 from moecore.measure.expert_worth import ORDERS, WAYS
 from moecore.measure.values import Found
 from moecore.report.figures.charts import ChartSpec, Curves, curves_chart, point_from_interval
-from moecore.report.measures.result_display import Figures, Pictures
+from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:

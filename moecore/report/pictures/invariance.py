@@ -2,7 +2,7 @@
 
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class
-from moecore.report.measures.result_display import Figures, Pictures
+from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:

@@ -10,7 +10,7 @@ from moecore.report.figures.drawing import (
     empty_figure,
     styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Pictures
+from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:

@@ -7,8 +7,8 @@ from moecore.measure.exploring.expert_overlay_data import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.measures.result_display import Figures, Pictures, pictures_by_name
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.typed_results import Phase
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moecore.data.card import parse_card_task
 from moecore.measure.robustness import Robustness
-from moecore.measure.under_attack.curves import AttackedGallery
+from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug
 from moecore.report.figures.charts import (
@@ -17,10 +17,10 @@ from moecore.report.figures.charts import (
     panels_chart,
     points_over_seeds,
 )
-from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.measures.result_display import Figures, Pictures, draw_method_curves
+from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
+from moecore.report.results import Figures, Pictures, draw_method_curves
+from moecore.report.tables.cells import PIXEL, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Phase
 
 WORST = "worst_case"

@@ -18,14 +18,14 @@ from moecore.report.figures.expert_figures import (
     expert_load,
     expert_overlays,
 )
-from moecore.report.measures.result_display import (
+from moecore.report.page.view import Block, Picture
+from moecore.report.results import (
     Figures,
     Pictures,
     draw_chart,
     draw_method_curves,
     pictures_by_name,
 )
-from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Phase
 
 TEACHER = Chart(

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from moecore.measure.sizes import METRICS
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
-from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.results import Figures
 from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
 
 LIMIT = 0.01  # a difference beyond it is explained

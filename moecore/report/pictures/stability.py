@@ -11,21 +11,19 @@ from moecore.measure.stability import Stability
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import (
     PALETTE,
-    add_legend_below,
-    empty_figure,
-    line_look,
-    set_percent_axis,
-    styled_drawing,
-)
-from moecore.report.figures.sheets import (
     SheetLabels,
     Tile,
+    add_legend_below,
     displayable_image,
+    empty_figure,
+    line_look,
     patch_expert_colours,
+    set_percent_axis,
     sheet,
+    styled_drawing,
 )
-from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
 from moecore.report.page.view import Block
+from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.typed_results import Phase
 
 

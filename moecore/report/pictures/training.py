@@ -27,9 +27,16 @@ from moecore.report.figures.training_figures import (
     row_shares,
     training_curves,
 )
-from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
-from moecore.report.page.rows import percent_grid
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.view import (
+    NONE,
+    Block,
+    PageCell,
+    PageTable,
+    Picture,
+    TableRow,
+    percent_grid,
+)
+from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.typed_results import Phase
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 

@@ -9,10 +9,10 @@ from moecore.measure.transfer import Transfer
 from moecore.measure.values import Found
 from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, draw_heatmap
-from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.pictures.robustness import MARKS, attack_title
-from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
+from moecore.report.results import Figures
+from moecore.report.tables.cells import NumberFormat, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Score
 

@@ -10,13 +10,13 @@ from moecore.measure.values import Found
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.training_figures import row_shares
-from moecore.report.measures.result_display import (
+from moecore.report.page.view import Block, Picture
+from moecore.report.results import (
     Figures,
     Pictures,
     draw_method_curves,
     first_seed_pictures,
 )
-from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.crossed import Difference, headroom_recovered
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from moecore.measure.zero_shot import ZeroShot
-from moecore.report.measures.result_display import Pictures
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
+from moecore.report.results import Pictures
 from moecore.report.typed_results import Phase
 
 

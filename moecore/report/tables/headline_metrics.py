@@ -20,9 +20,8 @@ from moecore.report.headline_quantities import (
     attacked_score_and_change_names,
     first_columns,
 )
-from moecore.report.measures.result_display import Display, Draw, list_displays
 from moecore.report.pictures import linear_experts, sizes, transfer
-from moecore.report.results import read_card_and_task, read_model
+from moecore.report.results import Display, Draw, list_displays, read_card_and_task, read_model
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.study.stages import MODEL_STAGES, PHASES

@@ -11,8 +11,14 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.page.rows import format_paper_number, method_rows_table
-from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.page.view import (
+    Block,
+    PageCell,
+    PageTable,
+    TableRow,
+    format_paper_number,
+    method_rows_table,
+)
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import (

@@ -14,9 +14,9 @@ from moecore.measure.base import find_measurement
 from moecore.measure.sizes import Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
-from moecore.report.measures.result_display import list_displays
 from moecore.report.pictures import sizes
 from moecore.report.pictures.truth import share_of_routings_worth
+from moecore.report.results import list_displays
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import COSTS, PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements

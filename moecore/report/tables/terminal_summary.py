@@ -13,9 +13,8 @@ from moecore.core.files import UserError
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.headline_quantities import HEADLINES
 from moecore.report.pictures import sizes
-from moecore.report.tables.cells import interval_from_json
+from moecore.report.tables.cells import NumberFormat, interval_from_json
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
-from moecore.report.tables.number_format import NumberFormat
 
 # Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")

@@ -17,22 +17,20 @@ from moecore.measure.cohort_checks import (
     put_region_experts,
     region_skip_reasons,
 )
-from moecore.measure.probes.expert_tissue_agreement import (
-    RoutedCubes,
-    cube_tissue_agreement,
-    cube_tissue_score_correlation,
-    tissue_sums_by_cube,
-)
 from moecore.measure.probes.region_experts_on_new_data import (
     FIRST_SEED,
     RegionGeneralisationSettings,
+    RoutedCubes,
     VolumesAndTissues,
+    cube_tissue_agreement,
+    cube_tissue_score_correlation,
     measure_generalisation,
     one_tissue_filter,
     route_tissue_masked_volumes,
     select_scans,
     simulate_shell_cohort,
     tissue_mixture_filter,
+    tissue_sums_by_cube,
 )
 from moecore.measure.values import Values
 from tests.measure.subjects import compute_without_cache

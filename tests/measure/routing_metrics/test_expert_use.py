@@ -16,23 +16,21 @@ from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
+    below_k_eligible_rate,
     choice_iou,
+    choices_by_image,
     dead_expert_share,
+    eligible_tail_mass,
     expert_counts,
+    fallback_rate,
     kept_choices,
     load_cv2,
+    map_border_shares,
     max_load_violation,
     normalised_load_entropy,
     processing_change_by_layer,
     routing_change_by_layer,
     routing_confidence,
-)
-from moecore.measure.routing_metrics.layer_use import (
-    below_k_eligible_rate,
-    choices_by_image,
-    eligible_tail_mass,
-    fallback_rate,
-    map_border_shares,
     tail_of_probs,
 )
 

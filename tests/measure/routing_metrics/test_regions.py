@@ -33,7 +33,7 @@ from moecore.measure.routing_metrics.sweeps import (
     sweep_k,
     sweep_threshold,
 )
-from moecore.measure.routing_metrics.two_view_augmentations import (
+from moecore.measure.routing_metrics.two_view_agreement import (
     PRESETS,
     Preset,
     TwoViewAugmentation,

@@ -10,15 +10,20 @@ from torch import Tensor, nn
 from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
-from moecore.measure.routing_metrics.consistency import (
+from moecore.measure.routing_metrics.epochs import (
     MatchRatios,
+    agreement_items,
     agreement_over_epochs,
     match_counts_by_image,
     match_ratios,
+    saturation_by_image,
 )
-from moecore.measure.routing_metrics.epochs import agreement_items, saturation_by_image
-from moecore.measure.routing_metrics.two_view_agreement import NAMES, augmented_row
-from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
+from moecore.measure.routing_metrics.two_view_agreement import (
+    NAMES,
+    PRESETS,
+    augmented_row,
+    draw_two_views,
+)
 from tests.routed import tiny
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from moecore.measure.linear_experts import LinearExperts, measure, theorem_2_over_seeds
 from moecore.measure.theory.linear_experts import (
+    RegressionSamples,
+    angled_subspaces,
+    draw_expert_data,
     expert_subspace_bases,
     least_squares,
     stack_expert_data,
     theorem_1_sides,
     theorem_2,
-)
-from moecore.measure.theory.subspace_data import (
-    RegressionSamples,
-    angled_subspaces,
-    draw_expert_data,
 )
 from moecore.measure.values import Found
 

@@ -11,7 +11,11 @@ from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.measure.under_attack import audit as module
 from moecore.measure.under_attack.audit import (
+    AttackRow,
+    AuditLine,
     AuditSettings,
+    Curve,
+    ScoresAtEpsilon,
     check_apgd_beats_pgd,
     check_deterministic,
     check_huge_radius,
@@ -21,12 +25,6 @@ from moecore.measure.under_attack.audit import (
     check_surrogate,
     check_zero_gradients,
     run_audit,
-)
-from moecore.measure.under_attack.curves import (
-    AttackRow,
-    AuditLine,
-    Curve,
-    ScoresAtEpsilon,
     worst_case,
 )
 from moecore.statistics.intervals import bootstrap_mean, wilson
