@@ -13,11 +13,25 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config, Part
+from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 from moecore.statistics.paired import paired_bootstrap
 
 Reduction = Literal["mean", "none"]
+
+
+def check_label_range(labels: np.ndarray, number: int, what: str) -> None:
+    """Raise UserError, beginning with ``what``, unless all labels are in 0 … ``number`` − 1."""
+    if labels.size and not 0 <= labels.min() <= labels.max() < number:
+        raise UserError(
+            f"{what} run from {labels.min()} to {labels.max()}; allowed: 0 to {number - 1}"
+        )
+
+
+def label_shape_error(labels: np.ndarray, what: str, allowed: str) -> UserError:
+    """Return the error for labels of another shape than ``allowed``."""
+    return UserError(f"{what} have the shape {labels.shape}; allowed: {allowed} in every split")
 
 
 class Score(NamedTuple):

@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
-from moecore.tasks.base import Reduction
+from moecore.tasks.base import Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll
 
 SEVERAL = "these mosaics have a label for each cell"
@@ -67,10 +66,7 @@ class Cells(ClassTask):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes (N, G²), 0 … K−1."""
         if labels.ndim != 2 or labels.shape[1] != self.cells:
-            raise UserError(
-                f"{what} have the shape {labels.shape}; allowed: (images, {self.cells}) in every "
-                "split"
-            )
+            raise label_shape_error(labels, what, f"(images, {self.cells})")
         super().check(labels, what)
 
     @classmethod

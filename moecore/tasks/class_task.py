@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.tasks.base import Score, Task
+from moecore.tasks.base import Score, Task, check_label_range
 
 BINS = 15  # equal widths, as in Guo et al. (2017)
 
@@ -51,11 +50,7 @@ class ClassTask(Task):
 
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes, 0 … K−1."""
-        if labels.size and not 0 <= labels.min() <= labels.max() < self.outputs:
-            raise UserError(
-                f"{what} run from {labels.min()} to {labels.max()}; allowed: 0 to "
-                f"{self.outputs - 1}"
-            )
+        check_label_range(labels, self.outputs, what)
 
 
 class ReliabilityBins(Config):
@@ -76,10 +71,7 @@ def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
-    """Return whether the label is among the ``best`` classes with the largest logits; (N,) bool.
-
-    Of equal logits the lower class comes first, as in ``top1_hits``.
-    """
+    """Return whether the label is among the ``best`` largest logits, ties by index; (N,) bool."""
     label_logits = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
     ranks_higher = (logits > label_logits) | (
@@ -94,20 +86,14 @@ def class_confidence(logits: Tensor) -> Tensor:
 
 
 def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each image in nats; (N,) fp64.
-
-    For labels (N, K): of the sigmoids, summed over classes.
-    """
+    """Return each image's negative log-likelihood in nats, (N,) fp64; of sigmoids for (N, K)."""
     if labels.ndim == 2:
         return sigmoid_nll(logits, labels)
     return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
 
 
 def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the squared distance of the probabilities from the one-hot label, (N,) fp64 in [0, 2].
-
-    Summed over classes (Brier, 1950).
-    """
+    """Return the squared distance of probabilities and one-hot label (Brier, 1950), in [0, 2]."""
     probs = logits.double().softmax(dim=1)
     return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
 

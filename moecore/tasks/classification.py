@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
-from moecore.tasks.base import ExtraTestMetrics, Reduction
+from moecore.tasks.base import ExtraTestMetrics, Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll, confusion_counts, top1_hits, topk_hits
 
 BEST = 5  # most likely answers that count in ``top5``
@@ -102,9 +101,7 @@ class Classification(ClassTask):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes (N,), 0 … K−1."""
         if labels.ndim != 1:
-            raise UserError(
-                f"{what} have the shape {labels.shape}; allowed: (images,) in every split"
-            )
+            raise label_shape_error(labels, what, "(images,)")
         super().check(labels, what)
 
     @classmethod

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
 from moecore.core.streams import BatchDraws
-from moecore.tasks.base import Reduction, Score, Task
+from moecore.tasks.base import Reduction, Score, Task, check_label_range, label_shape_error
 
 NONE = -1  # every token of a missing caption
 
@@ -137,7 +137,6 @@ class ImageText(Task):
         return all_logits.logsumexp(dim=1) - right_logits.logsumexp(dim=1)
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each image among all, (N,) fp64."""
         return self.loss(prediction, labels, reduction="none").double()
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
@@ -161,20 +160,13 @@ class ImageText(Task):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless labels are captions with an end each, at least one per image."""
         if labels.shape[1:] != (self.captions, self.context):
-            raise UserError(
-                f"{what} have the shape {labels.shape}; allowed: (images, {self.captions}, "
-                f"{self.context})"
-            )
+            raise label_shape_error(labels, what, f"(images, {self.captions}, {self.context})")
         exists = labels[:, :, 0] != NONE
         if len(labels) and not exists.any(axis=1).all():
             image = int((~exists.any(axis=1)).argmax())
             raise UserError(f"{what}: image {image} has no caption; allowed: at least one")
         captions = labels[exists]
-        if len(captions) and not 0 <= captions.min() <= captions.max() < self.words:
-            raise UserError(
-                f"{what} run from {captions.min()} to {captions.max()}; allowed: 0 to "
-                f"{self.words - 1}"
-            )
+        check_label_range(captions, self.words, what)
         if not (captions == self.end).any(axis=1).all():
             raise UserError(f"{what}: a caption does not end; allowed: token {self.end} in each")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
-from moecore.tasks.base import ExtraTestMetrics, Reduction, Score
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, label_shape_error
 from moecore.tasks.class_task import one_error
 from moecore.tasks.classification import Classification
 
@@ -84,10 +84,7 @@ class MultiLabel(Classification):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are (N, K) of 0 and 1, with a class for each image."""
         if labels.ndim != 2 or labels.shape[1] != self.outputs:
-            raise UserError(
-                f"{what} have the shape {labels.shape}; allowed: (images, {self.outputs}) in every "
-                "split"
-            )
+            raise label_shape_error(labels, what, f"(images, {self.outputs})")
         if not np.isin(labels, (0, 1)).all() or not labels.any(axis=1).all():
             raise UserError(
                 f"{what} are not sets of classes; allowed: 0 and 1, with a 1 for each image"

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
-from moecore.tasks.base import Reduction, Score, Task
+from moecore.tasks.base import Reduction, Score, Task, check_label_range
 
 CHUNK_SIZE = 2**19  # logits that are processed together, 2 MiB: they stay in the cache
 MIN_CHUNK_ROWS = 8  # words per chunk at least, for large vocabularies
@@ -83,7 +82,6 @@ class NextToken(Task):
         return torch.cat(losses).double().view(labels.shape)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean nats of each block, (N,) fp64."""
         return self.test_loss(prediction, labels)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
@@ -101,10 +99,7 @@ class NextToken(Task):
 
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are words, 0 … V−1."""
-        if len(labels) and not 0 <= labels.min() <= labels.max() < self.words:
-            raise UserError(
-                f"{what} run from {labels.min()} to {labels.max()}; allowed: 0 to {self.words - 1}"
-            )
+        check_label_range(labels, self.words, what)
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:
