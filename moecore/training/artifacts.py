@@ -234,10 +234,7 @@ def save_no_guide(folder: Path) -> None:
 
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
-    """Return the guide of ``folder``, or None for a method without a guide.
-
-    Its routers take gradients only if they learn with the student. image: see ``load_teacher``.
-    """
+    """Return the guide of ``folder``, or None if it records that none is needed."""
     settings = read_guide_card(Path(folder))
     if not settings.needed:
         return None
@@ -259,11 +256,7 @@ def _load_guide(folder: Path, settings: GuideSettings, image: ImageSpec | None =
 
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
-    """Return the dense model of ``folder``.
-
-    image: the images it will process. Their size, and whether they have a truth channel, may differ
-    from the teacher's training images.
-    """
+    """Return the dense model of ``folder``, adapted to size and truth channel of ``image``."""
     teacher = load_unguided(folder)
     if image is None:
         return teacher

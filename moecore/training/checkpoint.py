@@ -96,11 +96,7 @@ class Checkpoint:
             raise failed
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
-        """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint.
-
-        Raises UserError if it is damaged or another model's, or if ranks find different
-        checkpoints.
-        """
+        """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint."""
         path = next((path for path in (self.pointer, self.path) if path.exists()), None)
         check_equal_across_ranks("checkpoints", str(path and path.name))
         if path is None:

@@ -32,11 +32,7 @@ class DistributedTraining:
     """The training of a job on this rank and all others."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
-        """Shard a copy of ``job.model``, which must be equal on all ranks.
-
-        Raises UserError if the number of ranks is not divisible by the shards, or if images that
-        share a capacity would be on several ranks.
-        """
+        """Shard a copy of ``job.model``, which must be equal on all ranks."""
         self.full_model = job.model
         check_rank_batches(job.model, settings.batch)
         check_expert_parallel(job.model, settings)

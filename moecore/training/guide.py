@@ -124,12 +124,9 @@ def aligned_teacher_blocks(
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
-    """Return the unfitted guide of a ``method``; stages: number of blocks per stage of the student.
-
-    It has no routers if nothing guides the routing: the teacher may then have other tokens.
-    """
+    """Return the unfitted guide of a ``method``; stages: blocks per stage of the student."""
     moe = method.moe
-    if moe is None or not method.guided_routing:
+    if moe is None or not method.guided_routing:  # no routers: the tokens may differ
         return Guide(teacher, (), 0, method.teacher_router.features)
     blocks = aligned_teacher_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
     return Guide(teacher, blocks, moe.experts.choices, method.teacher_router.features, method.joint)

@@ -102,10 +102,7 @@ class Objective(NamedTuple):
 
 
 def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
-    """Return the routers' own losses: mean over the tokens of all ranks, summed over layers.
-
-    At least one record must have a penalty.
-    """
+    """Return the routers' own losses: mean over the tokens of all ranks, summed over layers."""
     penalties = [record.penalty for record in records if record.penalty is not None]
     return torch.stack([mean_over_ranks(penalty) for penalty in penalties]).sum()
 
@@ -158,10 +155,7 @@ def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRec
 
 
 def hard_distillation(step: ObjectiveInputs) -> Tensor:
-    """Return the cross-entropy of the last head with the teacher's decisions; no label smoothing.
-
-    Raises UserError without a matching teacher, and for labels that are not one class per image.
-    """
+    """Return the cross-entropy of the last head with the teacher's decisions, not smoothed."""
     if reason := step.model.image.task.needs_classes("distillation"):
         raise UserError(f"distillation: {reason}; allowed: distillation: 0")
     if step.guidance is None:
@@ -253,10 +247,7 @@ def build_training_job(
 
 
 def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
-    """Return the augmented batch of a step, a function of (seed, step) only.
-
-    With mixing the labels are (B, K) shares, otherwise as in the data set.
-    """
+    """Return the augmented batch of a step, a function of (seed, step) only."""
     rows = current_ranks().rows(settings.batch)
     if isinstance(job.train, TextStreams):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)

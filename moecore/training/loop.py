@@ -66,16 +66,15 @@ def iterate_training(
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
-    Each rank trains its part of every batch (see distributed_training.py); ``job.model`` is up to
-    date on all ranks at the end of an epoch. With a ``checkpoint`` a killed run is resumed.
-    Checkpoints are written after the caller has taken the metrics of the step, so no metrics are
-    lost or repeated. trace: file for the trace of a few steps. monitor: how often routing is
-    counted; None: never. Raises UserError for a non-finite loss.
+    Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end of
+    an epoch. With a ``checkpoint`` a killed run is resumed. Checkpoints are written after the
+    caller has taken the metrics of the step, so none are lost or repeated. trace: file for a trace
+    of a few steps. monitor: how often routing is counted; None: never. UserError for a non-finite
+    loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
     full_model = job.model
-    if spread is not None:
-        job = spread.job
+    job = job if spread is None else spread.job
     optimizer = build_optimizer(job.model, settings, job.routers)
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
@@ -106,9 +105,8 @@ def iterate_training(
             meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
         )
         if after % per_epoch == 0 and current_ranks().first:
-            values |= validation_metrics(
-                attach_required_guide(full_model, job.guide), job.validation
-            )
+            model = attach_required_guide(full_model, job.guide)
+            values |= validation_metrics(model, job.validation)
         yield Metrics(after, steps, after / per_epoch, values, routing)
         # The last step is always saved: the stage may still fail after the training.
         if checkpoint and (after - saved >= settings.checkpoint_every or after == steps):
@@ -122,10 +120,7 @@ def iterate_training(
 def spread_over_ranks(
     job: TrainingJob, settings: Training, device: str
 ) -> "DistributedTraining | None":
-    """Move the model to its device; return this rank's part of a training over several ranks.
-
-    Raises UserError if the settings do not fit the number of ranks.
-    """
+    """Move the model to its device; return this rank's part of a training over several ranks."""
     job.model.to(device)
     if has_process_group():
         # Imported for several ranks only: it takes half a second.
@@ -168,10 +163,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
 
 
 def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None" = None) -> None:
-    """Make all bases orthonormal again, once per epoch (ERMoE, supplement §11).
-
-    model: the full model. ``spread`` gathers its weights before and distributes them afterwards.
-    """
+    """Make all bases orthonormal again, on all ranks (every epoch; ERMoE, supplement §11)."""
     if spread is not None:
         spread.gather()
     for module in model.modules():

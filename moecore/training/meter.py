@@ -75,10 +75,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return the means and the routing per layer since the last point.
-
-        Raises UserError if a loss was not finite.
-        """
+        """Return means and routing since the last point; UserError for a non-finite loss."""
         size = current_ranks().size
         layers = list(self.routing.values())
         # Read together, so that the host waits for the device once.
@@ -147,12 +144,10 @@ def name_records(output: ModelOutput) -> dict[str, RoutingRecord]:
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return the meter's values with the learning rate, and the routing of each layer.
-
-    Raises UserError if the loss or the weights are not finite, so that no checkpoint has them.
-    """
+    """Return the meter's values with the learning rate, and the routing of each layer."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
+    # A checkpoint must not hold weights that are not finite.
     sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])
     if not holds_on_all_ranks(sums.isfinite().all()):
         raise UserError(

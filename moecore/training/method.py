@@ -81,10 +81,7 @@ class TextTowerMethod(Config):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> Misfits:
-    """Yield duplicate losses, and a loss that the router requires and that is missing.
-
-    A step has one term per kind. before: kinds that are used in addition to ``losses``.
-    """
+    """Yield duplicate losses, also of the kinds ``before``, and a missing loss of the router."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:

@@ -80,10 +80,7 @@ def build_routing_point(
     settings: Monitor,
     agreement: float | None = None,
 ) -> RoutingPoint:
-    """Return the routing after ``step`` steps; before: the previous point, None at the start.
-
-    It depends on its arguments only, so a resumed training logs the same points.
-    """
+    """Return the routing after ``step`` steps; before: the previous point, None at the start."""
     layers, warnings = {}, []
     steps = step if before is None else step - before.step
     for name, layer in totals.items():

@@ -132,11 +132,7 @@ def evaluate_trained_model(
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Return the results of a model that took ``seconds`` to make.
-
-    streams: number of streams in which a text is read. Raises UserError for predictions that are
-    not finite.
-    """
+    """Return a model's results; UserError for bad predictions; streams: in which text is read."""
     task = model.image.task
     if task.long:
         test = evaluate_held_out_text(model, data, streams)

@@ -40,10 +40,7 @@ def build_unfitted_guide(
 
 
 def text_stream_length(data: Prepared, batch: int) -> int | None:
-    """Return the words in each of ``batch`` streams of a training text; None without text.
-
-    Raises UserError if the test text is too short to give each stream a block.
-    """
+    """Return the words in each of ``batch`` streams of a training text; None without text."""
     if not data.task.long:
         return None
     words, block = len(data.tokens("test")), data.card["size"][0]

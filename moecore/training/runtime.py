@@ -104,10 +104,8 @@ def _requested_device() -> str:
 
 
 def resumed_threads(work: Path, threads: int) -> int:
-    """Return the number of threads that the stage of ``work`` started with, or ``threads``.
-
-    Another number splits sums differently, so a resumed stage would end with other bits.
-    """
+    """Return the threads that the stage of ``work`` started with; ``threads`` at its start."""
+    # Another number splits sums differently: a resumed stage would end with other bits.
     path = work / "threads.json"
     if path.exists():
         return read_json(path, sealed=True)["threads"]

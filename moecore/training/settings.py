@@ -280,10 +280,7 @@ def local_image_generators(generator: Generator, images: Tensor) -> Generator | 
 def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of ``settings``, fused, with weight decay on matrices only.
-
-    routers: the teacher's, if they learn too; a group without decay.
-    """
+    """Return the fused optimizer, with decay on matrices only; routers: a teacher's, no decay."""
     # No decay on biases, norms, tokens, positions, nor on experts' bases and routers' orthonormal
     # rows: their own losses hold the lengths.
     orthonormal = {

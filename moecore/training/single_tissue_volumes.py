@@ -93,10 +93,7 @@ class TissueIsolationSchedule(NamedTuple):
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Return the isolation of ``method`` on the training split, or on its volumes ``subset``.
-
-    None if all volumes stay unchanged. Raises UserError if the data have no tissue maps.
-    """
+    """Return the isolation of ``method`` on training volumes (``subset``); None without one."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None

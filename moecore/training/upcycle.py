@@ -113,25 +113,18 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
     """Yield name and both values of each setting that differs and affects what weights compute."""
     free = getattr(ours, "free_settings", frozenset())
     for name in type(ours).model_fields:
-        our_value, their_value = getattr(ours, name), getattr(theirs, name)
-        if name in free or our_value == their_value:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if name in free or mine == other:
             continue
-        if isinstance(our_value, Config) and type(our_value) is type(their_value):
-            for inner, *values in differing_settings(our_value, their_value):
+        if isinstance(mine, Config) and type(mine) is type(other):
+            for inner, *values in differing_settings(mine, other):
                 yield f"{name}.{inner}", *values
         else:
-            yield (
-                name,
-                getattr(our_value, "kind", our_value),
-                getattr(their_value, "kind", their_value),
-            )
+            yield name, getattr(mine, "kind", mine), getattr(other, "kind", other)
 
 
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
-    """Return the teacher's weights for the model's images and task; no head for other answers.
-
-    Raises UserError if other pixel statistics cannot be compensated.
-    """
+    """Return the teacher's weights for the model's images and task; no head for other answers."""
     ours, theirs = model.image, dense.image
     weights = dict(dense.state_dict())
     if theirs.answers != ours.answers:
@@ -190,10 +183,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 def cut_mlp(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how the MLPs are cut; for several pieces the router starts with equal rows.
-
-    module: the router of these settings. Raises UserError if pieces would be chosen separately.
-    """
+    """Return how the MLPs are cut; for several pieces the router ``module`` gets equal rows."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):
@@ -208,10 +198,7 @@ def fill_experts(
     prefix: str,
     pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
-    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces.
-
-    Raises UserError for experts of another kind or size.
-    """
+    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces."""
     eigen = isinstance(experts, EigenExperts)
     if not (eigen and experts.down_inner is None) and not isinstance(experts, MlpExperts):
         raise UserError(

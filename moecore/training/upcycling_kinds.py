@@ -109,10 +109,7 @@ Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
 def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows of ``values`` (h, …) by normals with the rows' mean and standard deviation.
-
-    units: (n,), the rows. normals: (n, …), standard normals.
-    """
+    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` of their mean and deviation."""
     if len(units):
         replaced = values[units]
         spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number
@@ -126,7 +123,7 @@ def repeat_router_rows(router: nn.Module, pieces: int) -> None:
 
 
 def _is_renormalised(router: Router) -> bool:
-    """Return whether weights sum to 1; those of top_k_softmax always do."""
+    """Return whether weights sum to 1, as for top_k_softmax always."""
     return bool(getattr(router, "renormalise", True))
 
 

@@ -34,10 +34,9 @@ class AdaptiveL1(Regularizer):
 
 
 def weighted_use(record: RoutingRecord, k: int) -> Tensor:
-    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of one layer (ReMoE, §3.3).
+    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3).
 
-    The gates g are ``record.combine`` (B, T, E). n_e: how many of the N tokens of all ranks use
-    expert e, without gradient.
+    n_e: how many of the N tokens of all ranks use expert e, without gradient.
     """
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     gates = total_over_ranks(record.combine.sum(dim=(0, 1)))

@@ -35,11 +35,7 @@ class TeacherRouter(Regularizer):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return two scalars ≥ 0, summed over layers: ``balance`` and ``entropy``.
-
-    Balance: CV² of the global batch's mean probs. probs: one (B, T, E) per MoE layer, each token
-    sums to 1.
-    """
+    """Return ``balance`` (CV² of mean probs) and ``entropy`` of probs (B, T, E) of all layers."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

@@ -21,8 +21,5 @@ class ZLoss(Regularizer):
 
 
 def z_loss(*, logits: Tensor) -> Tensor:
-    """Return the mean of logsumexp(logits)² over the tokens of all ranks; a scalar ≥ 0.
-
-    logits: (B, T, E), before noise.
-    """
+    """Return the mean of logsumexp(logits)² over all ranks' tokens (B, T, E), before noise."""
     return mean_over_ranks(logsumexp(logits, dim=-1).square())

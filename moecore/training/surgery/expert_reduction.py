@@ -74,10 +74,7 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
 def watch_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
-    """Inside, call ``watch(name, layer, tokens, record)`` after each decision of a layer's router.
-
-    tokens: (B, T, d).
-    """
+    """Call ``watch(name, layer, tokens, record)`` after each decision on tokens (B, T, d)."""
 
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
@@ -159,10 +156,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_token_choice(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose among whole experts with a network each.
-
-    action: "merged" or "pruned", for the message.
-    """
+    """Raise UserError unless tokens choose among whole experts; action: "merged" or "pruned"."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",

@@ -108,10 +108,7 @@ def cluster_outputs(
 
 
 def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
-    """Return the share (M, E) of each expert in its cluster, by counts (E,).
-
-    Equal shares if no token chose an expert of the cluster.
-    """
+    """Return each expert's share (M, E) in its cluster, by counts (E,); equal ones if all are 0."""
     members = torch.nn.functional.one_hot(clusters, number).T.double()
     shares = members * counts.double()
     shares = torch.where(shares.sum(dim=1, keepdim=True) > 0, shares, members)

@@ -55,10 +55,7 @@ class Prune(expert_reduction.ExpertReduction):
         )
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
-        """Return the remaining experts (M,) of a layer, sorted; moe: settings before pruning.
-
-        Raises UserError if a router's groups would have different sizes.
-        """
+        """Return the remaining experts (M,) of a layer, sorted; UserError for unequal groups."""
         order = order_of_pruning(use.reap if self.by == "reap" else use.counts)
         experts = order[-self.number_left(moe) :].sort().values
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)

@@ -21,10 +21,8 @@ LOG_EVERY = 20
 def iterate_router_fit(
     guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train the guide's routers in place; yield (step, loss terms) regularly and at the end.
-
-    Only the routers learn; batches are drawn independently of the student of ``seed``.
-    """
+    """Train the guide's routers in place; yield (step, loss terms) regularly and at the end."""
+    # Batches are drawn independently of the student's.
     fit_seed = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()

@@ -128,7 +128,7 @@ class Timm(Teacher):
             names = timm.list_pretrained(f"{architecture}.*")
             raise UserError.at(
                 "teacher.name",
-                found=f"{self.name}, of which timm has no weights",
+                found=f"{self.name}, which timm has no weights for",
                 allowed=", ".join([*names, "with teacher.checkpoint any"]),
             )
         return timm
