@@ -40,7 +40,6 @@ class Cells(ClassTask):
         return losses.mean() if reduction == "mean" else losses.mean(dim=1)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy per mosaic in nats, mean over cells, (B,)."""
         logits = self._by_cell(prediction).transpose(1, 2)
         return cross_entropy(logits, labels.long(), reduction="none").mean(dim=1)
 

@@ -49,7 +49,6 @@ class Classification(ClassTask):
         return class_nll(prediction, labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return whether each image is right; (N,) bool."""
         return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:

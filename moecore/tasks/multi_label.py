@@ -47,7 +47,6 @@ class MultiLabel(Classification):
         return binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(labels)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the sigmoid cross-entropy per image, summed over classes, (B,)."""
         if labels.shape != prediction.shape or labels.is_floating_point():
             raise ValueError(
                 f"attack: labels are {labels.dtype} {tuple(labels.shape)}; 0 or 1 per class (B, K) "
@@ -57,7 +56,6 @@ class MultiLabel(Classification):
         return binary_cross_entropy_with_logits(prediction, targets, reduction="none").sum(dim=1)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Return None: not defined for several labels."""
         return None
 
     def baseline_score(self, labels: Tensor) -> float:

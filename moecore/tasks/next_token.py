@@ -66,11 +66,9 @@ class NextToken(Task):
         return losses if reduction == "mean" else losses.view(labels.shape).mean(dim=1)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of each block, (B,)."""
         return self.loss(prediction, labels, reduction="none").to(prediction.dtype)
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean nats of each block, (N,) fp64."""
         return self.token_loss(prediction, labels).mean(dim=1)
 
     def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:

@@ -87,7 +87,6 @@ class Regression(Task):
         return self.attack_loss(prediction.double(), labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return |ŷ − y| of each image in the target's unit; (N,) fp64."""
         return absolute_error(prediction, labels)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
@@ -102,7 +101,6 @@ class Regression(Task):
         return float((labels - labels.quantile(0.5)).abs().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return the error that any model must beat."""
         return ExtraTestMetrics(median_mae=median_mae(train_labels, labels))
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:

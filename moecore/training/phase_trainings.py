@@ -43,11 +43,11 @@ def text_stream_length(data: Prepared, batch: int) -> int | None:
     """Return the words in each of ``batch`` streams of a training text; None without text."""
     if not data.task.long:
         return None
-    words, block = len(data.tokens("test")), data.card["size"][0]
-    if words // batch <= block:
+    test_words, block = len(data.tokens("test")), data.card["size"][0]
+    if test_words // batch <= block:
         raise UserError(
-            f"batch is {batch}, and the text has {words:,} test tokens; allowed: 1 to "
-            f"{words // (block + 1)} streams of a block of {block}"
+            f"batch is {batch}, and the text has {test_words:,} test tokens; allowed: 1 to "
+            f"{test_words // (block + 1)} streams of a block of {block}"
         )
     return len(data.tokens("train")) // batch
 

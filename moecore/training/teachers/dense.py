@@ -25,7 +25,6 @@ class Dense(Teacher):
     )
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the untrained teacher for such images."""
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
