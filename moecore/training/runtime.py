@@ -78,8 +78,8 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
         threads = resumed_threads(work, threads)
         if threads > cores:
             print(
-                f"{work}: continues with the {threads} threads that it began with, on {cores} "
-                "cores: slower, with the same bits",
+                f"{work}: continues with the {threads} threads that it began with; cores: {cores}; "
+                "slower, with the same bits",
                 file=sys.stderr,
             )
     torch.set_num_threads(threads)
