@@ -1,4 +1,4 @@
-"""Attacks on images: a family of parts (see base.py); ``moecore.attacks.Pgd`` is public."""
+"""Attacks on images: a family of parts (base.py); ``moecore.attacks.Pgd`` is public."""
 
 from moecore.core.config import offer_classes
 

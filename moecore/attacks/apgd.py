@@ -1,4 +1,4 @@
-"""Auto-PGD on the L∞ ball with any objective, in step with the authors' own code.
+"""Auto-PGD on the L∞ ball with any objective; equal to the authors' own code step by step.
 
 B images, C channels, H × W pixels. Source: Croce & Hein (2020), algorithm 1.
 """
@@ -13,14 +13,15 @@ from torch import Tensor
 from moecore.attacks.base import ImageGenerators, uniform_noise_like
 from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
-MOMENTUM = 0.75  # share of the new step; the rest is the step before it
-RISES = 0.75  # ρ: a step size is kept where more than this share of its steps raised the objective
+MOMENTUM = 0.75  # share of the new step; the rest is the previous step
+MIN_RISES = 0.75  # ρ: share of the steps that must raise the objective to keep the step size
 
 
 class Apgd(GradientAttack):
-    """PGD with momentum that halves an image's step size, 2ε at first, where it no longer helps.
+    """PGD with momentum and a step size per image, 2ε at first.
 
-    It then goes on from the best image so far.
+    Where steps no longer raise the objective, the step size is halved and the search restarts from
+    the image's best point.
     """
 
     kind: Literal["apgd"] = "apgd"
@@ -34,7 +35,7 @@ class Apgd(GradientAttack):
 
 
 class AscentResult(NamedTuple):
-    """What an ascent reached, and what happened in each of N steps."""
+    """The best images of an ascent, and its history over N steps."""
 
     images: Tensor  # (B, C, H, W), the best
     values: Tensor  # (B,), their objective
@@ -43,26 +44,26 @@ class AscentResult(NamedTuple):
 
 
 def random_start(ball: Ball, generator: ImageGenerators, who: str) -> Tensor:
-    """Return the clean images and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
+    """Return the clean images plus uniform noise, scaled to ±ε at its largest pixel, in [0, 1]."""
     noise = uniform_noise_like(ball.centre, generator, who)
     axes = tuple(range(1, noise.ndim))
-    # The authors' own guard against an image whose noise is all zeros.
+    # 1e-12 as in the authors' code, for an image whose noise is all zeros.
     largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
     return (ball.centre + ball.epsilon * noise / largest).clamp(0, 1)
 
 
 def step_checkpoints(steps: int) -> Iterator[int]:
-    """The steps after which step sizes may change: first after 0.22, then ever sooner by 0.03."""
-    length, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
-    done = length
-    while done <= steps:
-        yield done
-        length = max(length - shrink, least)
-        done += length
+    """Yield the steps at which step sizes may change: after 22 % of all, then ever more often."""
+    length, shrinkage, min_length = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
+    checkpoint = length
+    while checkpoint <= steps:
+        yield checkpoint
+        length = max(length - shrinkage, min_length)
+        checkpoint += length
 
 
 def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentResult:
-    """Ascend from ``start`` (B, C, H, W) within the ball."""
+    """Maximise the objective from ``start`` (B, C, H, W) within the ball."""
     current = previous = best = start
     values, gradient = at(current)
     best_values = values
@@ -73,11 +74,11 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
     history = []
     sizes = []
     for step in range(1, steps + 1):
-        # The first step has no step before it to lean on.
+        # The first step has no previous step.
         momentum = MOMENTUM if step > 1 else 1.0
-        wide = _broadcast_over_pixels(size, start)
-        plain = ball.project(current + wide * gradient.sign())
-        moved = current + (plain - current) * momentum + (current - previous) * (1 - momentum)
+        step_size = _broadcast_over_pixels(size, start)
+        target = ball.project(current + step_size * gradient.sign())
+        moved = current + (target - current) * momentum + (current - previous) * (1 - momentum)
         previous = current
         current = ball.project(moved)
         values, gradient = at(current)
@@ -97,10 +98,10 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
 
 
 class _Progress:
-    """Whether a step size still helps, image by image (conditions 1 and 2 of §3.1)."""
+    """Decides per image whether its step size still helps (conditions 1 and 2 of §3.1)."""
 
     def __init__(self, values: Tensor) -> None:
-        # The authors' code compares the first step with 0, not with the start; we do as they do.
+        # The first step is compared with 0, not with the start, as in the authors' code.
         self.last = torch.zeros_like(values)
         self.rises = torch.zeros_like(values)
         self.steps = 0
@@ -108,17 +109,15 @@ class _Progress:
         self.halved = torch.ones_like(values, dtype=torch.bool)
 
     def note(self, values: Tensor) -> None:
-        """One more step led to these objectives (B,)."""
+        """Record the objectives (B,) after one more step."""
         self.rises = self.rises + (values > self.last)
         self.last = values
         self.steps += 1
 
     def images_to_halve(self, best: Tensor) -> Tensor:
-        """At a checkpoint: where to halve, (B,) bool.
-
-        Too few rises, or the old size was kept and the best objectives (B,) did not grow.
-        """
-        few = self.rises <= RISES * self.steps
+        """Return at a checkpoint which images to halve the step size of, (B,) bool; best: (B,)."""
+        # Too few rises, or the step size was kept last time and the best objective did not grow.
+        few = self.rises <= MIN_RISES * self.steps
         halve = few | ~self.halved & (self.best >= best)
         self.rises = torch.zeros_like(self.rises)
         self.steps = 0

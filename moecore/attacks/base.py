@@ -1,4 +1,4 @@
-"""What every attack says of itself; an image's random numbers never depend on its batch.
+"""Base class of attacks, and random numbers of an image that do not depend on its batch.
 
 B images, C channels, H × W pixels.
 """
@@ -16,37 +16,37 @@ from moecore.tasks.base import Task
 
 
 class Attack(Part, ABC):
-    """The settings of an attack on images, a family of parts; they are called to attack."""
+    """Settings of an attack on images, which are called to attack; a family of parts."""
 
     @property
     def name(self) -> str:
-        """The kind and whatever differs from its defaults: pgd, pgd-10, pgd-inside-10."""
+        """The kind and the settings that differ from their defaults: pgd, pgd-10, pgd-inside-10."""
         changed = self.model_dump(exclude={"kind"}, exclude_defaults=True)
-        # A switch that is on is called by its key: "inside" says more than "True".
-        words = [key if value is True else str(value) for key, value in changed.items()]
-        return "-".join([self.kind, *words])
+        # A switch is shown by its key: "inside" says more than "True".
+        texts = [key if value is True else str(value) for key, value in changed.items()]
+        return "-".join([self.kind, *texts])
 
     @property
     def together(self) -> int | None:
-        """Return how many images it must get at once, as they matter to each other; None: any."""
+        """Number of images to attack at once, if the attack couples them; None: any number."""
         return None
 
     @property
     def climbs_task(self) -> bool:
-        """Return whether it climbs the task's own loss, as others do that it is compared with."""
+        """True if the attack maximises the task's own loss."""
         return False
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield why it makes no sense for the labels."""
+        """Yield why the attack cannot be used with the task's labels."""
         if around.source is not None and (reason := self.refuses(around.task)):
             yield ("kind",), f"found {self.kind}: {reason}; allowed: another attack"
 
     def refuses(self, task: Task | type[Task]) -> str | None:
-        """Return why these settings make no sense for a task, in words; None where they do."""
+        """Return why these settings cannot be used with a task, in words; None if they can."""
         return None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        """Return why there is nothing to attack in this model, in words; None where there is."""
+        """Return why the attack has nothing to attack in this model, in words; None if it has."""
         return self.refuses(task)
 
     @abstractmethod
@@ -59,21 +59,29 @@ class Attack(Part, ABC):
         epsilon: float,
         generator: "Generators" = None,
     ) -> Tensor:
-        """Adversarial images (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits.
+        """Return adversarial images (B, C, H, W), fp32, detached, in [0, 1]; unchanged for ε = 0.
 
-        images: (B, C, H, W) in [0, 1]; labels: as ``task`` has them; epsilon: radius of the L∞
-        ball, in pixel units; generator: on the CPU, one for all images or one each, draws the
-        random start of attacks that have one. Parameters take no gradient meanwhile. Raises
-        ValueError where images, labels, ε or generator make no sense.
+        Parameters take no gradient during the attack.
+
+        Args:
+            model: returns a ``ModelOutput`` for images.
+            task: whose loss and labels are used.
+            images: (B, C, H, W) in [0, 1].
+            labels: (B, …), in the form of ``task``.
+            epsilon: radius of the L∞ ball, in pixel units.
+            generator: on the CPU, one for all images or one per image; draws the random start.
+
+        Raises:
+            ValueError: for invalid images, labels, ε or generator.
         """
 
 
-ImageGenerators = Sequence[torch.Generator] | None  # one for each image
-Generators = torch.Generator | ImageGenerators  # or one for all images in their order
+ImageGenerators = Sequence[torch.Generator] | None  # one per image
+Generators = torch.Generator | ImageGenerators  # or one for all images, in their order
 
 
 def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
-    """One generator on the CPU per image, by the seed and the image's index alone."""
+    """Return one CPU generator per image, a function of the seed and the image's index only."""
     states = (
         np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] for index in indices
     )
@@ -82,7 +90,7 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
 
 
 def expand_generators(generator: Generators, images: int) -> ImageGenerators:
-    """The generator of each image; None where there is none."""
+    """Return one generator per image; None without a generator."""
     if generator is None:
         return None
     each = [generator] * images if isinstance(generator, torch.Generator) else list(generator)
@@ -92,7 +100,7 @@ def expand_generators(generator: Generators, images: int) -> ImageGenerators:
 
 
 def uniform_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
-    """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image.
+    """Draw uniform noise in [-1, 1) of the shape of ``images`` (B, C, H, W), image by image.
 
     Raises ValueError without a generator.
     """

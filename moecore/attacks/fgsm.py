@@ -9,7 +9,7 @@ from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 
 class Fgsm(GradientAttack):
-    """One step of size epsilon along the sign of the objective's gradient; nothing is drawn."""
+    """One step of size epsilon along the sign of the objective's gradient; deterministic."""
 
     kind: Literal["fgsm"] = "fgsm"
 

@@ -1,8 +1,8 @@
-"""What every gradient attack shares: what it maximises, its gradient, and where the images stay.
+"""Base of the gradient attacks: objectives, their gradients, and the L∞ ball.
 
-An objective is one value an image, so that a step size can be chosen per image and the sum couples
-no two of them. B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255,
-not 8). Volumes (B, C, D, H, W) are attacked alike. T tokens per image, E experts, K classes.
+An objective is one value per image, so step sizes can differ per image and their sum couples no
+images. B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8).
+Volumes (B, C, D, H, W) work too. T tokens per image, E experts, K classes.
 """
 
 from abc import abstractmethod
@@ -25,23 +25,23 @@ from moecore.tasks.base import Task
 ObjectiveGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
-Goal = Callable[[ModelOutput], Tensor]  # what a model said of B images → (B,)
-DLR_CLASSES = 3  # at least, for the third largest logit
+Goal = Callable[[ModelOutput], Tensor]  # a model's output for B images → the objective (B,)
+MIN_DLR_CLASSES = 3  # for the third largest logit
 
 
 class Ball(NamedTuple):
-    """Where attacked images stay: in [0, 1], within ``epsilon`` of the clean ones (L∞)."""
+    """The allowed images: in [0, 1], within ``epsilon`` of the clean images (L∞)."""
 
     centre: Tensor  # (B, C, H, W), the clean images
     epsilon: float
 
     def project(self, images: Tensor) -> Tensor:
-        """Return the nearest images inside, (B, C, H, W)."""
+        """Return the nearest images inside the ball, (B, C, H, W)."""
         return images.clamp(self.centre - self.epsilon, self.centre + self.epsilon).clamp(0, 1)
 
 
 class GradientAttack(Attack):
-    """An attack along the gradient of an objective; its parts define ``perturb_images``."""
+    """An attack along the gradient of an objective; subclasses define ``perturb_images``."""
 
     objective: Objective = Field(
         "task", description="task: its loss is maximised; balance: the routers' balance losses too"
@@ -67,15 +67,15 @@ class GradientAttack(Attack):
         return self.objective in ("task", "cross_entropy")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield an objective that such labels, or so few classes, do not have."""
+        """Yield why the objective cannot be computed for the data's labels or number of classes."""
         allowed = "allowed: task (the loss that is learned), balance, routing_change"
         reason = None if around.source is None else objective_refusal(self.objective, around.task)
         classes = len(getattr(around.preview, "classes", None) or ())
         if reason:
             yield ("objective",), f"found {self.objective}: {reason} ({around.data}); {allowed}"
-        elif self.objective == "dlr" and 0 < classes < DLR_CLASSES:
-            text = f"found dlr, but {around.data} has {classes} classes, fewer than {DLR_CLASSES}"
-            yield ("objective",), f"{text}; {allowed}, cross_entropy"
+        elif self.objective == "dlr" and 0 < classes < MIN_DLR_CLASSES:
+            text = f"found dlr, but {around.data} has {classes} classes, not {MIN_DLR_CLASSES}"
+            yield ("objective",), f"{text} or more; {allowed}, cross_entropy"
 
     def refuses(self, task: Task | type[Task]) -> str | None:
         reason = objective_refusal(self.objective, task)
@@ -101,37 +101,37 @@ class GradientAttack(Attack):
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        each = expand_generators(generator, len(centre))
-        made = []
+        generators = expand_generators(generator, len(centre))
+        attacked = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):
-                part = slice(start, start + size)
+                rows = slice(start, start + size)
                 goal = make_objective(
-                    self.objective, self.weight, model, task, centre[part], labels[part]
+                    self.objective, self.weight, model, task, centre[rows], labels[rows]
                 )
-                drawn = None if each is None else each[part]
+                starts = None if generators is None else generators[rows]
                 at = ModelGradient(model, goal)
-                made.append(self._perturb_inside(at, Ball(centre[part], epsilon), drawn))
+                attacked.append(self._perturb_inside(at, Ball(centre[rows], epsilon), starts))
                 at.check_finite()
-        return torch.cat(made)
+        return torch.cat(attacked)
 
     def _perturb_inside(
         self, at: "ModelGradient", ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """The attack, of what may change: where ``inside`` no background, and never the truth."""
+        """Attack the allowed pixels: no background with ``inside``, and never the truth channel."""
         if not self.inside and not at.says_truth:
             return self.perturb_images(at, ball, generator)
-        there = torch.ones_like(ball.centre, dtype=torch.bool)
+        may_change = torch.ones_like(ball.centre, dtype=torch.bool)
         if self.inside:
-            there &= (ball.centre != 0).any(dim=1, keepdim=True)
+            may_change &= (ball.centre != 0).any(dim=1, keepdim=True)
         if at.says_truth:
-            there[:, -1] = False
+            may_change[:, -1] = False
 
         def within(images: Tensor) -> tuple[Tensor, Tensor]:
-            values, gradient = at(torch.where(there, images, ball.centre))
-            return values, gradient * there
+            values, gradient = at(torch.where(may_change, images, ball.centre))
+            return values, gradient * may_change
 
-        return torch.where(there, self.perturb_images(within, ball, generator), ball.centre)
+        return torch.where(may_change, self.perturb_images(within, ball, generator), ball.centre)
 
     @abstractmethod
     def perturb_images(
@@ -139,27 +139,29 @@ class GradientAttack(Attack):
     ) -> Tensor:
         """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0.
 
-        at: gives objective and gradient. generator: draws the random start; ValueError without it.
+        Args:
+            at: returns objective (B,) and gradient (B, C, H, W) at images.
+            ball: the allowed images.
+            generator: draws the random start; ValueError if it is needed and missing.
         """
 
 
 class ModelGradient:
-    """Called with images: the objective of each (B,) and the gradient (B, C, H, W) of their *sum*.
+    """Called with images: the objective per image (B,), and the gradient (B, C, H, W) of their sum.
 
-    Of the sum, so that an image's does not depend on its batch. In fp32 (a model may round inside,
-    see moecore.attacks.attack_setup). The parameters, their ``grad`` and the model's mode stay as
-    they are. Whether all was finite is asked once, at the end: the device is not waited for before.
+    The gradient of the sum, so an image's gradient does not depend on its batch. In fp32 (but see
+    ``bfloat16_model``). Parameters, their ``grad`` and the model's mode do not change.
     """
 
     def __init__(self, model: nn.Module, goal: Goal) -> None:
         self.model = model
         self.goal = goal
         self.finite: Tensor | None = None
-        self.value = torch.zeros(())  # the summed objective when it was finite no more
+        self.value = torch.zeros(())  # the summed objective at the first non-finite gradient
 
     @property
     def says_truth(self) -> bool:
-        """Return whether the images' last channel is the truth of generated data."""
+        """True if the images' last channel is the truth of generated data."""
         return bool(getattr(getattr(self.model, "image", None), "truth", 0))
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +180,8 @@ class ModelGradient:
         return values, gradient
 
     def check_finite(self) -> None:
-        """Raise UserError where a gradient was not finite: its sign was meaningless."""
+        """Raise UserError if a gradient was not finite."""
+        # Checked once, at the end: every check waits for the device.
         if self.finite is not None and not self.finite:
             raise UserError(
                 f"attack: the loss ({float(self.value):.4g}) has a gradient that is not finite; "
@@ -187,7 +190,7 @@ class ModelGradient:
 
 
 def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient (B, C, H, W) of the summed task loss, in fp32; see ``ModelGradient``."""
+    """Return the gradient (B, C, H, W) of the summed task loss, in fp32; see ``ModelGradient``."""
     with frozen_parameters(model):
         at = ModelGradient(model, lambda output: task.attack_loss(output.prediction, labels))
         _, gradient = at(images)
@@ -197,10 +200,7 @@ def image_gradient(model: nn.Module, task: Task, images: Tensor, labels: Tensor)
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """No parameter takes a gradient inside.
-
-    Experts' custom gradients are not computed for weights then, about a third of the work.
-    """
+    """Turn off the gradients of all parameters inside, which saves a third of the experts' work."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -212,10 +212,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def check_and_copy_images(images: Tensor, epsilon: float) -> Tensor:
-    """Check what an attack is given; return its own fp32 copy of the images.
-
-    Raises ValueError for images that are not floating point in [0, 1], and for an epsilon below 0.
-    """
+    """Return an fp32 copy of images in [0, 1]; ValueError for others and for an epsilon below 0."""
     if not images.is_floating_point():
         raise ValueError(f"attack: images are {images.dtype}; floating point in [0, 1] is needed")
     if images.numel() and not (images.min() >= 0 and images.max() <= 1):
@@ -229,7 +226,7 @@ def check_and_copy_images(images: Tensor, epsilon: float) -> Tensor:
 
 
 def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | None:
-    """Return why an objective cannot be computed for such labels, in words; None where it can."""
+    """Return why an objective cannot be computed for a task's labels, in words; None if it can."""
     if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
         return f"objective cross_entropy needs classes, and {reason}"
     if objective == "dlr" and (reason := task.needs_classes("classes")):
@@ -247,11 +244,7 @@ def make_objective(
     images: Tensor,
     labels: Tensor,
 ) -> Goal:
-    """The objective for these images (B, C, H, W) and their labels.
-
-    weight: of the balance losses. The clean routing that ``routing_change_surrogate`` compares with
-    is computed here, once. Raises UserError where an objective cannot be computed for such labels.
-    """
+    """Return the objective for these images (B, C, H, W); UserError if labels do not allow it."""
     if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
     if objective == "routing_change":
@@ -269,16 +262,16 @@ def make_objective(
 
 
 def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,).
+    """Return the difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,).
 
-    Positive where the image is misclassified; shifting or scaling the logits (B, K) changes
-    nothing. labels: (B,) classes. Raises UserError for fewer than 3 classes, where the third
-    largest logit z_π3 does not exist. Source: Croce & Hein (2020), eq. 6.
+    Positive where the image is misclassified; invariant to shift and scale of the logits (B, K).
+    labels: (B,) classes. Raises UserError for fewer than 3 classes, which have no third largest
+    logit z_π3. Source: Croce & Hein (2020), eq. 6.
     """
-    if prediction.shape[1] < DLR_CLASSES:
+    if prediction.shape[1] < MIN_DLR_CLASSES:
         raise UserError(
-            f"attack: the dlr objective needs at least {DLR_CLASSES} classes, and the model has "
-            f"{prediction.shape[1]}; choose cross_entropy"
+            f"attack: the dlr objective needs at least {MIN_DLR_CLASSES} classes, and the model "
+            f"has {prediction.shape[1]}; choose cross_entropy"
         )
     ordered, classes = prediction.sort(dim=1)
     right = prediction.gather(1, labels[:, None].long())[:, 0]
@@ -287,11 +280,11 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
-    """Sum over MoE layers of the importance and the load loss of these images together; a scalar.
+    """Return the sum over MoE layers of importance and load loss of all images together, a scalar.
 
-    0 for a dense model. Added to each of B images' task loss and summed, it counts B times: the
-    gradient is then B times that of *mean* task loss + weight · losses, which is what the paper
-    maximises. Source: adversarial-moe, eq. 12 and 16.
+    0 for a dense model. It is added to the task loss of each of B images and counts B times in
+    their sum: the gradient is then B times that of *mean* task loss + weight · losses, which is
+    what the paper maximises. Source: adversarial-moe, eq. 12 and 16.
     """
     return sum(
         squared_cv(record.probs.sum(dim=(0, 1))) + squared_cv(record.load.sum(dim=(0, 1)))
@@ -300,12 +293,12 @@ def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
 
 
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return how far probability has left the experts chosen ``before``, (B,).
+    """Return how much probability has left the experts chosen ``before``, (B,).
 
-    Stands in for 1 − IoU, which has no gradient. before: (B, T, E) bool per MoE layer. Summed over
-    layers, mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none chosen: 0).
+    A differentiable surrogate of 1 − IoU. before: (B, T, E) bool per MoE layer. Summed over layers,
+    mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none chosen: 0).
     """
-    # A hash router has no gradient: the zero share of the prediction makes it 0 and not undefined.
+    # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
     values = 0.0 * output.prediction.float().sum(dim=1)
     for record, chosen in zip(output.routing, before, strict=True):
         share = chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=1)

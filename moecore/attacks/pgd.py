@@ -1,6 +1,6 @@
 """Projected gradient descent on the L∞ ball.
 
-In the form of Puigcerver et al. (2022) and in the stronger usual form (Madry et al., 2018).
+The form of Puigcerver et al. (2022), and the usual stronger form (Madry et al., 2018).
 """
 
 from typing import Literal

@@ -1,1 +1,1 @@
-"""Intervals, paired and crossed comparisons, corrections for several tests; of numbers alone."""
+"""Intervals, paired and crossed comparisons, corrections for several tests; on arrays only."""

@@ -1,7 +1,6 @@
-"""Intervals: Wilson for a share, Student's t over seeds, else the bootstrap.
+"""Intervals: Wilson's for a share, Student's t over seeds, otherwise the bootstrap.
 
-Where people have several images, a person's stay together in resamples, permutations and halves.
-N images, M people.
+Resamples, permutations and halves keep all images of a person together. N images, M people.
 """
 
 import math
@@ -16,7 +15,7 @@ from moecore.core.config import Config
 
 
 class Interval(NamedTuple):
-    """A value and the limits around it; both limits are None where one measurement gives none."""
+    """A value and its limits, which are both None for a single measurement."""
 
     value: float
     low: float | None = None
@@ -24,15 +23,11 @@ class Interval(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """(low, high), or None."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
-    """Return a share with Wilson's score interval (1927), valid for small counts, 0 and 1.
-
-    Raises ValueError unless 0 ≤ successes ≤ count and count ≥ 1.
-    """
+    """Return a share with Wilson's score interval (1927), valid for small counts, 0 and 1."""
     from scipy.stats import binomtest  # slow to import
 
     limits = binomtest(successes, count).proportion_ci(level, "wilson")
@@ -40,10 +35,7 @@ def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
 
 
 def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean over seeds with Student's t interval (n − 1 degrees); one seed gives no limits.
-
-    Raises ValueError where there are no values.
-    """
+    """Return the mean over seeds with Student's t interval; one seed gives no limits."""
     if len(values) == 0:
         raise ValueError("mean_over_seeds: no values")
     mean = math.fsum(values) / len(values)
@@ -55,10 +47,10 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
-    """Mean of one value per pair of S seeds with a jackknife interval over seeds (t, S − 1).
+    """Return the mean of one value per pair of S seeds, with a jackknife interval over seeds.
 
-    values: (S, S), symmetric; the diagonal is not read. Pairs share seeds, so that they are not
-    independent; two seeds give no limits.  Raises ValueError where there are fewer.
+    values: (S, S), symmetric; the diagonal is not read. Student's t with S − 1 degrees of freedom;
+    two seeds give no limits. Raises ValueError for fewer than two seeds.
     """
     seeds = len(values)
     if seeds < 2:
@@ -67,6 +59,7 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     mean = float(pairs.sum() / (seeds * (seeds - 1)))
     if seeds == 2:
         return Interval(mean)
+    # Pairs share seeds and are not independent, so a seed is left out with all its pairs.
     without = (pairs.sum() - 2 * pairs.sum(axis=1)) / ((seeds - 1) * (seeds - 2))
     variance = (seeds - 1) / seeds * float(np.square(without - without.mean()).sum())
     half = float(stdtrit(seeds - 1, (1 + level) / 2)) * math.sqrt(variance)
@@ -74,10 +67,10 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def seed_pseudo_values(values: np.ndarray) -> np.ndarray:
-    """Return S · mean over pairs − (S − 1) · mean without the seed, (S,), the jackknife's values.
+    """Return the jackknife's pseudo-values (S,): S · mean over pairs − (S − 1) · mean without it.
 
-    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is Student's of these; so two
-    methods' are compared seed by seed (Tukey, 1958). Of two seeds both are the pair's value.
+    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is Student's t interval of the
+    pseudo-values. Methods are compared seed by seed with them (Tukey, 1958).
     """
     seeds = len(values)
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
@@ -98,43 +91,38 @@ def bootstrap_interval(
     highest: float = math.inf,
     people: np.ndarray | None = None,
 ) -> Interval:
-    """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of ``count`` images.
+    """Return a statistic of ``count`` images with its basic (reflected) bootstrap interval.
 
-    people: (count,), whose image each is; then people are drawn anew, each with all its images, as
-    two images of one person are no two persons. None: images are drawn.
-
-    statistic: takes the indices (count,) of a resample and returns a float, never below ``lowest``
-    or above ``highest``. Reflected and not percentile, because the ECE is biased upward on finite
-    samples and a resample adds that bias once more, which the reflection takes out; hence the
-    interval of an ECE may lie below its value.  Raises ValueError where there are no images.
+    statistic: takes the indices (count,) of a resample; its values are in [lowest, highest].
+    people: (count,), the person of each image. Whole people are then drawn, because images of one
+    person are not independent. Source: Davison & Hinkley (1997), eq. 5.6. Raises ValueError for no
+    images.
     """
     if count < 1:
         raise ValueError("bootstrap: no images")
     generator = np.random.default_rng(seed)
     value = float(statistic(np.arange(count)))
     images = indices_by_person(people)
-    if images is None:
-        drawn = [statistic(generator.integers(0, count, count)) for _ in range(resamples)]
-    else:
-        number = len(images)
-        drawn = [
-            statistic(
-                np.concatenate([images[one] for one in generator.integers(0, number, number)])
-            )
-            for _ in range(resamples)
-        ]
-    return reflected_interval(value, drawn, level, lowest, highest)
+    estimates = []
+    for _ in range(resamples):
+        if images is None:
+            indices = generator.integers(0, count, count)
+        else:
+            drawn_people = generator.integers(0, len(images), len(images))
+            indices = np.concatenate([images[person] for person in drawn_people])
+        estimates.append(statistic(indices))
+    return reflected_interval(value, estimates, level, lowest, highest)
 
 
 def indices_by_person(people: np.ndarray | None) -> list[np.ndarray] | None:
-    """The places of each person's images; None where nobody has several, or nothing is known."""
+    """Return the indices of each person's images; None unless a person has several images."""
     if people is None:
         return None
-    _, person = np.unique(people, return_inverse=True)
-    counts = np.bincount(person)
+    _, person_of_image = np.unique(people, return_inverse=True)
+    counts = np.bincount(person_of_image)
     if counts.max(initial=0) < 2:
         return None
-    return np.split(np.argsort(person, kind="stable"), np.cumsum(counts)[:-1])
+    return np.split(np.argsort(person_of_image, kind="stable"), np.cumsum(counts)[:-1])
 
 
 def bootstrap_mean(
@@ -158,7 +146,8 @@ def bootstrap_mean(
 def mean_share(shares: np.ndarray, people: np.ndarray | None = None) -> Interval:
     """Return the mean of one share per image, (N,) in [0, 1], with its interval in [0, 1].
 
-    Wilson's where all are 0 or 1; the bootstrap else, and over people who have several images.
+    Wilson's interval if all shares are 0 or 1 and no person has several images; otherwise the
+    bootstrap.
     """
     shares = np.asarray(shares, np.float64)
     if indices_by_person(people) is None and np.isin(shares, (0, 1)).all():
@@ -168,20 +157,22 @@ def mean_share(shares: np.ndarray, people: np.ndarray | None = None) -> Interval
 
 def reflected_interval(
     value: float,
-    drawn: Sequence[float],
+    estimates: Sequence[float],
     level: float = 0.95,
     lowest: float = -math.inf,
     highest: float = math.inf,
 ) -> Interval:
-    """The basic bootstrap interval of ``value``, within ``lowest`` and ``highest``."""
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    """Return the basic bootstrap interval of ``value``, clipped to [lowest, highest]."""
+    # Not the percentile interval: the ECE is biased upward on finite samples, and a resample adds
+    # the bias again. The reflection removes it, so the interval of an ECE may lie below its value.
+    low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2])
     return Interval(
         value, *(min(highest, max(lowest, 2 * value - float(edge))) for edge in (high, low))
     )
 
 
 class Estimate(Config):
-    """A value and its 95 % limits, which are None where one measurement gives none."""
+    """A value and its 95 % limits, which are both None for a single measurement."""
 
     value: float
     low: float | None = None
@@ -189,7 +180,6 @@ class Estimate(Config):
 
     @property
     def interval(self) -> Interval:
-        """Return it as a tuple."""
         return Interval(self.value, self.low, self.high)
 
     @classmethod
@@ -198,33 +188,32 @@ class Estimate(Config):
 
     @classmethod
     def of_mean(cls, values: Tensor, is_share: bool = True) -> Self:
-        """Return the mean of (N,) values ≥ 0 and its interval: a share's, or by the bootstrap."""
-        interval = mean_share if is_share else bootstrap_mean
-        return cls.of(interval(values.double().numpy()))
+        """Return the mean of (N,) values ≥ 0 with the interval of a share or of the bootstrap."""
+        mean = mean_share if is_share else bootstrap_mean
+        return cls.of(mean(values.double().numpy()))
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    """Squared coefficient of variation var/mean² of (E,) values, one per expert; 0 where all are
-    equal, E − 1 where one has all.
+    """Return the squared coefficient of variation var/mean² of (E,) values, one per expert.
 
-    Population variance, never ``torch.std``, whose gradient is infinite at balance.
+    0 if all are equal, E − 1 if one expert has everything.
     """
+    # Population variance, never ``torch.std``, whose gradient is infinite at balance.
     return values.var(correction=0) / values.mean().square()
 
 
 def permuted_orders(
     images: int, number: int, seed: int, people: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield so many times an order (N,) of images in which any is as likely as another by chance.
+    """Yield ``number`` random permutations (N,) of the images.
 
-    people: (N,), whose image each is: people are then exchanged, each with all images, with others
-    that have as many; one who is alone with a number stays.
+    With people (N,), whole people are permuted, among people with equally many images.
     """
     random = np.random.default_rng(seed)
     by_person = indices_by_person(people) or list(np.arange(images)[:, None])
-    lengths = np.array([len(own) for own in by_person])
     groups = [
-        np.stack([own for own in by_person if len(own) == length]) for length in np.unique(lengths)
+        np.stack([indices for indices in by_person if len(indices) == length])
+        for length in np.unique([len(indices) for indices in by_person])
     ]
     for _ in range(number):
         order = np.arange(images)
@@ -234,7 +223,7 @@ def permuted_orders(
 
 
 def first_half(images: int, people: np.ndarray | None = None) -> np.ndarray:
-    """Return which images are of one half, (N,) bool: every other one, or every other person's."""
+    """Return a mask (N,) bool of every second image, or of every second person's images."""
     if people is None or indices_by_person(people) is None:
         return np.arange(images) % 2 == 0
     return np.unique(people, return_inverse=True)[1] % 2 == 0

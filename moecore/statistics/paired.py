@@ -1,7 +1,4 @@
-"""Two models on the same images, or methods over the same seeds: is the difference chance?
-
-Everything here is paired: what both models get right or wrong says nothing about their difference.
-"""
+"""Paired comparisons of two models on the same images, and Holm's correction."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ from moecore.statistics.intervals import Interval, bootstrap_interval, wilson
 
 
 class PairedHits(NamedTuple):
-    """How many images both models get right, only the first, only the second, and neither."""
+    """The numbers of images that both models, one model or neither gets right."""
 
     both: int
     first_only: int
@@ -22,7 +19,7 @@ class PairedHits(NamedTuple):
 
 
 def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
-    """The 2 × 2 table of two models' hits (N,) bool; ValueError unless N is the same."""
+    """Return the 2 × 2 table of two models' hits, (N,) bool each."""
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
     if first.shape != second.shape or first.ndim != 1 or not len(first):
@@ -36,26 +33,23 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test (McNemar, 1947): is an image that one
-    model alone gets right as often the first's?
+    """Return the exact two-sided p of McNemar's test (1947) of equal shares of right images.
 
-    The exact p and not the mid-p: it never rejects more often than it says, however few images the
-    models disagree on. Raises ValueError for negative counts.
+    first_only, second_only: numbers of images that only one of the models gets right.
     """
     from scipy.stats import binomtest  # slow to import
 
     if first_only == second_only == 0:
         return 1.0
+    # Exact, not mid-p: it keeps its level however few images the models disagree on.
     return float(binomtest(first_only, first_only + second_only).pvalue)
 
 
 def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
-    """Share of the first model minus that of the second, with the interval of Newcombe (1998,
-    Statistics in Medicine 17, method 10).
+    """Return the first model's share minus the second's, with the interval of Newcombe (1998).
 
-    It combines Wilson's limits of both shares, less what their correlation φ takes away; valid for
-    small counts and for shares of 0 and 1. Its φ has the continuity correction where it is
-    positive, and is 0 where a margin is empty.
+    Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by their
+    correlation φ. Valid for small counts and for shares of 0 and 1.
     """
     both, first_only, second_only, _ = table
     count = sum(table)
@@ -76,10 +70,10 @@ def paired_bootstrap(
     level: float = 0.95,
     people: np.ndarray | None = None,
 ) -> Interval:
-    """Return the mean difference of one number per image (N,) of two models, with the bootstrap
-    over images, which stay paired; over people (N,), where they are given and have several.
+    """Return the mean difference of two models' values (N,) with its paired bootstrap interval.
 
-    Raises ValueError where the shapes differ or there are no images.
+    Images are drawn, or with ``people`` (N,) whole people. Raises ValueError where the shapes
+    differ or there are no images.
     """
     first = np.asarray(first, dtype=float)
     second = np.asarray(second, dtype=float)
@@ -100,28 +94,28 @@ def paired_bootstrap(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values corrected for a family of comparisons (Holm, 1979), in the order given: one below
-    0.05 holds at 5 % for all together.
+    """Return p-values corrected for a family of comparisons, in the same order (Holm, 1979).
 
     The i-th smallest of m is multiplied by m − i + 1, is at least its predecessor, and at most 1.
+    Tests with a corrected p below 0.05 hold at 5 % for the whole family.
     """
     corrected = [0.0] * len(values)
     largest = 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        corrected[place] = largest
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = largest
     return corrected
 
 
 def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
-    """Return how far Wilson's limits lie below and above a share."""
+    """Return the distances of Wilson's lower and upper limit from the share."""
     value, low, high = wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value
 
 
 def _hit_correlation(table: PairedHits) -> float:
-    """φ of the 2 × 2 table with Newcombe's continuity correction."""
+    """Return φ of the 2 × 2 table, with a continuity correction; 0 if a margin is empty."""
     both, first_only, second_only, neither = table
     margins = (
         (both + first_only)
@@ -133,10 +127,10 @@ def _hit_correlation(table: PairedHits) -> float:
         return 0.0
     excess = both * neither - first_only * second_only
     if excess > 0:
-        # Newcombe's continuity correction, which may not turn the sign
+        # Newcombe's continuity correction, which must not change the sign.
         excess = max(excess - sum(table) / 2, 0.0)
     return excess / math.sqrt(margins)
 
 
-def _combine_distances(one: float, other: float, correlation: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+def _combine_distances(first: float, second: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, first * first - 2 * correlation * first * second + second * second))

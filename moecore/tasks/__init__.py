@@ -1,1 +1,1 @@
-"""What is predicted: a family of parts (see base.py). Only this room looks at labels."""
+"""What is predicted: a family of parts (base.py). Only this room interprets labels."""

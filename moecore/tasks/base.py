@@ -1,4 +1,4 @@
-"""Base class of tasks: what each answers for; the one place where labels are looked at.
+"""Base class of tasks: losses, scores and checks of labels.
 
 B images of a batch, N images of a split, K outputs of the head.
 """
@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config, Part
+from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 from moecore.statistics.paired import paired_bootstrap
@@ -20,8 +21,21 @@ from moecore.statistics.paired import paired_bootstrap
 Reduction = Literal["mean", "none"]
 
 
+def check_label_range(labels: np.ndarray, number: int, what: str) -> None:
+    """Raise UserError, beginning with ``what``, unless all labels are in 0 … ``number`` − 1."""
+    if labels.size and not 0 <= labels.min() <= labels.max() < number:
+        raise UserError(
+            f"{what} run from {labels.min()} to {labels.max()}; allowed: 0 to {number - 1}"
+        )
+
+
+def label_shape_error(labels: np.ndarray, what: str, allowed: str) -> UserError:
+    """Return the error for labels of another shape than ``allowed``."""
+    return UserError(f"{what} have the shape {labels.shape}; allowed: {allowed} in every split")
+
+
 class Score(NamedTuple):
-    """What a table shows of predictions: the mean of one score per image."""
+    """The metric of predictions in tables: the mean of one score per image."""
 
     name: str  # "accuracy", "precision_at_1", "mae"; a key in results and in claims
     label: str  # the same in words, without a unit
@@ -31,25 +45,26 @@ class Score(NamedTuple):
 
 
 class ExtraTestMetrics(Config):
-    """What is reported of a test split beside score and loss; a task fills in what it knows."""
+    """Metrics of a test split in addition to score and loss; a task fills in those that it has."""
 
     test_correct: int | None = None  # images
     test_top5: Estimate | None = None  # share of images whose class is among the five largest
     confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
     false_discovery_rate: float | None = None  # 1 − precision at 1
-    median_mae: float | None = None  # of answering always with the median of the training labels
-    ppl: float | None = None  # as papers count it: training's streams, from nothing, whole blocks
-    ppl_all: float | None = None  # every token once, in one stream
+    median_mae: float | None = None  # of a constant answer, the median of the training labels
+    # Perplexity as papers count it: the training's streams, without context at first, whole blocks.
+    ppl: float | None = None
+    ppl_all: float | None = None  # perplexity over every token once, in one stream
 
 
 class Task(Part, ABC):
-    """One kind of labels: what is learned, what is measured, what an attack may do to it.
+    """A kind of labels: what is learned, what is measured, what an attack may do to it.
 
-    Defaults are those of one real number per item that is no class.
+    Defaults are for a real number per item that is not a class.
     """
 
-    of_text: ClassVar[bool] = False  # a prediction at every word, so no views and no pixels
-    of_captions: ClassVar[bool] = False  # which a second tower reads
+    of_text: ClassVar[bool] = False  # a prediction per word; no views, no pixels
+    of_captions: ClassVar[bool] = False  # captions, read by a second tower
 
     classes: tuple[str, ...] = Field(
         (), max_length=0, exclude=True, description="names of the classes; none here"
@@ -63,26 +78,26 @@ class Task(Part, ABC):
     @property
     @abstractmethod
     def answers(self) -> tuple[str, ...]:
-        """Return what is asked; models with the same answers may exchange their heads."""
+        """The task's questions. Models with equal questions can exchange heads."""
 
     @property
     @abstractmethod
     def score(self) -> Score:
-        """Return how ``scores`` are called and shown."""
+        """Name, label and unit of ``scores``."""
 
     @property
     def cells(self) -> int:
-        """Return how many places of an image are answered, with K outputs each."""
+        """Number of cells per image with a prediction each, of K outputs."""
         return 1
 
     @property
     def long(self) -> bool:
-        """Return whether predictions are too long to be kept: they are scored as they come."""
+        """True if predictions are too large to be stored: they are scored batch by batch."""
         return False
 
     @property
     def history_name(self) -> str:
-        """Return how the mean score is called in a history: train_…, validation_…."""
+        """Name of the mean score in a history, after train_ or validation_."""
         return self.score.name
 
     @property
@@ -91,11 +106,11 @@ class Task(Part, ABC):
         return 0.0, 1.0
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the prediction (B, K) that an output (B, K) of the head stands for."""
+        """Return the prediction (B, K) of an output (B, K) of the head."""
         return output
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Return what a step learns of the labels (B, …) of its images: all, unless said."""
+        """Return the part of the labels (B, …) that a step learns from: all by default."""
         return labels
 
     @abstractmethod
@@ -109,25 +124,25 @@ class Task(Part, ABC):
         """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none"."""
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return the task whose attacks compare with all ``labels`` (N, …), or itself."""
+        """Return a task whose attacks compare with all ``labels`` (N, …); here the task itself."""
         return self
 
     @abstractmethod
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return what an attack makes large, (B,), in the prediction's dtype."""
+        """Return the loss that an attack maximises, (B,), in the prediction's dtype."""
 
     @abstractmethod
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss as it is reported of a test split, (N,) fp64."""
+        """Return the loss that is reported for a test split, (N,) fp64."""
 
     @abstractmethod
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return one score per image, (N,): bool where it is right or wrong, else fp64."""
+        """Return one score per image, (N,): bool if an image is right or wrong, else fp64."""
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
         """Return whether the label is among the five most likely answers, (N,) bool.
 
-        None for five classes at most, several labels an image, or labels that are no classes.
+        None for up to five classes, several labels per image, or labels that are not classes.
         """
         return None
 
@@ -135,25 +150,27 @@ class Task(Part, ABC):
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return the sum of a training batch's scores, on its device and unchecked.
 
-        Of mixed images the larger share counts. learned: (M,) int64, the images that stand for all
-        of the batch; None for each for itself.
+        For mixed images the label with the larger share counts. learned: (M,) int64, indices of the
+        images that represent the whole batch; None if each counts for itself.
         """
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        """Return the mean of ``scores``, as a validation split reports it after each epoch."""
+        """Return the mean of ``scores``, as reported for a validation split after each epoch."""
         return float(self.scores(prediction, labels).mean())
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
         """Return the mean of scores (N,) with its 95 % interval over images.
 
-        people: (N,), whose image each is; the interval is then over people.
+        people: (N,), the person of each image; the interval is then over people.
         """
         mean = mean_share if self.score.form == "share" else bootstrap_mean
         return mean(scores.double().numpy(), people=people)
 
     def worse_scores(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return the worse of two scores of each image: what an adversary who may choose leaves."""
-        return (torch.minimum if self.score.better == "higher" else torch.maximum)(one, other)
+        """Return the worse of two scores (N,) per image."""
+        if self.score.better == "higher":
+            return torch.minimum(one, other)
+        return torch.maximum(one, other)
 
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
@@ -164,42 +181,42 @@ class Task(Part, ABC):
 
     @abstractmethod
     def baseline_score(self, labels: Tensor) -> float:
-        """Return the mean score of the best answer that does not look at the image."""
+        """Return the mean score of the best constant answer."""
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return what else is reported of a test split; train_labels: of the training split."""
+        """Return the extra metrics of a test split; train_labels: of the training split."""
         return ExtraTestMetrics()
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:
-        """Return scores (N,) as a result keeps them."""
+        """Encode scores (N,) for a result file."""
         return scores.double().tolist()
 
     def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
-        """Return the scores (N,) that ``encode_scores`` made ``kept`` of."""
+        """Return the scores (N,) of ``images`` images, encoded in ``kept`` by ``encode_scores``."""
         if isinstance(kept, str) or len(kept) != images:
             raise ValueError(f"{images} numbers are needed, one per item")
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (rows, classes), each (M,): an image once for each label; None without classes."""
+        """Return (rows, classes), each (M,): an image once per label; None without classes."""
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return how many images have each class; [] where labels are no classes."""
+        """Return the number of images per class; [] where labels are not classes."""
         return []
 
     @abstractmethod
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return shape and dtype of the labels of a split of ``images`` images, as a file has."""
+        """Return shape and dtype of the labels of ``images`` images in a file."""
 
     @abstractmethod
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError, beginning with ``what``, unless labels (N, …) are of this task."""
+        """Raise UserError, beginning with ``what``, unless labels (N, …) fit this task."""
 
     @classmethod
     @abstractmethod
     def needs_classes(cls, what: str) -> str | None:
-        """Return why ``what`` cannot be done with such labels, in words for the user, or None.
+        """Return why ``what`` is impossible with such labels, in words for the user, or None.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
         "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per

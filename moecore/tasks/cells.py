@@ -1,4 +1,4 @@
-"""A class for every cell of a mosaic, so that no cell can answer for another.
+"""A class for every cell of a mosaic.
 
 B mosaics of G × G cells, K classes; predictions (B, G²·K), cell by cell, labels int64 (B, G²).
 """
@@ -11,15 +11,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
-from moecore.tasks.base import Reduction
+from moecore.tasks.base import Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll
 
 SEVERAL = "these mosaics have a label for each cell"
 
 
 class Cells(ClassTask):
-    """Softmax cross-entropy, and the share of cells that are right; both are means over cells."""
+    """Softmax cross-entropy, and the share of right cells; both are means over cells."""
 
     kind: Literal["cells"] = "cells"
     grid: int = Field(ge=1, description="cells along each side of a mosaic")
@@ -35,13 +34,12 @@ class Cells(ClassTask):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Softmax cross-entropy in nats, mean over cells: a scalar, or (B,)."""
+        """Return the softmax cross-entropy in nats, mean over cells: a scalar, or (B,)."""
         logits = self._by_cell(prediction).float().transpose(1, 2)
         losses = cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
         return losses.mean() if reduction == "mean" else losses.mean(dim=1)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of a mosaic in nats, mean over cells, (B,)."""
         logits = self._by_cell(prediction).transpose(1, 2)
         return cross_entropy(logits, labels.long(), reduction="none").mean(dim=1)
 
@@ -50,7 +48,7 @@ class Cells(ClassTask):
         return losses.view(labels.shape).mean(dim=1)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the share of each mosaic's cells that are right; (N,) fp64."""
+        """Return the share of right cells per mosaic; (N,) fp64."""
         hits = self._by_cell(prediction).argmax(dim=-1) == labels
         return hits.double().mean(dim=1)
 
@@ -67,8 +65,7 @@ class Cells(ClassTask):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes (N, G²), 0 … K−1."""
         if labels.ndim != 2 or labels.shape[1] != self.cells:
-            allowed = f"allowed: (images, {self.cells}) in every split"
-            raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
+            raise label_shape_error(labels, what, f"(images, {self.cells})")
         super().check(labels, what)
 
     @classmethod

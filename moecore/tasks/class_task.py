@@ -1,4 +1,4 @@
-"""What tasks share whose answers are classes, of an image or of its cells, and their metrics.
+"""Base of the tasks whose answers are classes, of an image or of its cells, and their metrics.
 
 logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``top1_hits`` and
 ``class_nll`` also take the labels (N, K) of images with several classes each, of 0 and 1. All sums
@@ -11,14 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.tasks.base import Score, Task
+from moecore.tasks.base import Score, Task, check_label_range
 
 BINS = 15  # equal widths, as in Guo et al. (2017)
 
 
 class ClassTask(Task):
-    """Labels are of K classes, and the mean score is an accuracy."""
+    """A task with labels of K classes, whose mean score is an accuracy."""
 
     classes: tuple[str, ...] = Field(min_length=2, description="names, in the order of the labels")
 
@@ -42,18 +41,16 @@ class ClassTask(Task):
         return float(self.scores(prediction, labels).float().mean())
 
     def baseline_score(self, labels: Tensor) -> float:
-        """Chance: one in K."""
+        """Return chance level, 1 / K."""
         return 1 / self.outputs
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return how many images or cells have each class; −1 is no class."""
+        """Return the number of images or cells per class; −1 is not a class."""
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes, 0 … K−1."""
-        if labels.size and not 0 <= labels.min() <= labels.max() < self.outputs:
-            problem = f"run from {labels.min()} to {labels.max()}"
-            raise UserError(f"{what} {problem}; allowed: 0 to {self.outputs - 1}")
+        check_label_range(labels, self.outputs, what)
 
 
 class ReliabilityBins(Config):
@@ -67,54 +64,47 @@ class ReliabilityBins(Config):
 
 
 def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the largest logit is the label's, or of one of labels (N, K); (N,) bool."""
+    """Return whether the largest logit is the label's, or one of the labels' (N, K); (N,) bool."""
     if labels.ndim == 2:
         return precision_at_1_hits(logits, labels)
     return logits.argmax(dim=1) == labels
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
-    """Return whether the label is among the ``best`` classes of the largest logits; (N,) bool.
-
-    Of equal logits the lower class comes first, as in ``top1_hits``.
-    """
-    own = logits.gather(1, labels[:, None].long())
+    """Return whether the label is among the ``best`` largest logits, ties by index; (N,) bool."""
+    label_logits = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
-    before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
-    return before.sum(dim=1) < best
+    ranks_higher = (logits > label_logits) | (
+        (logits == label_logits) & (classes < labels[:, None])
+    )
+    return ranks_higher.sum(dim=1) < best
 
 
 def class_confidence(logits: Tensor) -> Tensor:
-    """The largest probability of each image; (N,) fp64 in (0, 1]."""
+    """Return the largest probability of each image; (N,) fp64 in (0, 1]."""
     return logits.double().softmax(dim=1).amax(dim=1)
 
 
 def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of each image in nats; (N,) fp64. Its mean is the NLL.
-
-    Under labels (N, K), of the sigmoids, summed over classes.
-    """
+    """Return each image's negative log-likelihood in nats, (N,) fp64; of sigmoids for (N, K)."""
     if labels.ndim == 2:
         return sigmoid_nll(logits, labels)
     return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
 
 
 def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Squared distance of the probabilities from the one-hot label, (N,) fp64 in [0, 2].
-
-    Summed over classes (Brier, 1950).
-    """
+    """Return the squared distance of probabilities and one-hot label (Brier, 1950), in [0, 2]."""
     probs = logits.double().softmax(dim=1)
     return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
 
 
 def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
-    """Mean confidence (N,) in [0, 1] and hits (N,) bool in bins of equal width."""
-    where = _bin_index(confidences, bins)
-    count = torch.bincount(where, minlength=bins).tolist()
+    """Return mean confidence (N,) in [0, 1] and hits (N,) bool in bins of equal width."""
+    bin_index = _bin_index(confidences, bins)
+    count = torch.bincount(bin_index, minlength=bins).tolist()
 
     def means(values: Tensor) -> list[float | None]:
-        sums = torch.bincount(where, weights=values.double(), minlength=bins).tolist()
+        sums = torch.bincount(bin_index, weights=values.double(), minlength=bins).tolist()
         return [
             total / number if number else None for total, number in zip(sums, count, strict=True)
         ]
@@ -130,7 +120,7 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
 
 def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: mean over images of |accuracy − confidence| of the image's bin.
+    """Return the expected calibration error: mean of |accuracy − confidence| of each image's bin.
 
     Source: Guo et al. (2017), eq. 3.
     """
@@ -140,19 +130,19 @@ def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> fl
 
 
 def confusion_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Counts by (true class, predicted class); (K, K) int64."""
+    """Return the counts by (true class, predicted class); (K, K) int64."""
     classes = logits.shape[1]
     pairs = labels.long() * classes + logits.argmax(dim=1)
     return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes)
 
 
 def _bin_index(confidences: Tensor, bins: int) -> Tensor:
-    """Index of the bin (low, high] of each confidence; 0 belongs to the first."""
+    """Return the index of the bin (low, high] of each confidence; 0 belongs to the first."""
     return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def precision_at_1_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the class with the largest logit is among the image's labels; (N,) bool.
+    """Return whether the class with the largest logit is one of the image's labels; (N,) bool.
 
     Its mean is precision at 1 (adversarial-moe, eq. 18).
     """
@@ -160,12 +150,12 @@ def precision_at_1_hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def one_error(logits: Tensor, labels: Tensor) -> float:
-    """1 − precision at 1 (adversarial-moe, appendix); with one label per image, the error rate."""
+    """Return 1 − precision at 1 (adversarial-moe, appendix): the error rate for one label each."""
     return 1 - float(precision_at_1_hits(logits, labels).double().mean())
 
 
 def sigmoid_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sigmoid cross-entropy of each image in nats, summed over the classes; (N,) fp64."""
+    """Return the sigmoid cross-entropy of each image in nats, summed over classes; (N,) fp64."""
     logits = logits.double()
-    # −y ln σ(z) − (1 − y) ln(1 − σ(z)), which is finite for every z in this form
+    # −y ln σ(z) − (1 − y) ln(1 − σ(z)), in a form that is finite for every z.
     return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)

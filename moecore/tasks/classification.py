@@ -1,4 +1,4 @@
-"""One class an image: labels int64 (N,) in 0 … K−1, or fp32 (B, K), the shares of mixed images."""
+"""One class per image: labels int64 (N,) in 0 … K−1, or fp32 (B, K), the shares of mixed images."""
 
 import base64
 from collections.abc import Sequence
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
-from moecore.tasks.base import ExtraTestMetrics, Reduction
+from moecore.tasks.base import ExtraTestMetrics, Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll, confusion_counts, top1_hits, topk_hits
 
-BEST = 5  # answers of which one has to be right in ``top5``
+BEST = 5  # most likely answers that count in ``top5``
 
 
 class Classification(ClassTask):
-    """Softmax cross-entropy, and the share of images whose largest logit is that of the label."""
+    """Softmax cross-entropy, and the share of images whose largest logit is the label's."""
 
     kind: Literal["classification"] = "classification"
 
@@ -30,30 +29,30 @@ class Classification(ClassTask):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Softmax cross-entropy in nats, for classes (B,) and for shares of mixed images (B, K)."""
+        """Return the softmax cross-entropy in nats; labels: (B,) classes, or (B, K) shares."""
         return cross_entropy(
             prediction.float(), labels, label_smoothing=label_smoothing, reduction=reduction
         )
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy per image in nats, (B,); ValueError for other labels."""
+        """Return the cross-entropy per image in nats, (B,); ValueError for other labels."""
         if labels.ndim == 1 and not labels.is_floating_point():
             return cross_entropy(prediction, labels.long(), reduction="none")
         if labels.shape != prediction.shape or not labels.is_floating_point():
-            needed = "classes (B,) or one share per class (B, K) are needed"
-            problem = f"labels are {labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"attack: {problem}; {needed}")
+            raise ValueError(
+                f"attack: labels are {labels.dtype} {tuple(labels.shape)}; classes (B,) or one "
+                "share per class (B, K) are needed"
+            )
         return cross_entropy(prediction, labels.to(prediction.dtype), reduction="none")
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         return class_nll(prediction, labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return whether each image is right; (N,) bool."""
         return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Acc@5; None for five classes at most, where every answer would be right."""
+        """Return Acc@5; None for up to five classes, where every answer would be right."""
         if self.outputs <= BEST:
             return None
         return topk_hits(prediction, labels, BEST)
@@ -68,28 +67,27 @@ class Classification(ClassTask):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the difference of paired shares (Newcombe, 1998), or of people by bootstrap."""
+        """Return the paired difference of shares (Newcombe, 1998), or over people by bootstrap."""
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_share_difference(count_paired_hits(one.numpy(), other.numpy()), level)
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return how many are right, and which class is taken for which."""
-        right = int(self.scores(prediction, labels).sum())
-        among = self.top5(prediction, labels)
+        """Return the number of right images, top-5 accuracy, and the confusion matrix."""
+        hits = self.top5(prediction, labels)
         return ExtraTestMetrics(
-            test_correct=right,
-            test_top5=None if among is None else Estimate.of(self.interval(among)),
+            test_correct=int(self.scores(prediction, labels).sum()),
+            test_top5=None if hits is None else Estimate.of(self.interval(hits)),
             confusion=confusion_counts(prediction, labels).tolist(),
         )
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:
-        """Base64 of numpy.packbits, the first image in the highest bit."""
+        """Encode hits in base64 of numpy.packbits, the first image in the highest bit."""
         return base64.b64encode(np.packbits(scores.numpy()).tobytes()).decode()
 
     def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
         if not isinstance(kept, str):
-            raise ValueError("scores of classes are kept as base64")
+            raise ValueError("scores of classes are stored as base64")
         bits = np.frombuffer(base64.b64decode(kept), np.uint8)
         return torch.from_numpy(np.unpackbits(bits, count=images).astype(bool))
 
@@ -102,8 +100,7 @@ class Classification(ClassTask):
     def check(self, labels: np.ndarray, what: str) -> None:
         """Raise UserError unless the labels are classes (N,), 0 … K−1."""
         if labels.ndim != 1:
-            allowed = "allowed: (images,) in every split"
-            raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
+            raise label_shape_error(labels, what, "(images,)")
         super().check(labels, what)
 
     @classmethod

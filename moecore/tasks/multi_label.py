@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
-from moecore.tasks.base import ExtraTestMetrics, Reduction, Score
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, label_shape_error
 from moecore.tasks.class_task import one_error
 from moecore.tasks.classification import Classification
 
@@ -28,44 +28,46 @@ class MultiLabel(Classification):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Sigmoid cross-entropy in nats, *summed* over the classes, as V-MoE's authors train on JFT
-        (big_vision, ``sigmoid_xent``).
+        """Return the sigmoid cross-entropy in nats, *summed* over the classes (big_vision's JFT).
 
-        A class then has the weight that it has in the softmax, however many classes there are.
-        AdamW's steps do not depend on the scale of the loss, so learning rates stay what they were;
-        beside balance losses the task counts more (K ln 2 against ln K at the start). Raises
-        UserError for label smoothing.
+        Raises UserError for label smoothing.
         """
         if label_smoothing:
-            problem = f"label_smoothing: found {label_smoothing}"
-            raise UserError(f"{problem}, but {self.needs_classes('label_smoothing')}; allowed: 0")
-        logits = prediction.float()
-        wanted = labels.float()
+            raise UserError.at(
+                "label_smoothing",
+                found=f"{label_smoothing}, but {self.needs_classes('label_smoothing')}",
+                allowed=0,
+            )
+        # With the sum a class weighs as much as in the softmax, for any number of classes. AdamW's
+        # steps do not depend on the loss's scale, so learning rates need no change. Relative to
+        # balance losses the task weighs more (at the start K ln 2 instead of ln K).
+        logits, targets = prediction.float(), labels.float()
         if reduction == "none":
-            return binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(dim=1)
-        return binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / len(labels)
+            return binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+        return binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(labels)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Sigmoid cross-entropy per image, summed over classes, (B,)."""
         if labels.shape != prediction.shape or labels.is_floating_point():
-            problem = f"labels are {labels.dtype} {tuple(labels.shape)}"
-            raise ValueError(f"attack: {problem}; 0 or 1 per class (B, K) is needed")
-        wanted = labels.to(prediction.dtype)
-        return binary_cross_entropy_with_logits(prediction, wanted, reduction="none").sum(dim=1)
+            raise ValueError(
+                f"attack: labels are {labels.dtype} {tuple(labels.shape)}; 0 or 1 per class (B, K) "
+                "is needed"
+            )
+        targets = labels.to(prediction.dtype)
+        return binary_cross_entropy_with_logits(prediction, targets, reduction="none").sum(dim=1)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Not defined: with several labels it is not one of them that has to be among five."""
         return None
 
     def baseline_score(self, labels: Tensor) -> float:
-        """Share of the labels among all classes: precision at 1 of a class drawn evenly."""
+        """Return the share of labels among all classes: precision at 1 of a random class."""
         return float(labels.double().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return how many are right; several labels have no class that is taken for another."""
-        right = int(self.scores(prediction, labels).sum())
-        missed = one_error(prediction, labels)
-        return ExtraTestMetrics(test_correct=right, false_discovery_rate=missed)
+        """Return the number of right images and the false discovery rate; no confusion matrix."""
+        return ExtraTestMetrics(
+            test_correct=int(self.scores(prediction, labels).sum()),
+            false_discovery_rate=one_error(prediction, labels),
+        )
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         rows, classes = labels.nonzero(as_tuple=True)
@@ -78,13 +80,13 @@ class MultiLabel(Classification):
         return (images, self.outputs), np.uint8
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are sets of at least one class, (N, K) of 0 and 1."""
+        """Raise UserError unless the labels are (N, K) of 0 and 1, with a class for each image."""
         if labels.ndim != 2 or labels.shape[1] != self.outputs:
-            allowed = f"allowed: (images, {self.outputs}) in every split"
-            raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
+            raise label_shape_error(labels, what, f"(images, {self.outputs})")
         if not np.isin(labels, (0, 1)).all() or not labels.any(axis=1).all():
-            allowed = "allowed: 0 and 1, with a 1 for each image"
-            raise UserError(f"{what} are not sets of classes; {allowed}")
+            raise UserError(
+                f"{what} are not sets of classes; allowed: 0 and 1, with a 1 for each image"
+            )
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:

@@ -13,9 +13,7 @@ from torch.nn.functional import l1_loss
 from moecore.core.files import UserError
 from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, Task
 
-# An error that varies by less than this share of the labels' deviation is rounding, and depends on
-# nothing.
-LEAST = 1e-9
+MIN_VARIATION = 1e-9  # relative to the labels' deviation; below this an error varies by rounding
 
 
 class Regression(Task):
@@ -46,7 +44,7 @@ class Regression(Task):
         return self.mean, self.deviation
 
     def predict(self, output: Tensor) -> Tensor:
-        """The target in its unit, fp32: bfloat16 knows an age of 70 only to half a year."""
+        """Return the target in its unit, fp32: bfloat16 resolves an age of 70 to half a year."""
         return output.float() * self.deviation + self.mean
 
     def loss(
@@ -56,15 +54,18 @@ class Regression(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """|ŷ − y| / deviation: about 0.8 at the start whatever is predicted in years or days, so
-        that learning rates and the weights of other losses keep their meaning (L1: ERMoE, algorithm
-        2, line 13; the division is our choice).
+        """Return |ŷ − y| / deviation (L1: ERMoE, algorithm 2, line 13; the division is our choice).
 
-        Raises UserError for label smoothing, and for predictions that are not (B, 1).
+        About 0.8 at the start in any unit, so learning rates and the weights of other losses keep
+        their meaning. Raises UserError for label smoothing, and for predictions that are not (B,
+        1).
         """
         if label_smoothing:
-            problem = f"label_smoothing: found {label_smoothing}"
-            raise UserError(f"{problem}, but {self.needs_classes('label_smoothing')}; allowed: 0")
+            raise UserError.at(
+                "label_smoothing",
+                found=f"{label_smoothing}, but {self.needs_classes('label_smoothing')}",
+                allowed=0,
+            )
         if prediction.shape != (len(labels), 1):
             raise UserError(
                 f"the model predicts {tuple(prediction.shape)} for {len(labels)} real labels; "
@@ -74,20 +75,18 @@ class Regression(Task):
         return error / self.deviation
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """|ŷ − y| of each image in the target's unit, (B,).
-
-        Raises ValueError for predictions of another shape, which would be broadcast.
-        """
-        if prediction.shape != (len(labels), 1):
-            needed = f"one number per image, ({len(labels)}, 1), is needed for real labels"
-            raise ValueError(f"attack: predictions are {tuple(prediction.shape)}; {needed}")
+        """Return |ŷ − y| of each image in the target's unit, (B,)."""
+        if prediction.shape != (len(labels), 1):  # it would be broadcast
+            raise ValueError(
+                f"attack: predictions are {tuple(prediction.shape)}; one number per image, "
+                f"({len(labels)}, 1), is needed for real labels"
+            )
         return (prediction[:, 0] - labels.to(prediction.dtype)).abs()
 
     def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         return self.attack_loss(prediction.double(), labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """|ŷ − y| of each image in the target's unit; (N,) fp64."""
         return absolute_error(prediction, labels)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
@@ -97,12 +96,11 @@ class Regression(Task):
         return errors.mean() * len(labels)
 
     def baseline_score(self, labels: Tensor) -> float:
-        """The mean absolute error of the labels' own median (the mean of the two middle ones)."""
-        known = labels.double()
-        return float((known - known.quantile(0.5)).abs().mean())
+        """Return the mean absolute error of the labels' median (mean of the two middle ones)."""
+        labels = labels.double()
+        return float((labels - labels.quantile(0.5)).abs().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return what any model must beat."""
         return ExtraTestMetrics(median_mae=median_mae(train_labels, labels))
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
@@ -123,52 +121,55 @@ class Regression(Task):
 
 
 class AgeFit(TypedDict):
-    """How predictions ŷ go with labels y (ERMoE, table S1)."""
+    """The fit of predictions ŷ to labels y (ERMoE, table S1)."""
 
     mae: float  # mean |ŷ − y|
-    corr: float  # correlation of ŷ − y with y; negative where the old are made younger
+    corr: float  # correlation of ŷ − y with y; negative if the old are predicted too young
     slope: float  # b of the least squares ŷ = a + b·y
     intercept: float  # a
 
 
 def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
-    """|ŷ − y| of each image; (N,) fp64.
+    """Return |ŷ − y| of each image; (N,) fp64.
 
-    Raises UserError for shapes that do not fit, for no images and for numbers that are not finite.
+    Raises UserError for mismatched shapes, for no images and for numbers that are not finite.
     """
     return _signed_errors(prediction, labels).abs()
 
 
 def mean_absolute_error(prediction: Tensor, labels: Tensor) -> float:
-    """Mean absolute error. Raises UserError as ``absolute_error`` does."""
+    """Return the mean absolute error. Raises UserError as ``absolute_error`` does."""
     return float(absolute_error(prediction, labels).mean())
 
 
 def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
-    """Mean absolute error, corr(ŷ − y, y), and slope and intercept of the least squares of ŷ on y.
+    """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y.
 
-    A constant error has correlation 0. Raises UserError where the labels do not vary (a slope is
-    then not defined), and as ``absolute_error`` does. Source: ERMoE, supplement §5.
+    A constant error has correlation 0. Raises UserError where the labels do not vary, so that a
+    slope is not defined, and as ``absolute_error`` does. Source: ERMoE, supplement §5.
     """
     errors = _signed_errors(prediction, labels)
     labels = labels.double()
     centred = labels - labels.mean()
     spread = centred.square().sum()
-    if len(labels) < 2 or spread <= (LEAST * labels.abs().max()) ** 2:
-        problem = f"all {len(labels)} labels are {float(labels[0]):g}"
-        raise UserError(f"regression: {problem}; a slope needs labels that differ")
-    off = errors - errors.mean()
-    excess = float((centred * off).sum() / spread)  # slope of the error on y; of ŷ it is one more
-    length = off.square().sum()
+    if len(labels) < 2 or spread <= (MIN_VARIATION * labels.abs().max()) ** 2:
+        raise UserError(
+            f"regression: all {len(labels)} labels are {float(labels[0]):g}; a slope needs labels "
+            "that differ"
+        )
+    centred_errors = errors - errors.mean()
+    covariation = (centred * centred_errors).sum()
+    excess = float(covariation / spread)  # slope of the error on y; the slope of ŷ is 1 + excess
+    error_spread = centred_errors.square().sum()
     corr = 0.0
-    if length > LEAST**2 * spread:
-        corr = float((centred * off).sum() / (spread * length).sqrt())
+    if error_spread > MIN_VARIATION**2 * spread:
+        corr = float(covariation / (spread * error_spread).sqrt())
     intercept = float(errors.mean() - excess * labels.mean())
     return AgeFit(mae=float(errors.abs().mean()), corr=corr, slope=1 + excess, intercept=intercept)
 
 
 def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
-    """The error of always answering with the training labels' median: to be beaten."""
+    """Return the error of a constant answer, the median of the training labels."""
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)
@@ -176,15 +177,18 @@ def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
 
 
 def _signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
-    """ŷ − y, (N,) fp64."""
+    """Return ŷ − y, (N,) fp64."""
     fits = prediction.shape in (labels.shape, (len(labels), 1))
     if labels.ndim != 1 or not fits or len(labels) == 0:
-        problem = f"predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}"
-        needed = "(images, 1) or (images,), and (images,), at least one image"
-        raise UserError(f"regression: {problem}; needed: {needed}")
+        raise UserError(
+            f"regression: predictions {tuple(prediction.shape)} and labels {tuple(labels.shape)}; "
+            "needed: (images, 1) or (images,), and (images,), at least one image"
+        )
     errors = prediction.double().reshape(-1) - labels.double()
-    wrong = (~errors.isfinite()).nonzero()
-    if len(wrong):
-        problem = "a prediction or a label that is not a finite number"
-        raise UserError(f"regression: image {int(wrong[0])} has {problem}")
+    invalid = (~errors.isfinite()).nonzero()
+    if len(invalid):
+        raise UserError(
+            f"regression: image {int(invalid[0])} has a prediction or a label that is not a finite "
+            "number"
+        )
     return errors

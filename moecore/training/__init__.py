@@ -1,11 +1,11 @@
 """How a model learns.
 
-``method`` ``settings`` what params.yaml says · ``phase_trainings`` ``job`` what is trained on what,
-and under which loss · ``loop`` ``meter`` ``monitor`` the steps and what is logged of them ·
-``checkpoint`` ``sharded_state`` ``distributed_training`` kill and resume, several ranks ·
-``runtime`` the machine · ``guide`` ``upcycling_kinds`` ``upcycle`` ``single_tissue_volumes`` what
-single methods add · ``artifacts`` ``outcome`` the trained model and its result.
+``method`` ``settings``: what params.yaml configures · ``phase_trainings`` ``job``: model, images
+and loss of a training · ``loop`` ``meter`` ``monitor``: the steps, and what is logged ·
+``checkpoint`` ``sharded_state`` ``distributed_training``: resuming, several ranks · ``runtime``:
+the machine · ``guide`` ``upcycling_kinds`` ``upcycle`` ``single_tissue_volumes``: needed by single
+methods · ``artifacts`` ``outcome``: the trained model and its result.
 
-To change the loss, write a regularizer in ``regularizers/``; ``teachers/`` holds what guides, and
-``surgery/`` takes experts out of a trained model.
+To change the loss, write a regularizer in ``regularizers/``. ``teachers/`` holds the models that
+guide routing, and ``surgery/`` removes experts from a trained model.
 """

@@ -1,4 +1,4 @@
-"""A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
+"""Saved models: weights as safetensors, with the settings that rebuild them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,20 +25,20 @@ VOCABULARY = "vocabulary.txt"
 
 
 class ModelCard(Config):
-    """Everything that rebuilds a model: backbone, images, experts; and what wrote it."""
+    """The settings that rebuild a model, and the versions that wrote it."""
 
     backbone: Backbone
     image: ImageSpec
     moe: MoESettings | None = None
-    guided: bool = False  # its router asks a teacher, which lies in the folder guide/
-    versions: dict[str, str] = {}  # of moecore, torch and packages from outside
+    guided: bool = False  # its router needs a teacher, stored in the folder guide/
+    versions: dict[str, str] = {}  # of moecore, torch and outside packages
 
     def build(self) -> BackboneModel:
         return self.backbone.build(self.image, self.moe)
 
 
 class GuideSettings(Config):
-    """Whether a method needs a guide, and what rebuilds it around its teacher."""
+    """Whether a method needs a guide, and the settings that rebuild it from its teacher."""
 
     needed: bool
     blocks: tuple[int, ...] = ()
@@ -53,23 +53,21 @@ def save_model(folder: str | Path, model: Model) -> None:
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
-    named = [
-        kind.partition(".")[0] for kind in outside_packages.outside_kinds_in_settings(settings)
-    ]
+    used = [kind.partition(".")[0] for kind in outside_packages.outside_kinds_in_settings(settings)]
     settings["versions"] = outside_packages.package_versions(
-        dict.fromkeys([*outside_packages.allowed_packages(), *named])
+        dict.fromkeys([*outside_packages.allowed_packages(), *used])
     )
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
-        model.remember(0)  # what a training's streams left is no part of the model
+        model.remember(0)  # the state of the training's streams is not part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
     write_sealed(folder / "model.json", settings)
 
 
 def save_words(folder: Path, data: Prepared) -> None:
-    """Write ``vocabulary.txt`` and ``text.json`` of a text model, the tokenizer of captions."""
+    """Write a text model's ``vocabulary.txt`` and ``text.json``, or the captions' tokenizer."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -78,7 +76,7 @@ def save_words(folder: Path, data: Prepared) -> None:
 
 
 def load_card(folder: str | Path) -> ModelCard:
-    """The model's settings; UserError, naming the file, where it is missing or no model's."""
+    """Return the model's settings; UserError, naming the file, if it is missing or invalid."""
     if str(folder).startswith("models:"):
         raise UserError(
             f"{folder}: an address in MLflow's registry; call "
@@ -90,16 +88,17 @@ def load_card(folder: str | Path) -> ModelCard:
 
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
-    """Raise UserError where a part of a model is of a package that is not allowed or has none."""
+    """Raise UserError if a part's package is not allowed, or does not provide the part."""
     for kind in outside_packages.outside_kinds_in_settings(settings):
         package = kind.partition(".")[0]
         versions = settings.get("versions") if isinstance(settings, dict) else None
         version = versions.get(package) if isinstance(versions, dict) else None
         written = f"written with {package}, version: {version or 'unknown'}"
         if package not in outside_packages.allowed_packages():
-            calls = f'load_model(folder, packages=["{package}"]), moecore predict --package'
-            problem = f"has {kind}, of a package that is not listed ({written})"
-            raise UserError(f"{path}: {problem}; to import it: {calls} {package}")
+            raise UserError(
+                f"{path}: has {kind}, of a package that is not listed ({written}); to import it: "
+                f'load_model(folder, packages=["{package}"]), moecore predict --package {package}'
+            )
         try:
             outside_packages.import_module_of_package(kind)
         except ValueError as error:
@@ -107,13 +106,18 @@ def _refuse_unknown_packages(path: Path, settings: Any) -> None:
 
 
 def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
-    """The trained model of ``folder``, in evaluation mode, on CPU.
-
-    packages: that may be imported too; UserError where the model has parts of others.
+    """Return the trained model of ``folder``, in evaluation mode, on the CPU.
 
     ``model(images)`` with images (B, C, H, W), or volumes (B, C, D, H, W), in [0, 1] returns
-    ``ModelOutput(prediction, routing)``; the prediction is (B, K) logits of classes, or (B, 1) in
+    ``ModelOutput(prediction, routing)``. The prediction is (B, K) logits of classes, or (B, 1) in
     the unit of the target (years).
+
+    Args:
+        folder: where the model was saved.
+        packages: packages of parts that may be imported, in addition to the allowed ones.
+
+    Raises:
+        UserError: for a missing or invalid file, or parts of other packages.
     """
     with outside_packages.more_packages(packages):
         model = load_unguided(folder)
@@ -124,13 +128,13 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
-    """Return the model of ``folder`` without the teacher that its router may ask."""
+    """Return the model of ``folder`` without the teacher that its router may need."""
     card = load_card(folder)
     path = Path(folder) / "model.safetensors"
     weights, _ = read_tensors(path)
-    # The first weights are drawn, and then replaced: the caller's draws stay what they were.
+    # First weights are drawn and then replaced; the fork leaves the caller's draws unchanged.
     with torch.random.fork_rng(devices=[]):
-        with meta_device_context():  # settings of another size are refused before they take memory
+        with meta_device_context():  # weights of another size are refused before they take memory
             check_and_load_state_dict(card.build(), weights, path, assign=True)
         model = card.build()
     check_and_load_state_dict(model, weights, path)
@@ -140,15 +144,15 @@ def load_unguided(folder: str | Path) -> BackboneModel:
 def load_adapted_model(
     folder: str | Path, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
-    """The model of ``folder`` for other images: a new grid of positions, a head for new classes.
+    """Return the model of ``folder`` for other images, with new positions and a fitting head.
 
-    The statistics of the new images normalise them. A head for the same target says of the same
-    tokens what it said before, though the new target's mean and deviation are others. Raises
-    UserError where channels or axes do not fit.
+    The new images are normalised by their own statistics. A head for other classes is new. A head
+    for the same target is rescaled to the new mean and deviation, so it predicts the same values
+    for the same tokens. Raises UserError if channels or axes do not fit.
     """
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
-    model = _built(folder, card, image, moe)
+    model = _build_adapted(folder, card, image, moe)
     try:
         weights = model.adapt_weights(weights, card.backbone, card.image)
     except ValueError as error:
@@ -159,52 +163,59 @@ def load_adapted_model(
         weights |= rescale_head(weights, card.image.task.head, image.task.head)
     unmatched = model.load_state_dict(weights, strict=False)
     names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
-    wrong = [name for name in names if not name.startswith("head")]
-    if wrong:
-        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(wrong[:5])}")
+    unexpected = [name for name in names if not name.startswith("head")]
+    if unexpected:
+        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
     return model
 
 
-def _built(
+def _build_adapted(
     folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
-    """The untrained model for other images; raises UserError where they cannot be the model's."""
+    """Return the untrained model for other images; UserError if it cannot take them."""
     if card.image.channels != image.channels:
-        problem = f"trained on {card.image.channels} channels, the new images have {image.channels}"
-        raise UserError(f"{folder}: {problem}; choose data with the same channels")
+        raise UserError(
+            f"{folder}: trained on {card.image.channels} channels, the new images have "
+            f"{image.channels}; choose data with the same channels"
+        )
     model = card.backbone.trained_on(card.image).build(image, moe)
     if not model.moves:
-        problem = f"a model of kind {card.backbone.kind} works at one image size only"
-        raise UserError(f"{folder}: {problem}; fine-tune a vit or a swin")
+        raise UserError(
+            f"{folder}: a model of kind {card.backbone.kind} works at one image size only; "
+            "fine-tune a vit or a swin"
+        )
     axes = len(card.image.shape)
     if axes != len(image.shape):
-        problem = f"trained on images of {axes} axes, the new ones have {len(image.shape)}"
-        raise UserError(f"{folder}: {problem}; choose data with as many axes")
+        raise UserError(
+            f"{folder}: trained on images of {axes} axes, the new ones have {len(image.shape)}; "
+            "choose data with the same number of axes"
+        )
     return model
 
 
 def rescale_head(
     weights: dict[str, Tensor], old: tuple[float, float], new: tuple[float, float]
 ) -> dict[str, Tensor]:
-    """Return the heads that predict with the ``new`` (mean, deviation) what they did with the
-    ``old``. Bins (two or more of an SFCN) have edges in the label's unit and stay.
+    """Return head weights for the ``new`` (mean, deviation) with the ``old`` heads' predictions.
+
+    Bins (two or more outputs, of an SFCN) have edges in the label's unit and do not change.
     """
     old_mean, old_deviation = old
     new_mean, new_deviation = new
     ratio = old_deviation / new_deviation
-    moved = (old_mean - new_mean) / new_deviation
+    shift = (old_mean - new_mean) / new_deviation
     heads = {
         name: ratio * value
         for name, value in weights.items()
         if name.startswith(("head.", "head_dist.")) and len(value) == 1
     }
-    return heads | {name: value + moved for name, value in heads.items() if name.endswith("bias")}
+    return heads | {name: value + shift for name, value in heads.items() if name.endswith("bias")}
 
 
 def save_guide(folder: Path, guide: Guide) -> None:
     """Write the teacher, its routers and their settings into ``folder``."""
     save_model(folder / "teacher", guide.teacher)
-    if guide.blocks:  # none for a dense student, and a file without tensors is not readable
+    if guide.blocks:  # a dense student has none, and a file without tensors is not readable
         weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
         write_tensors(folder / "routers.safetensors", weights)
     settings = GuideSettings(
@@ -218,16 +229,12 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Say that the method needs no teacher: a new one leaves it up to date."""
+    """Record that the method needs no teacher, so that a new teacher does not make it outdated."""
     write_json(folder / "guide.json", {"needed": False})
 
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
-    """Return the guide of ``folder``, or None for a method without one.
-
-    Its routers take gradients only where they learn with the student. image: as of
-    ``load_teacher``.
-    """
+    """Return the guide of ``folder``, or None if it records that none is needed."""
     settings = read_guide_card(Path(folder))
     if not settings.needed:
         return None
@@ -235,7 +242,7 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
 
 
 def read_guide_card(folder: Path) -> GuideSettings:
-    """Return what is said of the guide in ``folder``; raises UserError that names its file."""
+    """Return the settings of the guide in ``folder``; UserError, naming the file, if invalid."""
     return read_json_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
 
 
@@ -249,16 +256,12 @@ def _load_guide(folder: Path, settings: GuideSettings, image: ImageSpec | None =
 
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
-    """Return the dense model of ``folder``.
-
-    image: what it will see, where its size, or a channel with the truth, may differ from the images
-    that the teacher was trained on.
-    """
+    """Return the dense model of ``folder``, adapted to size and truth channel of ``image``."""
     teacher = load_unguided(folder)
     if image is None:
         return teacher
-    seen = teacher.image.model_copy(update={"size": image.size, "truth": image.truth})
-    return teacher if seen == teacher.image else load_adapted_model(folder, seen, None)
+    adapted = teacher.image.model_copy(update={"size": image.size, "truth": image.truth})
+    return teacher if adapted == teacher.image else load_adapted_model(folder, adapted, None)
 
 
 def check_and_load_state_dict(
@@ -268,7 +271,7 @@ def check_and_load_state_dict(
     assign: bool = False,
     mend: str = "run the stage that writes it again",
 ) -> None:
-    """Give a module its weights; raises UserError that names their file where they do not fit."""
+    """Load weights into a module; UserError, naming their file, if they do not fit."""
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:
@@ -277,8 +280,8 @@ def check_and_load_state_dict(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Return the guide's folder: beside the model where it learned, else where it was fitted."""
-    learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
-    if learned.exists():
-        return learned
+    """Return the folder of a method's guide: in the model's, or where the guide was fitted."""
+    with_model = Path("artifacts/pretrain") / method / str(seed) / GUIDE
+    if with_model.exists():
+        return with_model
     return Path("artifacts/teacher_router") / method / str(seed)

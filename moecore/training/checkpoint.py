@@ -1,9 +1,10 @@
-"""A training run that was killed goes on where it was.
+"""Checkpoints: a killed training run is resumed from the last one.
 
-Weights, optimiser and position are enough: views, order and noise are functions of (seed, step), so
-a run ends bit-equal to an uninterrupted one on CPU. A thread writes files while the training goes
-on, whole and with a checksum; none is a pickle. The first rank writes one safetensors file, or, of
-sharded parameters, every rank its own (torch.distributed.checkpoint); any number of ranks reads it.
+Weights, optimizer and step are enough: views, order and noise are functions of (seed, step), so a
+resumed run ends bit-equal to an uninterrupted one on CPU. A thread writes the files during
+training, atomically and with a checksum; none is a pickle. The first rank writes one safetensors
+file, or, for sharded parameters, every rank its own (torch.distributed.checkpoint). Any number of
+ranks can read it.
 """
 
 import json
@@ -28,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 class Inputs(Protocol):
-    """What a training reads; an edit while it runs is a UserError."""
+    """The inputs of a training; an edit during the run is a UserError."""
 
     def refuse_edited_code(self) -> None: ...
 
@@ -39,23 +40,24 @@ class Checkpoint:
     """The checkpoint of one run, in a folder that outlives the process."""
 
     def __init__(self, folder: Path, inputs: Inputs | None = None) -> None:
-        """inputs: compared at every ``save``, on the first rank; None: never."""
+        """Set the folder. inputs: checked at every ``save``, on the first rank; None: never."""
         self.folder = folder
         self.inputs = inputs
         self.path = folder / "checkpoint.safetensors"
-        self.pointer = folder / "sharded.json"  # names the folder of a sharded one
+        self.pointer = folder / "sharded.json"  # names the folder of a sharded checkpoint
         self._writing: Thread | None = None
         self._failed: BaseException | None = None
-        self._group: Any = None  # the saving thread's own, beside the training's
+        self._group: Any = None  # process group of the saving thread
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
     ) -> None:
         """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
 
-        Raises UserError where the last checkpoint could not be written, or the inputs were edited.
-        A state that edited code may have computed is not written. With edited settings it is, so
-        that the training resumes here once the edit is undone.
+        Raises UserError if the last checkpoint could not be written, or the inputs were edited.
+        After an edit of code nothing is written, because the new code may have computed the state.
+        After an edit of settings the state is written, so that the training resumes here once the
+        edit is undone.
         """
         self.wait()
         if self.inputs is not None:
@@ -85,7 +87,7 @@ class Checkpoint:
         self._start_writing(lambda: write_tensors(self.path, copied, about))
 
     def wait(self) -> None:
-        """Until what ``save`` began is written. Raises UserError where it could not be."""
+        """Wait until the last ``save`` is written. Raises UserError if it could not be."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -94,15 +96,12 @@ class Checkpoint:
             raise failed
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
-        """Restore model and optimiser; return (steps done, note), (0, {}) without a checkpoint.
-
-        Raises UserError where it is damaged or another model's, or ranks do not find the same.
-        """
-        there = next((path for path in (self.pointer, self.path) if path.exists()), None)
-        check_equal_across_ranks("checkpoints", str(there and there.name))
-        if there is None:
+        """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint."""
+        path = next((path for path in (self.pointer, self.path) if path.exists()), None)
+        check_equal_across_ranks("checkpoints", str(path and path.name))
+        if path is None:
             return 0, {}
-        if there == self.pointer:
+        if path == self.pointer:
             tensors, about = self._read_shards(model, optimizer)
         else:
             tensors, about = read_tensors(self.path)
@@ -113,43 +112,43 @@ class Checkpoint:
             if prefixed.startswith("model."):
                 name = prefixed.removeprefix("model.")
                 weights[name] = sharded_state.shard_like(value, state.get(name, value))
-        check_and_load_state_dict(model, weights, there, mend=AGAIN)
+        check_and_load_state_dict(model, weights, path, mend=AGAIN)
         sharded_state.restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
 
     def _read_shards(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Tensors, dict[str, Any]]:
-        """Return what all ranks wrote, as this one holds it, and what the pointer says of it."""
+        """Return the tensors of all ranks, sharded as on this rank, and the pointer's content."""
         about = read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
-        # the first looks, and all end alike: they read together
+        # The first rank checks for all, so that all raise or all read together.
         damage = _find_damage(folder, about["files"]) if current_ranks().first else ""
         if damage := broadcast_text(damage):
             raise UserError(damage)
         state = model.state_dict()
         parameters = sharded_state.optimizer_parameters(optimizer)
 
-        def of(name: str) -> Tensor:
+        def target_of(name: str) -> Tensor:
             kind, _, rest = name.partition(".")
             if kind == "model":
                 return state[rest]
             return parameters[int(rest.split(".")[0])].detach()
 
-        return sharded_state.read_distributed_checkpoint(folder, of), about
+        return sharded_state.read_distributed_checkpoint(folder, target_of), about
 
     def _start_writing(self, write: Callable[[], None]) -> None:
-        def kept() -> None:
+        def write_and_keep_error() -> None:
             try:
                 write()
             except BaseException as error:
                 self._failed = error
 
-        self._writing = Thread(target=kept, name="checkpoint")
+        self._writing = Thread(target=write_and_keep_error, name="checkpoint")
         self._writing.start()
 
     def _shard_writer(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
-        """Return what writes the shards of all ranks, and then the pointer to them."""
+        """Return a function that writes the shards of all ranks, and then the pointer to them."""
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
         from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -166,19 +165,22 @@ class Checkpoint:
         def write() -> None:
             writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
             try:
-                if current_ranks().first:  # a killed process's part: all shards in it would be read
+                if current_ranks().first:
+                    # A killed process may have left shards here, which would be read too.
                     shutil.rmtree(target, ignore_errors=True)
                 distributed.barrier(self._group)
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
-                shutil.rmtree(target, ignore_errors=True)  # a part of it is of no use
-                why = sharded_state.short_error(error)
-                if "Errno" not in why and "os error" not in why:  # no file's, so another rank's end
-                    raise RuntimeError(f"{target}: could not be written ({why})") from error
+                shutil.rmtree(target, ignore_errors=True)  # an incomplete checkpoint is useless
+                reason = sharded_state.short_error(error)
+                if "Errno" not in reason and "os error" not in reason:  # another rank has ended
+                    raise RuntimeError(f"{target}: could not be written ({reason})") from error
                 size = sum(sharded_state.local_shard(value).nbytes for value in copied.values())
                 free = shutil.disk_usage(self.folder).free
-                takes = f"could not be written ({why}): it takes {size:,} bytes a rank"
-                raise UserError(f"{target}: {takes}; {free:,} are free; {UNTOUCHED}") from error
+                raise UserError(
+                    f"{target}: could not be written ({reason}): it takes {size:,} bytes per rank; "
+                    f"{free:,} are free; {UNTOUCHED}"
+                ) from error
             if not current_ranks().first:
                 return
             about = {"folder": target.name, "step": str(step), "note": json.dumps(note)}
@@ -192,8 +194,8 @@ class Checkpoint:
 
 
 def _find_damage(folder: Path, checksums: dict[str, str]) -> str:
-    """Return what is wrong with the files of a sharded checkpoint; "" where nothing is."""
+    """Return the damage of a sharded checkpoint's files, in words; "" without damage."""
     for name, digest in checksums.items():
         if not (folder / name).is_file() or file_checksum(folder / name) != digest:
-            return f"{folder / name}: damaged, or not there; {AGAIN}"
+            return f"{folder / name}: damaged or missing; {AGAIN}"
     return ""

@@ -1,9 +1,9 @@
-"""One training over several ranks: a replica of the model whose parameters are sharded.
+"""One training over several ranks: a replica of the model with sharded parameters.
 
-The ranks lie on a mesh (replicate, shard). Shard 1: every rank holds all parameters, gradients are
-averaged (data parallelism); replicate 1: all is spread over all ranks (FSDP2). With
-``expert_parallel`` tokens travel to the ranks that hold their experts. Between steps the job's own
-model, whole on every rank, is brought up to date: it is validated and saved as ever.
+The ranks form a mesh (replicate, shard). Shard 1: every rank holds all parameters, gradients are
+averaged (data parallelism). Replicate 1: parameters are sharded over all ranks (FSDP2). With
+``expert_parallel`` tokens are sent to the ranks that hold their experts. The job's own model,
+complete on every rank, is updated between steps, and is validated and saved as with one rank.
 """
 
 import copy
@@ -25,81 +25,80 @@ from moecore.training.job import TrainingJob
 from moecore.training.settings import Training
 from moecore.training.sharded_state import optimizer_parameters, shard_like, to_full_tensor
 
-FEW = 8  # up to so many shards parameters stay whole between forward and backward
+MAX_UNSHARDED = 8  # shards up to which parameters stay gathered between forward and backward
 
 
 class DistributedTraining:
-    """A job's training on this rank and all others."""
+    """The training of a job on this rank and all others."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
-        """``job.model`` on every rank is the same, and stays whole.
-
-        Raises UserError where the ranks do not divide into so many shards, or images that share a
-        capacity would be of several ranks.
-        """
-        self.whole = job
+        """Shard a copy of ``job.model``, which must be equal on all ranks."""
+        self.full_model = job.model
         check_rank_batches(job.model, settings.batch)
-        shard = settings.shard
         check_expert_parallel(job.model, settings)
-        mesh = build_mesh(shard, device)
+        mesh = build_mesh(settings.shard, device)
         model = copy.deepcopy(job.model)
         apart = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
             if isinstance(module, Block | LanguageBlock):
                 fully_shard(
-                    module, mesh=mesh, reshard_after_forward=shard > FEW, ignored_params=apart
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=settings.shard > MAX_UNSHARDED,
+                    ignored_params=apart,
                 )
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
         self.job = job._replace(model=model)
 
     def gather(self) -> None:
-        """Bring the whole model up to date, on every rank."""
+        """Update the full model, on every rank."""
         state = self.job.model.state_dict()
-        self.whole.model.load_state_dict(
+        self.full_model.load_state_dict(
             {name: to_full_tensor(value) for name, value in state.items()}
         )
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Take over the first rank's whole model."""
-        state = self.whole.model.state_dict()
+        """Update the shards from the first rank's full model."""
+        state = self.full_model.state_dict()
         for name, value in self.job.model.state_dict().items():
             value.copy_(shard_like(state[name], value))
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         """Average the gradients that are not sharded, and clip all."""
         sharded: dict[Tensor, Tensor] = {}
-        others: dict[Tensor, Tensor] = {}
+        unsharded: dict[Tensor, Tensor] = {}
         for parameter in optimizer_parameters(optimizer):
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 sharded[parameter] = parameter.grad
             elif parameter.grad is not None:
-                others[parameter] = parameter.grad
+                unsharded[parameter] = parameter.grad
                 distributed.all_reduce(parameter.grad)
                 parameter.grad.div_(current_ranks().size)
         if clip is not None:
-            kinds = [kind for kind in (sharded, others) if kind]
+            groups = [group for group in (sharded, unsharded) if group]
             norms = [
-                to_full_tensor(get_total_norm(list(kind.values()), foreach=True)) for kind in kinds
+                to_full_tensor(get_total_norm(list(group.values()), foreach=True))
+                for group in groups
             ]
             total = torch.linalg.vector_norm(torch.stack(norms))
-            for kind in kinds:
-                clip_grads_with_norm_(list(kind), clip, total, foreach=True)
+            for group in groups:
+                clip_grads_with_norm_(list(group), clip, total, foreach=True)
 
 
 def build_mesh(shard: int, device: str) -> DeviceMesh:
-    """The mesh (replicate, shard) of all ranks."""
+    """Return the mesh (replicate, shard) of all ranks."""
     size = current_ranks().size
     if size % shard:
-        allowed = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
-        raise UserError(f"shard is {shard}, and there are {size} ranks; allowed: {allowed}")
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise UserError(f"shard is {shard}, and there are {size} ranks; allowed: {divisors}")
     shape = (size // shard, shard)
     kind = torch.device(device).type
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Spread the experts of all layers over ``mesh``, whole experts on a rank; their parameters."""
+    """Spread whole experts of all layers over the ranks of ``mesh``; return their parameters."""
     sharded = set()
     for layer in model.modules():
         if not isinstance(layer, MoEFeedForward):
@@ -114,35 +113,37 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 
 def check_expert_parallel(model: nn.Module, settings: Training) -> None:
-    """Raise UserError where experts cannot be spread as asked."""
+    """Raise UserError if the experts cannot be spread over ``settings.expert_parallel`` ranks."""
     number = settings.expert_parallel
     if number == 1:
         return
+    prefix = f"expert_parallel is {number}, and"
     if number != settings.shard:
-        problem = f"expert_parallel is {number}, and shard is {settings.shard}"
-        raise UserError(f"{problem}; allowed: 1, or both the same")
+        raise UserError(f"{prefix} shard is {settings.shard}; allowed: 1, or both the same")
     for layer in model.modules():
         experts = len(next(layer.experts.parameters())) if isinstance(layer, MoEFeedForward) else 0
         if experts % number:
-            problem = f"expert_parallel is {number}, and a layer has {experts} experts"
-            raise UserError(f"{problem}; allowed: 1, or a divisor of these")
+            raise UserError(
+                f"{prefix} a layer has {experts} experts; allowed: 1, or a divisor of these"
+            )
         if getattr(getattr(layer, "router", None), "merges_experts", False):
-            problem = f"expert_parallel is {number}, and the router merges experts of all ranks"
-            raise UserError(f"{problem}; allowed: 1, or another router")
-        dropout = getattr(getattr(layer, "experts", None), "dropout", 0)
-        if dropout:
-            problem = f"expert_parallel is {number}, and experts.dropout {dropout}"
-            raise UserError(f"{problem}; allowed: 1, or experts without dropout")
+            raise UserError(
+                f"{prefix} the router merges experts of all ranks; allowed: 1, or another router"
+            )
+        if dropout := getattr(getattr(layer, "experts", None), "dropout", 0):
+            raise UserError(
+                f"{prefix} experts.dropout {dropout}; allowed: 1, or experts without dropout"
+            )
 
 
 def check_rank_batches(model: nn.Module, batch: int) -> None:
-    """Raise UserError where ranks would have unequally many images, or split groups."""
+    """Raise UserError if ranks would have different numbers of images, or split groups."""
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():
         group = getattr(module, "training_group", 1)
         if (batch // size) % group:
-            problem = f"group_size is {group}, and each of {size} ranks has {batch // size} images"
             raise UserError(
-                f"{problem}; allowed: a divisor of these, or a batch that {group} divides"
+                f"group_size is {group}, and each of {size} ranks has {batch // size} images; "
+                f"allowed: a divisor of these, or a batch that {group} divides"
             )

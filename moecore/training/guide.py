@@ -16,7 +16,7 @@ class Guide(nn.Module):
     """A frozen dense teacher with one linear router (no bias) per MoE layer of the student.
 
     ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs
-    per layer (B, T, E)). Where it ``learns``, its routers are trained together with the student.
+    per layer (B, T, E)). If it ``learns``, its routers are trained together with the student.
     """
 
     def __init__(
@@ -41,28 +41,28 @@ class Guide(nn.Module):
         self.routers.requires_grad_(learns)
 
     def forward(self, images: Tensor) -> Guidance:
-        # An attack on a Guided model sees all of it; in training the teacher needs no gradients.
-        attacked = torch.is_grad_enabled() and images.requires_grad
-        with torch.set_grad_enabled(attacked):
+        # An attack on a GuidedModel needs gradients through the teacher; training does not.
+        is_attacked = torch.is_grad_enabled() and images.requires_grad
+        with torch.set_grad_enabled(is_attacked):
             encoded = self.teacher.encode(images, EncodeOptions(self.features, self.blocks))
             prediction = self.teacher.predict(encoded.tokens)
         probs = tuple(self.route(layer, feature) for layer, feature in enumerate(encoded.features))
         return Guidance(prediction, probs)
 
     def route(self, layer: int, features: Tensor) -> Tensor:
-        """Probabilities (B, T, E) of the teacher's router at an MoE layer, always in fp32."""
+        """Return probabilities (B, T, E) of the teacher's router at an MoE layer, in fp32."""
         with torch.autocast(features.device.type, enabled=False):
             return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
 
     def train(self, mode: bool = True) -> "Guide":
-        """The teacher stays in evaluation mode."""
+        """Set the mode of the routers; the teacher stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
 
 
 class GuidedModel(Model):
-    """A student with the teacher that its router asks (TGR): ``guided(images)`` as any model."""
+    """A student with the teacher that its router needs (TGR): ``guided(images)`` as any model."""
 
     def __init__(self, model: BackboneModel, guide: Guide) -> None:
         super().__init__(model.config, model.image, model.moe)
@@ -71,21 +71,17 @@ class GuidedModel(Model):
 
     @property
     def layout(self) -> TokenLayout:
-        """The student's."""
         return self.model.layout
 
     def layout_of(self, block: int) -> TokenLayout:
-        """The student's."""
         return self.model.layout_of(block)
 
     @property
-    # a module of its own would be saved twice  # pyrefly: ignore[bad-override]
+    # A property: as a submodule the head would be saved twice.  # pyrefly: ignore[bad-override]
     def head(self) -> nn.Module:
-        """The student's."""
         return self.model.head
 
     def targets(self, labels: Tensor) -> Tensor:
-        """The student's."""
         return self.model.targets(labels)
 
     def forward(self, images: Tensor) -> ModelOutput:
@@ -93,45 +89,44 @@ class GuidedModel(Model):
 
 
 def is_routed_by_teacher(model: Model) -> bool:
-    """Return whether the model's router asks a teacher at every image."""
+    """Return whether the model's router needs a teacher for every image."""
     return model.moe is not None and "teacher" in model.moe.router.wants
 
 
 def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
-    """The model as it is used: itself, or with its teacher where its router asks one."""
+    """Return the model as it is used: alone, or with its teacher if its router needs one."""
     if model.moe is None or not is_routed_by_teacher(model):
         return model
     if guide is None:
-        problem = f"router.kind {model.moe.router.kind} asks a teacher, and there is none"
-        raise UserError(f"{problem}; set a teacher: section other than no_teacher")
+        raise UserError(
+            f"router.kind {model.moe.router.kind} needs a teacher, which is missing; set a "
+            "teacher: section other than no_teacher"
+        )
     return GuidedModel(model, guide)
 
 
 def aligned_teacher_blocks(
     student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where
-    the depths are), in the same stage.
+    """Return the teacher's blocks at the same relative depth as the student's, in the same stage.
 
-    ours, theirs: number of blocks of each stage of student and teacher.  −1 where there is none:
-    the teacher is too flat for it, or has other stages.
+    Indices from 0; equal if the depths are equal. ours, theirs: number of blocks per stage of
+    student and teacher. −1 without a counterpart: the teacher is too shallow, or has other stages.
     """
     if len(ours) != len(theirs):
         return (-1,) * len(student)
     aligned = []
-    for stage, (own, other) in enumerate(zip(ours, theirs, strict=True)):
-        places = [round((within + 1) * other / own) - 1 for within in range(own)]
-        aligned += [-1 if place < 0 else sum(theirs[:stage]) + place for place in places]
+    for stage, (depth, teacher_depth) in enumerate(zip(ours, theirs, strict=True)):
+        for index in range(depth):
+            block = round((index + 1) * teacher_depth / depth) - 1
+            aligned.append(-1 if block < 0 else sum(theirs[:stage]) + block)
     return tuple(aligned[index] for index in student)
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
-    """The unfitted guide of a ``method`` whose student has ``stages`` of so many blocks.
-
-    Without routers where nothing of the routing is guided: the teacher may see other tokens then.
-    """
+    """Return the unfitted guide of a ``method``; stages: blocks per stage of the student."""
     moe = method.moe
-    if moe is None or not method.guided_routing:
+    if moe is None or not method.guided_routing:  # no routers: the tokens may differ
         return Guide(teacher, (), 0, method.teacher_router.features)
     blocks = aligned_teacher_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
     return Guide(teacher, blocks, moe.experts.choices, method.teacher_router.features, method.joint)

@@ -1,7 +1,7 @@
-"""One training: a model, the images that it learns from, and the loss of a step, term by term.
+"""One training: a model, its images, and the loss of a step, term by term.
 
-B images of a step's whole batch; of several ranks each makes the pixels of its own images, and of
-those that are mixed into them, but draws for all.
+B images of the whole batch of a step. Each rank makes the pixels of its own images, and of images
+that are mixed into them, but draws random numbers for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,24 +33,26 @@ from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 
-RECORDED = frozenset({"routing", "load"})  # of a regularizer's needs, what records hold
+RECORDED = frozenset({"routing", "load"})  # needs of a regularizer that records satisfy
 
 
 class Objective(NamedTuple):
     """The task's loss plus weighted regularizers.
 
     distillation: share of DeiT's hard distillation (Touvron et al. 2021, eq. 3): the distillation
-    head (or the only one) learns the teacher's most probable class.
+    head (or the only head) learns the teacher's most probable class.
     """
 
     regularizers: Sequence[Regularizer] = ()
     label_smoothing: float = 0.0
     distillation: float = 0.0
-    text: Sequence[Regularizer] = ()  # of the routing of captions
+    text: Sequence[Regularizer] = ()  # on the routing of captions
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
-        """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer, and
-        ``penalty``, what routers add by themselves: the mean over tokens, summed over layers.
+        """Return the unweighted terms, fp32 scalars.
+
+        ``task``, ``distillation`` if it is on, one per regularizer, and ``penalty``, the routers'
+        own losses (mean over tokens, summed over layers).
         """
         output, labels = step.output, step.batch.labels
         if self.distillation:
@@ -61,7 +63,7 @@ class Objective(NamedTuple):
             labels = labels[learned]
         loss_of = step.model.task_loss
         if step.batch.learned is not None and has_process_group():
-            # Ranks have unequally many images that teach the task.
+            # The number of images that teach the task differs between ranks.
             losses = loss_of(output, labels, self.label_smoothing, reduction="none")
             terms = {"task": mean_over_ranks(losses)}
         else:
@@ -70,22 +72,22 @@ class Objective(NamedTuple):
             terms["distillation"] = hard_distillation(step)
         terms |= {regularizer.kind: regularizer(step) for regularizer in self.regularizers}
         if self.text:
-            spoken = step._replace(output=step.output._replace(routing=step.output.text_routing))
-            terms |= {f"text_{regularizer.kind}": regularizer(spoken) for regularizer in self.text}
+            captions = step._replace(output=step.output._replace(routing=step.output.text_routing))
+            terms |= {f"text_{loss.kind}": loss(captions) for loss in self.text}
         records = (*output.routing, *output.text_routing)
         if any(record.penalty is not None for record in records):
             terms["penalty"] = sum_router_penalties(records)
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
-        """The sum of the scores of the batch's images, on its device and unchecked."""
+        """Return the sum of the scores of the batch's images, on its device and unchecked."""
         task, batch = step.model.image.task, step.batch
-        if task.long and not self.label_smoothing:  # its loss: not a second pass over 100 MB
+        if task.long and not self.label_smoothing:  # its loss; saves a second pass over 100 MB
             return terms["task"].detach() * len(batch.labels)
         return task.running(step.output.prediction.detach(), batch.labels, batch.learned)
 
     def total(self, terms: dict[str, Tensor]) -> Tensor:
-        """The weighted sum that is minimised."""
+        """Return the weighted sum of the terms, which is minimised."""
         task = terms["task"]
         if self.distillation:
             task = (1 - self.distillation) * task + self.distillation * terms["distillation"]
@@ -100,9 +102,7 @@ class Objective(NamedTuple):
 
 
 def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
-    """Return what routers add by themselves: the mean over the tokens of all ranks, summed over the
-    layers that add something; one of them at least.
-    """
+    """Return the routers' own losses: mean over the tokens of all ranks, summed over layers."""
     penalties = [record.penalty for record in records if record.penalty is not None]
     return torch.stack([mean_over_ranks(penalty) for penalty in penalties]).sum()
 
@@ -110,55 +110,71 @@ def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
 def routing_loss(
     records: Sequence[RoutingRecord], regularizers: Sequence[Regularizer], progress: float = 0.0
 ) -> Tensor:
-    """The weighted sum of regularizers of routing alone, and what routers add by themselves (the
-    records' ``penalty``): a scalar to add to one's own loss.
+    """Return the weighted sum of regularizers, and of the routers' own losses, as a scalar.
 
-    records: of one forward pass, as ``trace`` collects them.  progress: share of the training that
-    is done, for regularizers that look at it.  Raises UserError for one that needs more than the
-    records, or the chance of being chosen where the router gives none.
+    To add to the loss of another training loop.
+
+    Args:
+        records: of one forward pass, as ``trace`` collects them.
+        regularizers: that need only the records.
+        progress: share of the training that is done, for regularizers with a schedule.
+
+    Raises:
+        UserError: for a regularizer that needs more than the records, or the probability of being
+            chosen where the router has none.
     """
     for regularizer in regularizers:
         check_records_suffice(regularizer, records)
     blank = torch.zeros(())
     output = ModelOutput(blank, tuple(records))
     step = ObjectiveInputs(Batch(blank, blank, blank), output, None, progress=progress)
-    loss = sum((one.weight * one(step) for one in regularizers), start=blank)
+    weighted = (regularizer.weight * regularizer(step) for regularizer in regularizers)
+    loss = sum(weighted, start=blank)
     if any(record.penalty is not None for record in records):
         loss = loss + sum_router_penalties(records)
     return loss
 
 
 def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRecord]) -> None:
-    """Raise UserError where a regularizer needs what these records do not hold."""
+    """Raise UserError if a regularizer needs more than these records hold."""
     if lacking := sorted(regularizer.needs - RECORDED):
-        problem = f"found {regularizer.kind}, which needs {', '.join(lacking)}"
-        raise UserError(f"regularizers: {problem}; allowed: what needs the records alone")
-    hard = any(one.probs.requires_grad and not one.load.requires_grad for one in records)
-    if "load" in regularizer.needs and hard:
-        problem = f"found {regularizer.kind}, but the router gives no chance of being chosen"
-        raise UserError(f"regularizers: {problem}; allowed: importance")
+        raise UserError.at(
+            "regularizers",
+            found=f"{regularizer.kind}, which needs {', '.join(lacking)}",
+            allowed="regularizers that need only the records",
+        )
+    lacks_load = any(
+        record.probs.requires_grad and not record.load.requires_grad for record in records
+    )
+    if "load" in regularizer.needs and lacks_load:
+        raise UserError.at(
+            "regularizers",
+            found=f"{regularizer.kind}, but the router gives no chance of being chosen",
+            allowed="importance",
+        )
 
 
 def hard_distillation(step: ObjectiveInputs) -> Tensor:
-    """Cross-entropy of the last head with the teacher's decisions; no label smoothing.
-
-    Raises UserError without a fitting teacher, and for labels that are not one class each.
-    """
-    if why := step.model.image.task.needs_classes("distillation"):
-        raise UserError(f"distillation: {why}; allowed: distillation: 0")
+    """Return the cross-entropy of the last head with the teacher's decisions, not smoothed."""
+    if reason := step.model.image.task.needs_classes("distillation"):
+        raise UserError(f"distillation: {reason}; allowed: distillation: 0")
     if step.guidance is None:
-        mend = "run the stages teacher and teacher_router first, or set distillation: 0"
-        raise UserError(f"distillation: there is no teacher in this step; {mend}")
+        raise UserError(
+            "distillation: there is no teacher in this step; run the stages teacher and "
+            "teacher_router first, or set distillation: 0"
+        )
     student = step.output.heads[-1]
     teacher = step.guidance.prediction
     if student.shape != teacher.shape:
-        problem = f"the teacher knows {teacher.shape[-1]} classes, the student {student.shape[-1]}"
-        raise UserError(f"distillation: {problem}; they must be the same, or distillation 0")
+        raise UserError(
+            f"distillation: the teacher knows {teacher.shape[-1]} classes, the student "
+            f"{student.shape[-1]}; they must be the same, or distillation 0"
+        )
     return cross_entropy(student.float(), teacher.argmax(dim=-1))
 
 
 class TrainingJob(NamedTuple):
-    """A model and what it learns from."""
+    """A model and the data and loss that it learns from."""
 
     model: BackboneModel
     train: Loaded | TextStreams
@@ -166,15 +182,14 @@ class TrainingJob(NamedTuple):
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
-    isolation: TissueIsolationSchedule | None = None  # which volumes keep one tissue
+    isolation: TissueIsolationSchedule | None = None  # which volumes are reduced to one tissue
 
     @property
     def task(self) -> Task:
-        """Return what the model predicts."""
         return self.model.image.task
 
     def updates(self, settings: Training) -> int:
-        """Return the updates of an epoch: as set, or once over all that there is."""
+        """Return the number of updates per epoch: as set, or one pass over the training data."""
         if settings.updates is not None:
             return settings.updates
         if isinstance(self.train, TextStreams):
@@ -183,7 +198,7 @@ class TrainingJob(NamedTuple):
 
     @property
     def learners(self) -> nn.ModuleDict:
-        """All that learns: the model, and the teacher's routers where they learn with it."""
+        """All modules that learn: the model, and the teacher's routers if they learn with it."""
         learners: dict[str, nn.Module] = {"model": self.model}
         if self.guide is not None and self.guide.learns:
             learners["teacher_routers"] = self.guide.routers
@@ -191,7 +206,7 @@ class TrainingJob(NamedTuple):
 
     @property
     def routers(self) -> list[nn.Parameter]:
-        """Return the teacher's routers where they learn with the model."""
+        """The teacher's routers if they learn with the model."""
         if self.guide is None or not self.guide.learns:
             return []
         return list(self.guide.routers)
@@ -208,69 +223,70 @@ def build_training_job(
     isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
-    """The training of ``model`` on prepared data, on ``device``; of the training images ``subset``
-    alone. permuted: the seed of a null control, whose training labels change places.
+    """Return the training of ``model`` on prepared data, on ``device``.
+
+    subset: indices of the training images to use. permuted: the seed of a null control, whose
+    training labels are permuted.
     """
     train = data.train
     if subset is not None:
         train = Split(train.images[subset], train.labels[subset])
     if permuted is not None:
-        places = np.random.default_rng([permuted, PERMUTED])
-        train = Split(train.images, places.permutation(train.labels))
+        generator = np.random.default_rng([permuted, PERMUTED])
+        train = Split(train.images, generator.permutation(train.labels))
     if guide is not None:
         guide = guide.to(device)
-    learned: Loaded | TextStreams
-    if "tokens" in data.card:  # a text is read as a stream; its windows are not moved
+    loaded: Loaded | TextStreams
+    if "tokens" in data.card:  # a text is read as streams; its windows are not shifted
         tokens = torch.from_numpy(np.array(data.text_rows("train")))
-        learned = TextStreams(tokens.to(device), *data.card["size"])
+        loaded = TextStreams(tokens.to(device), *data.card["size"])
     else:
-        learned = load_split_where_it_fits(train, device)
+        loaded = load_split_where_it_fits(train, device)
     validation = load_split_where_it_fits(data.validation, device)
-    return TrainingJob(model, learned, validation, objective, guide, views, isolation)
+    return TrainingJob(model, loaded, validation, objective, guide, views, isolation)
 
 
 def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
-    """The augmented batch of a step: a function of (seed, step) alone.
-
-    With mixing the labels are (B, K) shares, else as the data set has them. Two views of each image
-    are never mixed with other images: a patch would lose its partner (PRC, §IV).
-    """
+    """Return the augmented batch of a step, a function of (seed, step) only."""
     rows = current_ranks().rows(settings.batch)
     if isinstance(job.train, TextStreams):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(words, following, torch.empty(0), anew=anew)
-    made = make_batch_views(job, settings, seed, step, rows)
-    views, labels = made.images, made.labels
+    views = make_batch_views(job, settings, seed, step, rows)
+    images, labels = views.images, views.labels
+    # Two views of an image are never mixed: a patch would lose its counterpart (PRC, §IV).
     if settings.mix is not None and job.views == 1:
 
-        def others(places: Tensor) -> tuple[Tensor, Tensor]:
+        def make_partners(places: Tensor) -> tuple[Tensor, Tensor]:
             partners = make_batch_views(job, settings, seed, step, places)
             return partners.images, partners.labels
 
-        # Of a whole batch the partners are there already.
-        look = None if made.draws.rows is None else others
-        views, labels = mix_images(views, labels, job.task, settings.mix, made.draws, look)
-    batch = Batch(views, labels, made.affines, job.views)
-    if job.isolation is None or made.region is None:
+        # With one rank the batch contains all partners.
+        partners_of = None if views.draws.rows is None else make_partners
+        images, labels = mix_images(
+            images, labels, job.task, settings.mix, views.draws, partners_of
+        )
+    batch = Batch(images, labels, views.affines, job.views)
+    if job.isolation is None or views.region is None:
         return batch
-    return job.isolation.marked(batch, made.region, made.epoch, job.model.layout)
+    return job.isolation.marked(batch, views.region, views.epoch, job.model.layout)
 
 
 class BatchViews(NamedTuple):
-    """Views of some images of a step's batch; the first views of all come before the second."""
+    """Views of some images of a step's batch; all first views come before all second views."""
 
     images: Tensor
     affines: Tensor
     labels: Tensor
-    region: Tensor | None  # which tissue each keeps
+    region: Tensor | None  # the tissue that each volume is reduced to
     epoch: int
-    draws: BatchDraws  # whose generator has drawn the views
+    draws: BatchDraws  # its generator has drawn the views
 
 
 def make_batch_views(
     job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
 ) -> BatchViews:
-    """The views of the images at ``places`` of the batch; None for all of them."""
+    """Return the views of the images at ``places`` of the batch; None for all of them."""
     draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
     indices = draws.select_rows(batch_indices(len(job.train.labels), settings.batch, seed, step))
     assert not isinstance(job.train, TextStreams)
@@ -281,18 +297,18 @@ def make_batch_views(
     if job.isolation is not None and isinstance(images, Tensor):
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
-    made = [make_random_views(images, settings.views, draws) for _ in range(job.views)]
-    views, affines = made[0]
+    drawn_views = [make_random_views(images, settings.views, draws) for _ in range(job.views)]
+    views, affines = drawn_views[0]
     if job.views > 1:
-        views = torch.cat([images for images, _ in made])
-        affines = torch.cat([affines for _, affines in made])
+        views = torch.cat([images for images, _ in drawn_views])
+        affines = torch.cat([affines for _, affines in drawn_views])
     return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
 def apply_adversarial(
     job: TrainingJob, settings: Training, seed: int, step: int, batch: Batch
 ) -> Batch:
-    """Return the batch that a step learns from: attacked where training is adversarial."""
+    """Return the batch that a step learns from: attacked if training is adversarial."""
     if settings.adversarial is None:
         return batch
     model = attach_required_guide(job.model, job.guide)
@@ -300,40 +316,43 @@ def apply_adversarial(
 
 
 class BatchPrefetcher:
-    """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
+    """Calls ``make(step)`` in a thread for the next ``steps`` while the device computes.
 
-    Beside a GPU it copies and draws on a stream of its own. What a step draws is a function of its
-    number, so it may be drawn early. Errors of ``make`` are raised where the step's turn is.
+    A step's random numbers depend on its number only, so they may be drawn early. Errors of
+    ``make`` are raised at the step that they belong to.
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:
-        """depth: steps that are made before their turn."""
-        card = torch.cuda.current_device() if torch.cuda.is_available() else None
-        chosen = (torch.cuda.set_device, (card,)) if card is not None else (None, ())
-        self.pool = ThreadPoolExecutor(1, "batches", *chosen)  # a thread begins with the first card
+        """Start the thread. depth: steps that are made ahead."""
         self.make = make
         self.steps = steps
         self.depth = depth
         self.waiting: dict[int, Future] = {}
         self.stream: torch.cuda.Stream | None = None
-        if card is not None:
-            self.stream = torch.cuda.Stream(card)
-            self.stream.wait_stream(torch.cuda.current_stream())  # the data on the device are whole
+        if not torch.cuda.is_available():
+            self.pool = ThreadPoolExecutor(1, "batches")
+            return
+        # A new thread starts with the first card selected.
+        card = torch.cuda.current_device()
+        self.pool = ThreadPoolExecutor(1, "batches", torch.cuda.set_device, (card,))
+        self.stream = torch.cuda.Stream(card)
+        # The data set may still be being copied to the device.
+        self.stream.wait_stream(torch.cuda.current_stream())
 
     def __call__(self, step: int) -> Batch:
         for later in range(step, min(step + self.depth + 1, self.steps.stop)):
             if later not in self.waiting:
-                self.waiting[later] = self.pool.submit(self._made, later)
+                self.waiting[later] = self.pool.submit(self._make_on_stream, later)
         batch, done = self.waiting.pop(step).result()
         if done is not None:
             reader = torch.cuda.current_stream()
             reader.wait_event(done)
             for value in batch:
                 if isinstance(value, Tensor) and value.is_cuda:
-                    value.record_stream(reader)  # not to be overwritten before it was read
+                    value.record_stream(reader)  # its memory is not reused before it was read
         return batch
 
-    def _made(self, step: int) -> tuple[Batch, torch.Event | None]:
+    def _make_on_stream(self, step: int) -> tuple[Batch, torch.Event | None]:
         if self.stream is None:
             return self.make(step), None
         with torch.cuda.stream(self.stream):

@@ -1,7 +1,7 @@
-"""The training loop: a generator that yields metrics, with no callbacks.
+"""The training loop: a generator that yields metrics, without callbacks.
 
-Order, views, mixing and router noise are functions of (seed, step). So a run is resumed from
-weights, optimiser and a step number alone, and the same seed gives the same run.
+Order, views, mixing and router noise are functions of (seed, step). So weights, optimizer and a
+step number are enough to resume a run, and the same seed gives the same run.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.meter import (
-    WEIGHED,
+    MEMORY_STEP,
     Meter,
     check_finite_predictions,
     live_training_tensors,
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 class Metrics(NamedTuple):
-    """What is known after ``step`` of ``steps`` steps.
+    """Metrics after ``step`` of ``steps`` steps.
 
-    values: raw loss terms, the mean score of the training and at an epoch's end of the validation
-    images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second; at the first
-    point of a run ``memory_mb``, the most that a step holds (see ``measure_peak``).
-    routing: of each MoE layer since the last point, where a monitor asks for it.
+    values: unweighted loss terms; mean score of the training images, and at the end of an epoch of
+    the validation images (``train_<name>``, ``validation_<name>``, see ``Task.history_name``);
+    images per second; at the first point ``memory_mb``, the peak memory of a step
+    (``measure_peak``). routing: of each MoE layer since the last point, with a monitor.
     """
 
     step: int
@@ -66,14 +66,15 @@ def iterate_training(
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
-    Over several ranks each trains its part of every batch (see distributed_training.py), and
-    ``job.model`` is up to date, on all of them, at the end of an epoch. With a ``checkpoint`` the
-    run goes on where it was killed; one is written after the caller has taken the metrics of its
-    step, so none is lost or repeated. trace: the file of a trace of a few steps. monitor: how often
-    routing is counted; None: never. Raises UserError at a non-finite loss.
+    Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end of
+    an epoch. With a ``checkpoint`` a killed run is resumed. Checkpoints are written after the
+    caller has taken the metrics of the step, so none are lost or repeated. trace: file for a trace
+    of a few steps. monitor: how often routing is counted; None: never. UserError for a non-finite
+    loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
-    whole, job = job, job if spread is None else spread.job
+    full_model = job.model
+    job = job if spread is None else spread.job
     optimizer = build_optimizer(job.model, settings, job.routers)
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
@@ -87,28 +88,27 @@ def iterate_training(
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
-        held = live_training_tensors((job.learners, job.guide), optimizer, batch)
-        is_weighed = spread is None and step == min(WEIGHED, steps - 1)
-        with blocks.inside(), meter.memory(held, when=is_weighed):
+        tensors = live_training_tensors((job.learners, job.guide), optimizer, batch)
+        is_measured = spread is None and step == min(MEMORY_STEP, steps - 1)
+        with blocks.inside(), meter.memory(tensors, when=is_measured):
             terms, score, output = train_step(
                 job, settings, optimizer, batch, rate, dtype, step / steps, spread
             )
         meter.add(step, len(batch.images) // batch.views, terms, score, output)
-        del output  # its memory is free again before the next step
+        del output  # free its memory before the next step
         after = step + 1
         if after % per_epoch == 0:
-            reorthonormalise_bases(whole.model, spread)
+            reorthonormalise_bases(full_model, spread)
         if after % settings.log_every and after % per_epoch:
             continue
         values, routing = take_and_check_metrics(
             meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
         )
         if after % per_epoch == 0 and current_ranks().first:
-            values |= validation_metrics(
-                attach_required_guide(whole.model, job.guide), job.validation
-            )
+            model = attach_required_guide(full_model, job.guide)
+            values |= validation_metrics(model, job.validation)
         yield Metrics(after, steps, after / per_epoch, values, routing)
-        # The last step is always kept: what follows the training may still refuse or be killed.
+        # The last step is always saved: the stage may still fail after the training.
         if checkpoint and (after - saved >= settings.checkpoint_every or after == steps):
             checkpoint.save(after, job.learners, optimizer, {"dtype": precision})
             saved = after
@@ -120,23 +120,24 @@ def iterate_training(
 def spread_over_ranks(
     job: TrainingJob, settings: Training, device: str
 ) -> "DistributedTraining | None":
-    """Put the model on its device; this rank's part, or None. UserError if it does not divide."""
+    """Move the model to its device; return this rank's part of a training over several ranks."""
     job.model.to(device)
     if has_process_group():
-        from moecore.training.distributed_training import (
-            DistributedTraining,  # half a second, for several ranks only
-        )
+        # Imported for several ranks only: it takes half a second.
+        from moecore.training.distributed_training import DistributedTraining
 
         return DistributedTraining(job, settings, device)
     for key in ("shard", "expert_parallel"):
         if getattr(settings, key) > 1:
-            one = "there is one rank; allowed: 1, or more ranks"
-            raise UserError(f"{key} is {getattr(settings, key)}, and {one}")
+            raise UserError(
+                f"{key} is {getattr(settings, key)}, and there is one rank; allowed: 1, or more "
+                "ranks"
+            )
     return None
 
 
 def agreed_precision(note: dict, settings: Training, runtime: Runtime) -> str:
-    """The autocast dtype's name, the first rank's; a resumed run keeps its own."""
+    """Return the name of the autocast dtype: the checkpoint's, else the one that rank 0 probed."""
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
     return broadcast_text(note.get("dtype", probed))
 
@@ -144,31 +145,31 @@ def agreed_precision(note: dict, settings: Training, runtime: Runtime) -> str:
 def batch_maker(
     job: TrainingJob, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
-    """Return what makes the batch of a step; beside a GPU, with a thread that is ahead of it."""
-    make = partial(training_batch, job, settings, seed)
-    made = make if device == "cpu" else BatchPrefetcher(make, steps)
+    """Return a function that makes a step's batch; for a GPU a thread prepares batches ahead."""
+    make: Callable[[int], Batch] = partial(training_batch, job, settings, seed)
+    if device != "cpu":
+        make = BatchPrefetcher(make, steps)
 
     def batch_of(step: int) -> Batch:
         with record_function("batch"):
-            return apply_adversarial(job, settings, seed, step, made(step))
+            return apply_adversarial(job, settings, seed, step, make(step))
 
     return batch_of
 
 
 def total_steps(job: TrainingJob, settings: Training) -> int:
-    """Steps of the whole training; the incomplete batch at the end of an epoch is dropped."""
+    """Return the number of steps; an incomplete batch at the end of an epoch is dropped."""
     return settings.epochs * job.updates(settings)
 
 
 def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None" = None) -> None:
-    """Run what parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11).
-
-    model: the whole one, which ``spread`` brings up to date before and takes over afterwards.
-    """
+    """Make all bases orthonormal again, on all ranks (every epoch; ERMoE, supplement §11)."""
     if spread is not None:
         spread.gather()
     for module in model.modules():
-        getattr(module, "reorthonormalise", lambda: None)()
+        reorthonormalise = getattr(module, "reorthonormalise", None)
+        if reorthonormalise is not None:
+            reorthonormalise()
     if spread is not None:
         spread.scatter()
 
@@ -183,13 +184,13 @@ def train_step(
     progress: float,
     spread: "DistributedTraining | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
-    """One update.
+    """Make one update of the model.
 
     Returns the detached terms (``loss`` is their weighted sum), the sum of the scores of the
-    batch's images, of which each view counts for its share, and what the model said.
+    batch's images (averaged over an image's views), and the model's output.
     """
     job.model.train()
-    RowsOfBatch.views = batch.views
+    RowsOfBatch.views = batch.views  # read where routers draw noise for this rank's tokens
     if batch.anew:
         job.model.begin_streams()
     for group in optimizer.param_groups:
@@ -200,8 +201,8 @@ def train_step(
         with record_function("forward"):
             output, batch = forward_and_embed_labels(job, batch, guidance, progress)
     with record_function("losses"):
-        seen = ObjectiveInputs(batch, output, job.model, guidance, progress)
-        terms = job.objective.terms(seen)
+        inputs = ObjectiveInputs(batch, output, job.model, guidance, progress)
+        terms = job.objective.terms(inputs)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
     with record_function("backward"):
@@ -213,25 +214,24 @@ def train_step(
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()
         job.model.end_step(output, progress)
-    # Unchecked, and left on the device: a loss that is not finite is found at the next point.
-    detached = {name: term.detach() for name, term in terms.items()}
-    score = job.objective.score(seen, terms) / batch.views
-    return {"loss": loss.detach()} | detached, score, output
+    # Not checked and not copied to the host: a non-finite loss is found at the next logged point.
+    detached = {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}
+    return detached, job.objective.score(inputs, terms) / batch.views, output
 
 
 def forward_and_embed_labels(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
-    """Return what the model says, and the batch with what the task compares it with."""
-    read = job.model.beside(batch.labels)
-    output = job.model(batch.images, guidance, progress, *read)
+    """Return the model's output, and the batch; embedded captions replace its labels."""
+    captions = job.model.beside(batch.labels)  # () for a model of images only
+    output = job.model(batch.images, guidance, progress, *captions)
     if output.target is None:
         return output, batch
     return output, batch._replace(labels=output.target)
 
 
 def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
-    """Mean score and mean loss on a split, in fp32 and evaluation mode."""
+    """Return mean score and mean loss on a split, in fp32 and evaluation mode."""
     labels = split.labels.cpu()
     task = model.image.task
     if task.long:

@@ -1,4 +1,4 @@
-"""What a training loop sums between two logged points, what must not go on, and its peak memory."""
+"""Sums between two logged points, checks for non-finite values, and the peak memory of a step."""
 
 import time
 import weakref
@@ -17,12 +17,12 @@ from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.sharded_state import local_shard
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
-WEIGHED = 1  # the step, from 0, whose memory is taken: the first after the optimizer has its state
-NEVER = 2**53  # a step, from 0, that no training reaches
+MEMORY_STEP = 1  # the step, from 0, whose memory is measured: the optimizer has its state by then
+NEVER = 2**53  # a step that no training reaches
 
 
 class Meter:
-    """Sums on the device between two logged points, read once each: the host waits for nothing."""
+    """Sums on the device between two logged points, read once per point: the host does not wait."""
 
     def __init__(
         self,
@@ -30,9 +30,7 @@ class Meter:
         measure: str = "train_accuracy",
         monitor: Monitor | None = None,
     ) -> None:
-        """``measure``: the name of the mean, per image, of the scores; ``monitor``: how often
-        routing is counted.
-        """
+        """Measure: name of the mean score per image. monitor: how often routing is counted."""
         self.device = device
         self.measure = measure
         self.monitor = monitor
@@ -55,7 +53,7 @@ class Meter:
         score: Tensor,
         output: ModelOutput,
     ) -> None:
-        """The terms of one step, the sum of the scores of its images, and what the model said."""
+        """Add the terms of one step, the sum of its images' scores, and the model's output."""
         for name, value in (terms | {"score": score}).items():
             self.sums[name] = self.sums.get(name, 0) + value.double()
         earlier = self.first_bad.clamp(max=step + 1)
@@ -67,31 +65,30 @@ class Meter:
                 self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)
 
     @contextmanager
-    def memory(self, held: Iterable[Tensor], when: bool) -> Iterator[None]:
-        """Tell, at the next point, the most memory held inside; only ``when`` it is asked for."""
+    def memory(self, tensors: Iterable[Tensor], when: bool) -> Iterator[None]:
+        """Measure the peak memory inside, for the next point, if ``when`` is true."""
         if not when:
             yield
             return
-        with measure_peak(held, self.device) as peak:
+        with measure_peak(tensors, self.device) as peak:
             yield
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """The means since the last point, and the routing of each layer where it was added.
-
-        Raises UserError where a loss was not finite.
-        """
+        """Return means and routing since the last point; UserError for a non-finite loss."""
         size = current_ranks().size
         layers = list(self.routing.values())
-        # Read at once: the device is waited for a single time.
+        # Read together, so that the host waits for the device once.
         summed, bad = self._over_ranks(torch.cat([torch.stack(list(self.sums.values())), *layers]))
         *numbers, first_bad = torch.cat([summed, bad[None]]).tolist()
         sums = dict(zip(self.sums, numbers, strict=False))
         score = sums.pop("score")
         means = {name: value / self.count / size for name, value in sums.items()}
         if first_bad < NEVER:
-            problem = f"the loss is not finite since step {int(first_bad)} ({_format_means(means)})"
-            raise UserError(f"{problem}; {last_good}. Lower the learning rate or a weight")
+            raise UserError(
+                f"the loss is not finite since step {int(first_bad)} ({_format_means(means)}); "
+                f"{last_good}. Lower the learning rate or a weight"
+            )
         seconds = time.perf_counter() - self.begun
         images = self.images * size
         rate = images / seconds
@@ -102,7 +99,7 @@ class Meter:
         return values, self._layer_totals(numbers[len(self.sums) :])
 
     def _over_ranks(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of all ranks, and the first bad step of any, fp64."""
+        """Return the sums of all ranks, and the first bad step on any rank, fp64."""
         bad = self.first_bad.double()
         if has_process_group():
             distributed.all_reduce(summed)
@@ -119,13 +116,11 @@ class Meter:
 
 @torch.no_grad()
 def sum_layer_routing(record: RoutingRecord) -> Tensor:
-    """Return a layer's ``LayerTotals`` of one step, (E + 4,) fp64, on the record's device.
-
-    The margin is of the clean probs: a record has no other scores that a choice went by.
-    """
+    """Return a layer's ``LayerTotals`` of one step, (E + 4,) fp64, on the record's device."""
     chosen, probs = record.chosen.flatten(0, -2), record.probs.flatten(0, -2)
     experts = probs.shape[-1]
     number = chosen.sum(dim=-1, keepdim=True)
+    # The margin is between clean probs: a record has no other scores that determined the choice.
     ordered = probs.sort(dim=-1, descending=True).values
     gap = ordered.gather(-1, (number - 1).clamp_min(0))
     gap = gap - ordered.gather(-1, number.clamp_max(experts - 1))
@@ -140,34 +135,36 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 
 
 def name_records(output: ModelOutput) -> dict[str, RoutingRecord]:
-    """Return the records of a step by their layers' names, those of captions behind."""
-    named = {f"MoE {place}": record for place, record in enumerate(output.routing, start=1)}
+    """Return the records of a step by their layers' names, captions last."""
+    named = {f"MoE {index}": record for index, record in enumerate(output.routing, start=1)}
     texts = enumerate(output.text_routing, start=1)
-    return named | {f"text MoE {place}": record for place, record in texts}
+    return named | {f"text MoE {index}": record for index, record in texts}
 
 
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return what the meter holds, with the learning rate, and the routing of each layer.
-
-    Raises UserError where the loss or the weights are not finite: they must not be a checkpoint.
-    """
+    """Return the meter's values with the learning rate, and the routing of each layer."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
+    # A checkpoint must not hold weights that are not finite.
     sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])
     if not holds_on_all_ranks(sums.isfinite().all()):
-        problem = f"the weights are not finite after step {step} ({_format_means(values)})"
-        raise UserError(f"{problem}; {last_good}. Lower the learning rate or a weight")
+        raise UserError(
+            f"the weights are not finite after step {step} ({_format_means(values)}); "
+            f"{last_good}. Lower the learning rate or a weight"
+        )
     return values, routing
 
 
 def check_finite_predictions(prediction: Tensor, split: str) -> None:
-    """Raise UserError where predictions (N, …) are not finite, which no score would show."""
+    """Raise UserError if predictions (N, …) are not finite, which scores may hide."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:
-        problem = f"{bad} of {len(prediction)} predictions of the {split} split are not finite"
-        raise UserError(f"{problem}. Lower the learning rate or a weight")
+        raise UserError(
+            f"{bad} of {len(prediction)} predictions of the {split} split are not finite. Lower "
+            "the learning rate or a weight"
+        )
 
 
 def _format_means(means: dict[str, float]) -> str:
@@ -176,19 +173,19 @@ def _format_means(means: dict[str, float]) -> str:
 
 
 class LiveBytes(TorchDispatchMode):
-    """``peak``: the largest number of bytes that tensors held at one time within it.
+    """``peak``: the largest number of bytes that tensors held at one time inside.
 
-    It begins with the tensors given. Every storage that an operation returns counts, once, until it
-    is freed; what an allocator rounds up or keeps, or a kernel takes for itself, does not. So the
-    peak is the same on every machine.
+    Starts with ``tensors``. Every storage that an operation returns counts, once, until it is
+    freed. Allocator overhead and workspaces of kernels do not count, so the peak is the same on
+    every machine.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
         self._known = {}
-        for tensor in held:
+        for tensor in tensors:
             self._keep(tensor)
 
     def __torch_dispatch__(
@@ -216,17 +213,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Peak:
-    """The most bytes held at one time: ``size``, known once ``measure_peak`` ends."""
+    """``size``: the largest number of bytes held at one time, set when ``measure_peak`` ends."""
 
     size: int
 
 
 @contextmanager
-def measure_peak(held: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
-    """Yield what is told, at the end, the most bytes held at one time inside.
+def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
+    """Yield a ``Peak`` that gets its size at the end.
 
-    CUDA: what the caching allocator had given out at most (``max_memory_allocated``), other tensors
-    of the process included. Elsewhere: live tensors (``LiveBytes``), ``held`` included.
+    CUDA: the caching allocator's maximum (``max_memory_allocated``), including other tensors of the
+    process. Otherwise: live tensors (``LiveBytes``), including ``tensors``.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -236,7 +233,7 @@ def measure_peak(held: Iterable[Tensor], device: torch.device) -> Iterator[Peak]
         torch.cuda.synchronize(device)
         peak.size = torch.cuda.max_memory_allocated(device)
         return
-    with LiveBytes(held) as live:
+    with LiveBytes(tensors) as live:
         yield peak
     peak.size = live.peak
 
@@ -249,7 +246,7 @@ def peak_counting_method(device: torch.device) -> str:
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Yield all tensors there before a step, one by one, so that no gradient is kept alive."""
+    """Yield all tensors that exist before a step, one by one, so that no gradient is kept alive."""
     for module in modules:
         if module is not None:
             yield from module.buffers()

@@ -1,4 +1,4 @@
-"""One entry under ``methods:``: who routes, to which experts, under which losses, in each tower."""
+"""One entry under ``methods:``: routers, experts and losses of each tower."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,16 +21,16 @@ from moecore.training.upcycling_kinds import Granular, Upcycling
 
 
 class TextTowerMethod(Config):
-    """Experts, regularizers, and when the tower stays as it is."""
+    """Experts and regularizers of the text tower, and when its weights are frozen."""
 
     router: Router | None = None
     experts: Experts | None = None
     blocks: Blocks = Field("last_2", description="blocks of the text tower that hold experts")
     regularizers: tuple[Regularizer, ...] = Field(
-        (), description="of the routing of captions: none that needs views or a teacher"
+        (), description="on the routing of captions; not those that need views or a teacher"
     )
     frozen: Literal["never", "finetune", "always"] | None = Field(
-        None, description="when the text tower stays as it is; null: as `model.text` says"
+        None, description="when the text tower's weights do not change; null: as in `model.text`"
     )
 
     @model_validator(mode="after")
@@ -39,21 +39,27 @@ class TextTowerMethod(Config):
             raise ValueError("text has both `router` and `experts`, or neither (a dense tower)")
         for regularizer in self.regularizers:
             if lacking := sorted(regularizer.needs - {"routing", "load"}):
-                problem = f"{regularizer.kind} needs {', '.join(lacking)}"
-                raise ValueError(f"text.regularizers: {problem}, which captions do not have")
-        if any(getattr(one, "level", "batch") != "batch" for one in self.regularizers):
-            problem = "a step's captions are routed together"
-            raise ValueError(f"text.regularizers: {problem}; allowed: level: batch")
+                raise ValueError(
+                    f"text.regularizers: {regularizer.kind} needs {', '.join(lacking)}, which "
+                    "captions do not have"
+                )
+            if getattr(regularizer, "level", "batch") != "batch":
+                raise ValueError(
+                    "text.regularizers: a step's captions are routed together; allowed: level: "
+                    "batch"
+                )
         balance = getattr(self.router, "balance", None)
         if balance is not None and balance.kind == "quantile":
-            problem = "found quantile, which takes equally many tokens from all ranks"
-            raise ValueError(f"text.router.balance: {problem}; allowed: loss_free, sinkhorn")
+            raise ValueError(
+                "text.router.balance: found quantile, which takes equally many tokens from all "
+                "ranks; allowed: loss_free, sinkhorn"
+            )
         if self.regularizers and self.router is None:
             raise ValueError("text.regularizers: a dense text tower routes nothing; leave them out")
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the text tower's parts; which layers it has is not known."""
+        """Return the surroundings of the text tower's parts; its layers are unknown here."""
         if self.router is None or self.experts is None:
             return Surroundings()
         provided = self.router.provides | self.experts.provides | {"routing"}
@@ -61,11 +67,11 @@ class TextTowerMethod(Config):
         return Surroundings(self.router, self.experts, losses=losses, provided=provided)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield losses that are listed twice or missing."""
+        """Yield losses that are duplicate or missing."""
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
 
     def configure_tower(self, tower: TextTowerSettings) -> TextTowerSettings:
-        """The tower with these experts, and frozen as said here."""
+        """Return the tower's settings with these experts, frozen as set here."""
         moe = None
         if self.router is not None and self.experts is not None:
             moe = MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
@@ -75,9 +81,7 @@ class TextTowerMethod(Config):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> Misfits:
-    """Yield losses that are there already, as a step has one term of each kind, and one without
-    which the router does not work. before: kinds that stay beside these losses.
-    """
+    """Yield duplicate losses, also of the kinds ``before``, and a missing loss of the router."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:
@@ -87,15 +91,16 @@ def list_loss_misfits(
         return
     if not any(loss.kind == router.own_loss and loss.weight for loss in losses):
         text = f"found no {router.own_loss}, without which the router {router.kind} does not work"
-        yield (key,), f"{text}; allowed: it, with a weight above 0"
+        yield (key,), f"{text}; allowed: {router.own_loss} with a weight above 0"
 
 
 def merge_text_tower_settings(part: TextTowerMethod, model: AnySettings) -> AnySettings:
-    """The section ``model`` with the text tower that ``part`` makes. UserError without one."""
+    """Return the section ``model`` with the text tower of ``part``; UserError without a tower."""
     tower = getattr(model, "text", None)
     if not isinstance(tower, TextTowerSettings):
-        allowed = "leave it out, or model.kind: two_towers"
-        raise UserError(f"text: the model has no text tower; allowed: {allowed}")
+        raise UserError(
+            "text: the model has no text tower; allowed: leave it out, or model.kind: two_towers"
+        )
     return model.model_copy(update={"text": part.configure_tower(tower)})
 
 
@@ -134,20 +139,20 @@ class Method(Config):
     upcycle: Upcycling = Field(
         False,
         description="start from the teacher's weights, MLPs copied into experts; granular: cut "
-        "into several experts each; drop: copies of which some hidden units are drawn anew",
+        "into several experts each; drop: copies with some hidden units drawn again",
     )
     regions: RegionExpertSettings | None = Field(
         None, description="region experts and their warm start (data with tissue maps)"
     )
     permuted: bool = Field(False, description="null control: training labels are permuted")
     model: dict[str, int | float | str] = Field(
-        {}, description="what differs from the section `model`: {width: 128}"
+        {}, description="changes to the section `model`: {width: 128}"
     )
     text: TextTowerMethod | None = Field(
         None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float | dict[str, float]] = Field(
-        {}, description="what differs from the section: {learning_rate: 7.0e-4}"
+        {}, description="changes to the section: {learning_rate: 7.0e-4}"
     )
 
     @model_validator(mode="after")
@@ -157,11 +162,15 @@ class Method(Config):
         if self.regions is None:
             return self
         if self.experts is None:
-            mend = "give the method a router and experts, or leave out regions"
-            raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        named, number = len(self.regions.experts), self.experts.choices
-        if named > number:
-            raise ValueError(f"regions.experts: found {named}; allowed: at most {number} experts")
+            raise ValueError(
+                "regions: a dense model has no experts to assign; give the method a router and "
+                "experts, or leave out regions"
+            )
+        assigned, number = len(self.regions.experts), self.experts.choices
+        if assigned > number:
+            raise ValueError(
+                f"regions.experts: found {assigned}; allowed: at most {number} experts"
+            )
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
@@ -174,14 +183,14 @@ class Method(Config):
         )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield what of the method has no effect, or not what it needs.
+        """Yield settings without effect, and parts that lack what they need.
 
-        The data are known of methods that are trained.
+        Call it with known data only for methods that are trained.
         """
-        kept = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
+        remaining = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
         unguided = self.unguided_regularizers
-        yield from list_loss_misfits(None, "unguided_regularizers", unguided, kept)
+        yield from list_loss_misfits(None, "unguided_regularizers", unguided, remaining)
         for index, loss in enumerate(unguided):
             if "guidance" in loss.needs:
                 text = f"found {loss.kind}, which needs a teacher; allowed: others"
@@ -191,12 +200,12 @@ class Method(Config):
         yield from self._unfit_for_data(around)
 
     def _idle_guidance(self) -> Misfits:
-        """Yield what is said of a teacher of which nothing is learned."""
+        """Yield settings of a teacher from which nothing is learned."""
         if self.guided_finetuning and not self.guided:
             text = "found true, but nothing of the method needs a teacher; allowed: false, null, or"
             yield ("guided_finetuning",), f"{text} router_kl, distillation, or teacher_routed"
         if self.unguided_regularizers and not self.guided_routing:
-            text = "found some, but no loss of the method needs a teacher, so none is left out"
+            text = "found some, but no loss of the method needs a teacher, so none is replaced"
             yield ("unguided_regularizers",), f"{text}; allowed: []"
         if "teacher_router" in self.model_fields_set and not self.guided_routing:
             text = "found one, but nothing of the method is guided by a teacher's router"
@@ -204,7 +213,7 @@ class Method(Config):
             yield ("teacher_router",), f"{text}; allowed: {allowed}"
 
     def _idle_upcycling(self) -> Misfits:
-        """Yield upcycling without experts, what would part its pieces, and how they would start."""
+        """Yield upcycling without experts, refused pieces, and initial weights without effect."""
         if self.experts is None or self.router is None:
             if isinstance(self.upcycle, Config):
                 text = f"found {self.upcycle.kind}, but a dense method has no experts"
@@ -219,7 +228,7 @@ class Method(Config):
                 yield ("experts", *keys), text
 
     def _unfit_for_data(self, around: Surroundings) -> Misfits:
-        """Yield what data without views, classes or a label for each image do not allow."""
+        """Yield settings that need views, classes or one label per image, if the data lack them."""
         if self.distillation and (reason := around.lacks("distillation")):
             text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
             yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
@@ -232,14 +241,14 @@ class Method(Config):
 
     @property
     def isolates(self) -> bool:
-        """Return whether some volumes keep one tissue while training."""
+        """True if some volumes are reduced to one tissue in training."""
         return self.regions is not None and (
             self.regions.warm_start_epochs > 0 or self.regions.isolated > 0
         )
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts' names: tissues, then free_<index>; else expert_<index>."""
+        """The experts' names: tissues, then free_<index>; without regions expert_<index>."""
         number = 0 if self.experts is None else self.experts.choices
         if self.regions is None:
             return tuple(f"expert_{index}" for index in range(number))
@@ -247,14 +256,14 @@ class Method(Config):
         return (*self.regions.experts, *(f"free_{index}" for index in free))
 
     def merge_model_settings(self, model: AnySettings) -> AnySettings:
-        """The section ``model`` with this method's settings; UserError for other keys."""
+        """Return the section ``model`` with this method's changes; UserError for unknown keys."""
         sized = replace_and_validate("model", model, self.model, Backbone)
         if self.text is None:
             return sized
         return merge_text_tower_settings(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
-        """The section ``pretrain``, likewise."""
+        """Return the section ``pretrain`` with this method's changes."""
         return replace_and_validate("pretrain", settings, self.pretrain)
 
     @property
@@ -266,29 +275,29 @@ class Method(Config):
 
     @property
     def routed_by_teacher(self) -> bool:
-        """Return whether the router asks the teacher at every image, also in use."""
+        """True if the router needs the teacher for every image, also after training."""
         return self.router is not None and "teacher" in self.router.wants
 
     @property
     def guided_routing(self) -> bool:
-        """Return whether the teacher's routers take part in training."""
+        """True if the teacher's routers take part in training."""
         return self.routed_by_teacher or any(
             "guidance" in regularizer.needs for regularizer in self.regularizers
         )
 
     @property
     def guided(self) -> bool:
-        """Return whether training needs the teacher at every step."""
+        """True if training needs the teacher at every step."""
         return self.guided_routing or self.distillation > 0
 
     @property
     def joint(self) -> bool:
-        """Return whether the teacher's routers learn together with the student."""
+        """True if the teacher's routers learn together with the student."""
         return self.guided_routing and self.teacher_router.fit == "joint"
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, the loss of jointly learned routers, and that of region experts."""
+        """The regularizers, and the losses of jointly learned routers and of region experts."""
         losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router
@@ -304,36 +313,36 @@ class Method(Config):
 
     @property
     def views(self) -> int:
-        """Return how many views of each image a step needs."""
+        """Number of views per image in a step."""
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     @property
     def provided(self) -> frozenset[str]:
-        """Return what regularizers may need and this method has by itself."""
+        """Needs of regularizers that router and experts satisfy."""
         if self.router is None or self.experts is None:
             return frozenset()
         return self.router.provides | self.experts.provides | {"routing"}
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """The method with another k, without a warm start, and with ``unguided_regularizers``
-        instead of the losses that need a teacher, unless ``guided``, or the method's own
-        ``guided_finetuning``, keeps these.
+        """Return the method for fine-tuning, with another k and without upcycling and regions.
 
-        Hard distillation goes on only where the teacher knows the new classes.
+        ``guided``, or the method's ``guided_finetuning`` if set, decides whether losses that need a
+        teacher are kept or replaced by ``unguided_regularizers``. Hard distillation is kept only if
+        the teacher knows the new classes.
         """
         if self.guided_finetuning is not None:
             guided = self.guided_finetuning
-        kept = self.regularizers
+        losses = self.regularizers
         if not guided:
-            kept = tuple(loss for loss in kept if "guidance" not in loss.needs)
-            kept += self.unguided_regularizers
+            losses = tuple(loss for loss in losses if "guidance" not in loss.needs)
+            losses += self.unguided_regularizers
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
             router = validate_again(router.with_k(k), f"finetune.k: found {k}, refused by router")
         return self.model_copy(
             update={
-                "regularizers": kept,
+                "regularizers": losses,
                 "router": router,
                 "distillation": share,
                 "upcycle": False,

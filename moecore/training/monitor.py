@@ -1,7 +1,7 @@
-"""What a training sees of its own routing while it goes on; it decides nothing.
+"""Statistics of a training's routing at its logged points; training does not depend on them.
 
-The meter sums on the device and reads at a logged point; here is what is said of it. Without torch,
-as imports of histories are.
+The meter sums on the device; this module describes the sums. It does not import torch, because
+readers of histories import it.
 """
 
 from collections.abc import Mapping
@@ -11,61 +11,61 @@ from pydantic import Field
 
 from moecore.core.config import Config
 
-COLLAPSED = 0.1  # of an even share: all but the busiest experts together have less
+COLLAPSED = 0.1  # largest load of all but the busiest experts, over an even share
 BARS = "▁▂▃▄▅▆▇█"
 NO_TOKEN = "·"
-WIDEST = 72  # characters of the strip
+MAX_STRIP_WIDTH = 72  # characters
 
 
 class Monitor(Config):
-    """How often a training looks at its routing; nothing that it learns depends on it."""
+    """How often the routing is counted in training; nothing that is learned depends on it."""
 
     every: int = Field(
-        10, ge=1, description="steps between two whose routing is counted; told at logged points"
+        10, ge=1, description="routing of every n-th step is counted; shown at logged points"
     )
     dead_after: int = Field(
-        100, ge=1, description="steps without a token after which an expert is called dead"
+        100, ge=1, description="steps without a token after which an expert counts as dead"
     )
 
 
 class LayerTotals(NamedTuple):
-    """What the tokens of one MoE layer did between two logged points, in the steps counted."""
+    """Sums over the tokens of one MoE layer in the counted steps between two logged points."""
 
-    counts: tuple[float, ...]  # of the tokens that chose each expert
+    counts: tuple[float, ...]  # per expert, tokens that chose it
     tokens: float
-    entropies: float  # of the tokens' probs, in nats, summed
-    margins: float  # summed
-    with_margin: float  # tokens that have one: they chose some experts and not all
+    entropies: float  # of the tokens' probs, in nats
+    margins: float  # see ``LayerRouting.margin``
+    with_margin: float  # number of tokens with a margin: they chose some experts but not all
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
-        """The totals of the meter's ``sum_layer_routing``."""
+        """Return the totals of the meter's ``sum_layer_routing``, (E + 4,)."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 
 class LayerRouting(Config):
-    """One MoE layer between two logged points."""
+    """The routing of one MoE layer between two logged points."""
 
-    load: tuple[float, ...]  # share of the choices of each expert; zeros where nobody chose
+    load: tuple[float, ...]  # share of the choices per expert; zeros if no token chose
     max_violation: float | None  # MaxVio: largest load / mean load − 1; 0: even
     token_entropy: float  # of the probs, in nats, mean over tokens
     margin: float | None  # the k-th largest prob minus the next, mean over tokens
-    idle: tuple[int, ...]  # steps since each expert was seen with a token
-    dead: int  # experts that are idle for ``dead_after`` steps
-    # what all but the k busiest have, for k experts a token, over an even share; None where k = E
+    idle: tuple[int, ...]  # per expert, steps since it last had a token
+    dead: int  # number of experts that are idle for ``dead_after`` steps
+    # load of all but the k busiest, for k experts per token, over an even share; None for k = E
     rest: float | None
 
 
 class RoutingPoint(Config):
-    """The routing between two logged points; layers by their names."""
+    """The routing between two logged points; layers by name."""
 
     step: int
     layers: dict[str, LayerRouting]
-    agreement: float | None = None  # tokens of the same first expert at the end of the last epoch
+    agreement: float | None = None  # share of tokens with the same first expert one epoch ago
     warnings: tuple[str, ...] = ()
 
     def curve_values(self) -> dict[str, float | None]:
-        """Return one number for each curve: of every layer, and the agreement."""
+        """Return one value per curve: four per layer, and the agreement."""
         values: dict[str, float | None] = {"agreement with last epoch": self.agreement}
         for name, layer in self.layers.items():
             for quantity in ("max_violation", "dead", "token_entropy", "margin"):
@@ -80,52 +80,49 @@ def build_routing_point(
     settings: Monitor,
     agreement: float | None = None,
 ) -> RoutingPoint:
-    """Return what is told after ``step`` steps; before: what was told last, None at the start.
-
-    A function of its arguments alone, so a training that is resumed tells the same.
-    """
+    """Return the routing after ``step`` steps; before: the previous point, None at the start."""
     layers, warnings = {}, []
+    steps = step if before is None else step - before.step
     for name, layer in totals.items():
-        last = before.layers[name] if before is not None else None
-        passed = step - (before.step if before is not None else 0)
-        layers[name] = _layer_routing(layer, last, passed, settings.dead_after)
-        lines = _warnings(layers[name], last, settings.dead_after)
+        last = None if before is None else before.layers[name]
+        layers[name] = _layer_routing(layer, last, steps, settings.dead_after)
+        lines = _describe_changes(layers[name], last, settings.dead_after)
         warnings += [f"step {step}: {name}: {line}" for line in lines]
     return RoutingPoint(step=step, layers=layers, agreement=agreement, warnings=warnings)
 
 
 def _layer_routing(
-    totals: LayerTotals, last: LayerRouting | None, passed: int, dead_after: int
+    totals: LayerTotals, last: LayerRouting | None, steps: int, dead_after: int
 ) -> LayerRouting:
     counts, choices = totals.counts, sum(totals.counts)
-    earlier = last.idle if last is not None else (0,) * len(counts)
-    idle = [0 if count else steps + passed for count, steps in zip(counts, earlier, strict=True)]
+    idle_before = [0] * len(counts) if last is None else last.idle
+    idle = [0 if count else idle_before[expert] + steps for expert, count in enumerate(counts)]
     load = [count / choices if choices else 0.0 for count in counts]
     margin = totals.margins / totals.with_margin if totals.with_margin else None
-    others = sorted(load)[: -max(1, round(choices / totals.tokens))]
+    less_busy = sorted(load)[: -max(1, round(choices / totals.tokens))]
     return LayerRouting(
         load=load,
         max_violation=max(load) * len(load) - 1 if choices else None,
         token_entropy=totals.entropies / totals.tokens,
         margin=margin,
         idle=idle,
-        dead=sum(steps >= dead_after for steps in idle),
-        rest=sum(others) * len(load) / len(others) if others else None,
+        dead=sum(idle_steps >= dead_after for idle_steps in idle),
+        rest=sum(less_busy) * len(load) / len(less_busy) if less_busy else None,
     )
 
 
-def _warnings(layer: LayerRouting, last: LayerRouting | None, dead_after: int) -> list[str]:
-    """What is new since the point before: experts that died, a load that collapsed."""
-    earlier = last.idle if last is not None else (0,) * len(layer.idle)
+def _describe_changes(layer: LayerRouting, last: LayerRouting | None, dead_after: int) -> list[str]:
+    """Return a warning for experts that died since the last point, and one for a collapse."""
+    idle_before = [0] * len(layer.idle) if last is None else last.idle
     died = [
         str(expert)
-        for expert, (now, then) in enumerate(zip(layer.idle, earlier, strict=True))
-        if then < dead_after <= now
+        for expert, steps in enumerate(layer.idle)
+        if idle_before[expert] < dead_after <= steps
     ]
     lines = []
     if died:
-        listed = f"expert{'s'[: len(died) - 1]} {', '.join(died)}"
-        lines.append(f"{listed} had no token for {dead_after} steps")
+        noun = "expert" if len(died) == 1 else "experts"
+        lines.append(f"{noun} {', '.join(died)} had no token for {dead_after} steps")
     if _is_collapsed(layer) and not _is_collapsed(last):
         share = f"{layer.rest:.0%} of an even share"
         lines.append(f"the load collapsed, all but the busiest experts have {share}")
@@ -137,25 +134,27 @@ def _is_collapsed(layer: LayerRouting | None) -> bool:
 
 
 def describe_point(point: RoutingPoint) -> str:
-    """Return a line on the most uneven layer, and a strip with a bar for every expert of each.
+    """Return a line on the most uneven layer, and a strip with a bar per expert of each layer.
 
     A bar of half the height is an even load; a dot is an expert without a token.
     """
-    name, layer = max(point.layers.items(), key=lambda one: one[1].max_violation or 0)
-    words = [f"{label} {value:.3g}" for label, value in _numbers(layer) if value is not None]
-    if point.agreement is not None:
-        words.append(f"agreement with the last epoch {point.agreement:.3g}")
-    dead = sum(one.dead for one in point.layers.values())
-    strips = " ".join(_strip(one.load) for one in point.layers.values())
-    return f"{name}: {', '.join(words)}; dead {dead}  {strips[:WIDEST]}"
+    name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
+    uneven = point.layers[name]
+    values = {
+        "MaxVio": uneven.max_violation,
+        "entropy": uneven.token_entropy,
+        "margin": uneven.margin,
+        "agreement with the last epoch": point.agreement,
+    }
+    texts = [f"{label} {value:.3g}" for label, value in values.items() if value is not None]
+    dead = sum(layer.dead for layer in point.layers.values())
+    strips = " ".join(_draw_strip(layer.load) for layer in point.layers.values())
+    return f"{name}: {', '.join(texts)}; dead {dead}  {strips[:MAX_STRIP_WIDTH]}"
 
 
-def _numbers(layer: LayerRouting) -> list[tuple[str, float | None]]:
-    entropy = ("entropy", layer.token_entropy)
-    return [("MaxVio", layer.max_violation), entropy, ("margin", layer.margin)]
-
-
-def _strip(load: tuple[float, ...]) -> str:
-    heights = [min(len(BARS), max(1, round(4 * share * len(load)))) for share in load]
-    bars = zip(load, heights, strict=True)
-    return "".join(BARS[height - 1] if share else NO_TOKEN for share, height in bars)
+def _draw_strip(load: tuple[float, ...]) -> str:
+    bars = []
+    for share in load:
+        height = min(len(BARS), max(1, round(4 * share * len(load))))
+        bars.append(BARS[height - 1] if share else NO_TOKEN)
+    return "".join(bars)

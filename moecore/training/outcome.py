@@ -1,4 +1,4 @@
-"""What a training came to: the result of the stages that train, and of prune and merge."""
+"""Results of the stages that train a model, and of prune and merge."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -18,16 +18,16 @@ from moecore.tasks.base import ExtraTestMetrics, Task
 from moecore.training.meter import MEMORY, check_finite_predictions
 from moecore.training.settings import Training
 
-Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
-Map = tuple[float | None, ...]  # mean probability of each expert; None for a class without images
+Agreement = tuple[float | None, ...]  # one share per point in time; None where undefined
+Map = tuple[float | None, ...]  # mean probability per expert; None for a class without images
 
 
 class TissueRoutingRow(Config):
-    """Which experts of the last MoE layer see one tissue (ERMoE-ba, supplement §3)."""
+    """The experts of the last MoE layer that process one tissue (ERMoE-ba, supplement §3)."""
 
-    region: str  # the tissue; random_<tissue> for as many voxels at random places of the brain
-    experts: tuple[tuple[str, float], ...]  # the two of the highest mean score, with that score
-    share: dict[str, float]  # of the tokens, for each expert
+    region: str  # the tissue; random_<tissue> for equally many voxels at random places in the brain
+    experts: tuple[tuple[str, float], ...]  # the two with the highest mean score, and that score
+    share: dict[str, float]  # of the tokens, per expert
 
 
 class EpochTissueRouting(Config):
@@ -38,63 +38,63 @@ class EpochTissueRouting(Config):
 
 
 class WatchedEpoch(Config):
-    """A few test images after one epoch, for pages that show single images."""
+    """The routing of a few test images after one epoch, for pages that show single images."""
 
     epoch: int
-    images: tuple[int, ...]  # their places in the split
+    images: tuple[int, ...]  # indices in the split
     trace: ImageTraces
 
 
 class Settling(Config):
-    """How the routing settles while a model is trained; all empty for a dense model.
+    """How the routing settles during training; all empty for a dense model.
 
     Agreements are shares of tokens with the same most probable expert, on validation images.
     """
 
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
-    saturation: Agreement = ()  # after each epoch: share of the experts of a token at the end
-    # after each epoch, where the truth is known; mean over layers, None where nothing was routed
+    saturation: Agreement = ()  # after each epoch: share of a token's final experts
+    # after each epoch, if the truth is known; mean over layers, None where no token was routed
     purity: tuple[float | None, ...] = ()
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
-    region_routing: tuple[EpochTissueRouting, ...] = ()  # of data with tissue maps
+    region_routing: tuple[EpochTissueRouting, ...] = ()  # for data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
-    routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
-    # Of some of these values one number per item, mean over layers, by ``encode_item_values``:
+    routing_agreement_before_after: Agreement = ()  # fine-tuning, per layer, on test images
+    # Some of these values per item, mean over layers, from ``encode_item_values``:
     # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after,
     # saturation_half.
     agreement_items: dict[str, str] = {}
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A trained model on the data that it was trained on; the test split is looked at once.
+    """A trained model's results on its data; the test split is evaluated once.
 
-    One that was pruned or merged has 0 epochs, no curve, and the seconds that it took.
+    A pruned or merged model has 0 epochs, no curve, and the seconds that pruning or merging took.
     """
 
     task: Task
     test_score: Estimate
-    test_items: str | None = None  # one score an item, as ``encode_item_values`` packs them
+    test_items: str | None = None  # one score per item, from ``encode_item_values``
     validation_score: Estimate
-    test_loss: float  # of a real target in deviations of the training labels, as in training
+    test_loss: float  # for a real target in deviations of the training labels, as in training
     test_count: int  # images
     epochs: int
     images_per_second: float | None = None  # median of the logged points
     seconds: float
     training_step_ms: float | None = None  # batch / that rate: views, losses and update
-    training_memory_mb: float | None = None  # 10⁶ bytes that the run's second step held at most
+    training_memory_mb: float | None = None  # peak of the run's second step, in 10⁶ bytes
     parameters: int
-    active_parameters: int  # that an image's tokens use
+    active_parameters: int  # used by an image's tokens
     curve: tuple[dict[str, float | None], ...]  # the logged points
-    routing_warnings: tuple[str, ...] = ()  # what its monitor said; all else is as without one
+    routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
 
     def with_routing(self, settling: Settling) -> Self:
-        """Return the outcome with how the routing settled."""
+        """Return a copy with the settling of the routing."""
         return self.model_copy(update=dict(settling))
 
 
 class FinalRouterLosses(Config):
-    """The losses of the teacher's routers after the last step of their fit (TGR-MoE, §3.2)."""
+    """Losses of the teacher's routers after the last step of their fit (TGR-MoE, §3.2)."""
 
     loss: float
     balance: float
@@ -102,7 +102,7 @@ class FinalRouterLosses(Config):
 
 
 class TrainingLog(NamedTuple):
-    """What was logged of a training, over all its resumptions."""
+    """The logged points of a training, over all its resumptions."""
 
     points: Sequence[tuple[int, dict[str, float]]]  # step, values
     seconds: float
@@ -112,10 +112,10 @@ class TrainingLog(NamedTuple):
 def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Return what is reported of a trained model; UserError for predictions that are NaN."""
+    """Return the results of a trained model; UserError for predictions that are not finite."""
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
-    learned = {
+    training = {
         "epochs": settings.epochs,
         "images_per_second": rate,
         "training_step_ms": 1000 * settings.batch / rate,
@@ -125,23 +125,19 @@ def evaluate_trained_model(
         ),
         "routing_warnings": tuple(log.warnings),
     }
-    return evaluate_model_outcome(model, data, log.seconds, settings.batch).model_copy(
-        update=learned
-    )
+    outcome = evaluate_model_outcome(model, data, log.seconds, settings.batch)
+    return outcome.model_copy(update=training)
 
 
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Return what is reported of a model that ``seconds`` made; UserError for predictions that are
-    NaN. streams: in which a text is read.
-    """
+    """Return a model's results; UserError for bad predictions; streams: in which text is read."""
     task = model.image.task
-    test = (
-        evaluate_held_out_text(model, data, streams)
-        if task.long
-        else evaluate_held_out_images(model, data)
-    )
+    if task.long:
+        test = evaluate_held_out_text(model, data, streams)
+    else:
+        test = evaluate_held_out_images(model, data)
     score = test.scores
     parameters = parameter_counts(model)
     return Outcome(
@@ -161,7 +157,7 @@ def evaluate_model_outcome(
 
 
 class HeldOutScores(NamedTuple):
-    """A model's scores (N,) on the test and validation split, and the test split's mean loss."""
+    """A model's scores (N,) on the test and validation split, and its mean test loss."""
 
     scores: torch.Tensor
     validation: torch.Tensor
@@ -170,11 +166,11 @@ class HeldOutScores(NamedTuple):
 
 
 def evaluate_held_out_images(model: Model, data: Prepared) -> HeldOutScores:
-    """Evaluate predictions that fit into memory."""
+    """Evaluate a model whose predictions fit into memory."""
     task = model.image.task
     prediction, labels = _predict_split(model, data.test)
     check_finite_predictions(prediction, "test")
-    # A loss is reported in the unit of the training, which a target's deviation sets.
+    # The loss is reported in the unit of the training, a target's deviation.
     _, deviation = task.head
     return HeldOutScores(
         task.scores(prediction, labels),
@@ -185,16 +181,16 @@ def evaluate_held_out_images(model: Model, data: Prepared) -> HeldOutScores:
 
 
 def evaluate_held_out_text(model: Model, data: Prepared, streams: int) -> HeldOutScores:
-    """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
+    """Evaluate a language model: scores per block, perplexity over whole streams."""
     scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
     validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
     text = torch.from_numpy(np.array(data.text_rows("test")))
     assert isinstance(model, LanguageTransformer)
-    printed = text_perplexity(model, text, streams)
-    every = text_perplexity(model, text, 1, whole=False)
-    return HeldOutScores(
-        scores, validation, float(scores.mean()), ExtraTestMetrics(ppl=printed, ppl_all=every)
+    perplexity = ExtraTestMetrics(
+        ppl=text_perplexity(model, text, streams),
+        ppl_all=text_perplexity(model, text, 1, whole=False),
     )
+    return HeldOutScores(scores, validation, float(scores.mean()), perplexity)
 
 
 def _predict_split(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:

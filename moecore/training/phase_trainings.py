@@ -1,7 +1,7 @@
-"""Who learns what from which images: the trainings of teacher routers, pretrain and finetune.
+"""The trainings of the stages: teacher routers, pretrain and finetune.
 
-Each draws its first weights from the global generator, as ``seed`` sets it, a teacher's routers
-from a stream of their own; all later draws are functions of (seed, step).
+First weights are drawn from the global generator, set by ``seed``, a teacher's routers from their
+own stream. All later draws are functions of (seed, step).
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from moecore.training.upcycling_kinds import Drop
 
 
 class JobAndModel(NamedTuple):
-    """A training that may begin, and the model as it is used: alone, or with its teacher."""
+    """A training that is ready to start, and the model as used: alone, or with its teacher."""
 
     job: TrainingJob
     model: Model
@@ -34,23 +34,21 @@ class JobAndModel(NamedTuple):
 def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
-    """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""
+    """Return the teacher of ``seed`` with routers for ``method`` that are not fitted yet."""
     torch.manual_seed(derived_seed("teacher_router", seed))
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
 
 def text_stream_length(data: Prepared, batch: int) -> int | None:
-    """Words of each of ``batch`` streams of a training text; None where the data are no text.
-
-    Raises UserError where the test text, read in as many streams, leaves them no block.
-    """
+    """Return the words in each of ``batch`` streams of a training text; None without text."""
     if not data.task.long:
         return None
-    words, block = len(data.tokens("test")), data.card["size"][0]
-    if words // batch <= block:
-        problem = f"batch is {batch}, and the text has {words:,} test tokens"
-        most = words // (block + 1)
-        raise UserError(f"{problem}; allowed: 1 to {most} streams of a block of {block}")
+    test_words, block = len(data.tokens("test")), data.card["size"][0]
+    if test_words // batch <= block:
+        raise UserError(
+            f"batch is {batch}, and the text has {test_words:,} test tokens; allowed: 1 to "
+            f"{test_words // (block + 1)} streams of a block of {block}"
+        )
     return len(data.tokens("train")) // batch
 
 
@@ -63,7 +61,7 @@ def build_pretraining(
     seed: int,
     device: str,
 ) -> JobAndModel:
-    """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
+    """Return the training of ``method`` from scratch, with the teacher in the folder ``guide``."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
     teacher = load_guide(guide, image)
@@ -71,7 +69,7 @@ def build_pretraining(
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
         sized = inherit_pretrained_windows(sized, image, teacher.teacher)
-    torch.manual_seed(seed)  # only now: to load a teacher draws numbers
+    torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
     model.remember(settings.batch, text_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
@@ -100,7 +98,7 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> JobAndModel:
-    """The model in ``start`` goes on with other data; UserError where they do not fit."""
+    """Return the fine-tuning of the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = load_guide(guide, image)
@@ -114,8 +112,13 @@ def build_finetuning(
     objective = Objective(
         learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
     )
-    kept = teacher if learned.guided else None
     job = build_training_job(
-        model, data, objective, device, guide=kept, subset=subset, views=learned.views
+        model,
+        data,
+        objective,
+        device,
+        guide=teacher if learned.guided else None,
+        subset=subset,
+        views=learned.views,
     )
     return JobAndModel(job, attach_required_guide(model, job.guide).to(device))

@@ -1,8 +1,8 @@
-"""How fast a step is: threads, precision, compiled blocks, and a trace of some steps.
+"""Speed of a training step: threads, precision, compiled blocks, and a trace of a few steps.
 
-Settings for the CPU took a ViT-Tiny step from 838 to 241 ms. Compilation and tracing do not decide
-what a model learns: the environment asks for them, as for the device, and not params.yaml. They
-belong to no stage's settings, and nothing runs again because of them.
+Settings for the CPU took a ViT-Tiny step from 838 to 241 ms. Compilation and tracing do not change
+what a model learns, so they are set by the environment, like the device, and not in params.yaml.
+They belong to no stage's settings, and no stage reruns because of them.
 """
 
 import ctypes
@@ -28,22 +28,22 @@ from moecore.data.thread_map import requested_threads
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
 
-# oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
-# (``nn.dispatch.round_row_counts``), the rows of 32 experts come in some hundred shapes, and with
-# 128 kept a step of a small Swin took 1.9 times as long: each was compiled anew.
-KEPT_PRODUCTS = "1024"
+# oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts, rounded by
+# ``nn.dispatch.round_row_counts``, have some hundred shapes. With a cache of 128 each was compiled
+# again, and a step of a small Swin took 1.9 times as long.
+ONEDNN_CACHE_CAPACITY = "1024"
 Precision = Literal["auto", "float32", "bfloat16"]
 
 COMPILE = "MOECORE_COMPILE"
 TRACE = "MOECORE_TRACE"  # names the folder of the trace
-LONG = 1000  # steps that win back a minute of compiling, by estimate
-BEFORE = 4  # steps before the first that is traced: they load, compile and reserve memory
+MIN_COMPILED_STEPS = 1000  # estimate of the steps that save the minute that compiling takes
+UNTRACED = 4  # first steps, which load, compile and reserve memory
 TRACED = 4  # steps
 Compile = Literal["off", "tried", "required"]
 
 
 class Runtime(NamedTuple):
-    """What was chosen for this process; every field is logged with the run."""
+    """The settings chosen for this process; every field is logged with the run."""
 
     device: str
     device_name: str
@@ -52,23 +52,24 @@ class Runtime(NamedTuple):
     matmul_precision: str
     matmul_error: float  # largest relative error of an fp32 product under that precision
     bf16_speedup: float  # time of an fp32 product / time of the same in bf16
-    compile: Compile = "off"  # of the transformer's blocks
+    compile: Compile = "off"  # whether transformer blocks are compiled
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
-        """The autocast dtype: bf16 where it was measured at least 1.3 times faster than fp32."""
+        """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
         if precision == "auto":
             return torch.bfloat16 if self.bf16_speedup >= 1.3 else torch.float32
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
-    """Set allocator, threads and matmul precision for this process and probe bf16.
+    """Set allocator, threads and matmul precision for this process, and probe bf16.
 
-    Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
-    ``compile_policy``. work: the folder of a stage that may be resumed; see ``resumed_threads``.
-    Raises UserError where the environment names no device or no number of threads.
+    Device: env MOECORE_DEVICE, else CUDA, else CPU. Compilation: see ``compile_policy``. work: the
+    folder of a stage that can be resumed; see ``resumed_threads``. Raises UserError for an invalid
+    device or number of threads in the environment.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)  # before any product
+    # Read at the first product.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_CACHE_CAPACITY)
     device = device or _requested_device()
     cores = available_cores()
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
@@ -76,8 +77,11 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
     if work is not None:
         threads = resumed_threads(work, threads)
         if threads > cores:
-            slower = f"that it began with, on {cores}: slower, with the same bits"
-            print(f"{work}: continues with the {threads} threads {slower}", file=sys.stderr)
+            print(
+                f"{work}: continues with the {threads} threads that it began with; cores: {cores}; "
+                "slower, with the same bits",
+                file=sys.stderr,
+            )
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
     precision, error = _matmul_precision(device)
@@ -88,7 +92,7 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
 
 
 def _requested_device() -> str:
-    """Return $MOECORE_DEVICE, else CUDA where there is one, else the CPU."""
+    """Return $MOECORE_DEVICE, else CUDA if available, else the CPU."""
     has_cuda = torch.cuda.is_available()
     device = os.environ.get("MOECORE_DEVICE")
     if not device:
@@ -100,10 +104,8 @@ def _requested_device() -> str:
 
 
 def resumed_threads(work: Path, threads: int) -> int:
-    """Return the number of threads that the stage of ``work`` began with; ``threads`` at its start.
-
-    Another number splits sums in other places, so a resumed stage would end with other bits.
-    """
+    """Return the threads that the stage of ``work`` started with; ``threads`` at its start."""
+    # Another number splits sums differently: a resumed stage would end with other bits.
     path = work / "threads.json"
     if path.exists():
         return read_json(path, sealed=True)["threads"]
@@ -113,7 +115,7 @@ def resumed_threads(work: Path, threads: int) -> int:
 
 
 def device_name(device: str) -> str:
-    """The model of the GPU, or of the processor."""
+    """Return the model name of the GPU or the processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -123,26 +125,25 @@ def device_name(device: str) -> str:
 
 
 def _keep_large_blocks() -> str:
-    """Tell glibc to keep freed memory: large tensors would page-fault at each allocation."""
+    """Make glibc keep freed memory; otherwise large tensors page-fault at each allocation."""
     if platform.libc_ver()[0] != "glibc":
         return "system"
-    # The numbers of these parameters in glibc's malloc.h.
+    # Numbers of the parameters in glibc's malloc.h.
     m_trim_threshold = -1
     m_mmap_max = -4
     libc = ctypes.CDLL(None)
-    done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
-    if done:
+    if libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1):
         return "glibc, memory kept"
     return "glibc"
 
 
 def _matmul_precision(device: str) -> tuple[str, float]:
-    """The fastest setting of fp32 products that does not round to bf16, and its largest error."""
+    """Set the fastest fp32 precision that does not round to bf16; return it and its error."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
-    allowed = ("medium", "high", "highest") if device == "cpu" else ("high", "highest")
-    for precision in allowed:
+    precisions = ("medium", "high", "highest") if device == "cpu" else ("high", "highest")
+    for precision in precisions:
         torch.set_float32_matmul_precision(precision)
         product = (left.to(device) @ right.to(device)).cpu().double()
         error = (product - exact).abs().max() / exact.abs().max()
@@ -152,23 +153,23 @@ def _matmul_precision(device: str) -> tuple[str, float]:
 
 
 def _remembered_speedup(device: str, name: str) -> float:
-    """Return the probe's first answer: a busy machine must not change a resumed run's dtype."""
+    """Return the stored first probe: load on the machine must not change a resumed run's dtype."""
     path = Path(".state/runtime.json")
     machine = f"{platform.node()}, {name}, torch {torch.__version__}"
-    known = read_json(path) if path.exists() else {}
-    if not isinstance(known, dict) or not isinstance(known.get(machine, 0.0), (int, float)):
-        known = {}  # not as it was written: measured anew
-    if machine not in known:
-        known[machine] = round(_bf16_speedup(device), 2)
-        write_json(path, known)
-    return known[machine]
+    speedups = read_json(path) if path.exists() else {}
+    if not isinstance(speedups, dict) or not isinstance(speedups.get(machine, 0.0), (int, float)):
+        speedups = {}  # damaged: probe again
+    if machine not in speedups:
+        speedups[machine] = round(_bf16_speedup(device), 2)
+        write_json(path, speedups)
+    return speedups[machine]
 
 
 def _bf16_speedup(device: str) -> float:
     if device.startswith("cuda"):
         return 4.0 if torch.cuda.is_bf16_supported(including_emulation=False) else 0.0
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads that wait for a busy core would measure the wait
+    torch.set_num_threads(1)  # with several, the probe would measure the wait for a busy core
     left, right = torch.ones(2, 512, 512)
     low, low_right = torch.ones(2, 512, 512).bfloat16()
     speedup = _shortest_call(lambda: left @ right) / _shortest_call(lambda: low @ low_right)
@@ -177,7 +178,7 @@ def _bf16_speedup(device: str) -> float:
 
 
 def _shortest_call(call: Callable[[], object]) -> float:
-    """The shortest of 40 calls, or of those that fit into 0.2 s (bf16 may be emulated)."""
+    """Return the shortest time of 40 calls, or of those within 0.2 s (bf16 may be emulated)."""
     call()
     times: list[float] = []
     while len(times) < 40 and sum(times) < 0.2:
@@ -188,29 +189,29 @@ def _shortest_call(call: Callable[[], object]) -> float:
 
 
 def compile_policy(device: str) -> Compile:
-    """Return whether blocks are compiled: $MOECORE_COMPILE, one of auto (the default), true, false.
+    """Return whether blocks are compiled: $MOECORE_COMPILE is auto (the default), true or false.
 
-    auto tries it on CUDA, in trainings of at least ``LONG`` steps: compiling takes up to a minute.
-    On CPU it is off there: on one core it would take longer than it saves, and bits would differ.
-    Raises UserError for another word.
+    auto tries it on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps: compiling takes up
+    to a minute. On CPU auto is off: on one core it would take longer than it saves, and bits would
+    differ. Raises UserError for another word.
     """
-    asked = os.environ.get(COMPILE) or "auto"
-    if asked not in ("auto", "true", "false"):
-        raise UserError(f"{COMPILE}: found {asked!r}; allowed: auto, true, false")
-    if asked == "auto":
+    policy = os.environ.get(COMPILE) or "auto"
+    if policy not in ("auto", "true", "false"):
+        raise UserError(f"{COMPILE}: found {policy!r}; allowed: auto, true, false")
+    if policy == "auto":
         return "tried" if device.startswith("cuda") else "off"
-    return "required" if asked == "true" else "off"
+    return "required" if policy == "true" else "off"
 
 
 class CompiledBlocks:
-    """The blocks of a model, compiled one by one while a step is computed and at no other time.
+    """Compiles the blocks of a model one by one, for use while a step is computed.
 
-    The first step is not compiled: in it parts draw what they keep (hash.py). Shapes are static,
-    and random numbers torch's own, so a step draws the same ones as without. Blocks whose experts
-    lie on several ranks stay as they are: what is sent depends on the tokens.
+    The first step is not compiled: in it parts draw their fixed random values (hash.py). Shapes are
+    static, and random numbers are torch's, so a step draws the same numbers as without. Blocks with
+    experts on several ranks are not compiled: the amount sent depends on the tokens.
 
-    A block that cannot be compiled ends the training where that is ``required``; where it is
-    ``tried`` one line tells so, and the training goes on without.
+    If a block cannot be compiled, ``required`` ends the training; ``tried`` prints a line and goes
+    on without compilation.
     """
 
     def __init__(
@@ -220,30 +221,33 @@ class CompiledBlocks:
         steps: int,
         backend: Callable | str | None = None,
     ) -> None:
-        """``models``: what a step computes with; ``backend``: in the place of inductor."""
+        """Prepare compilation. models: used by a step. backend: instead of inductor."""
         self.strict = compile == "required"
         self.begun = False
         self.blocks: list[Block] = []
         self.ready: list[Callable] = []
-        if compile == "off" or (compile == "tried" and steps < LONG):
+        if compile == "off" or (compile == "tried" and steps < MIN_COMPILED_STEPS):
             return
-        # "inductor", whose generators otherwise draw other numbers than torch
-        how: dict[str, Any] = {"options": {"fallback_random": True}}
+        # Without fallback_random inductor draws other numbers than torch.
+        options: dict[str, Any] = {"options": {"fallback_random": True}}
         if backend is not None:
-            how = {"backend": backend}
-        every = [module for model in models if model is not None for module in model.modules()]
+            options = {"backend": backend}
         self.blocks = [
-            module for module in every if isinstance(module, Block) and is_unsharded(module)
+            module
+            for model in models
+            if model is not None
+            for module in model.modules()
+            if isinstance(module, Block) and is_unsharded(module)
         ]
-        # they share one code, which is compiled for each kind of block: a Swin has over 8
+        # All blocks share one code object, which is compiled for each kind: a Swin has over 8.
         allow_recompilations(2 * len(self.blocks))
         for block in self.blocks:
-            compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **how)
+            compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **options)
             self.ready.append(self._with_fallback(compiled, block.forward))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """While a step is computed; the first time nothing is compiled."""
+        """Use the compiled blocks inside, except the first time."""
         blocks = self.blocks if self.begun else []
         self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):
@@ -263,11 +267,11 @@ class CompiledBlocks:
             try:
                 return compiled(*inputs)
             except refused as error:
-                why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-                told = f"{COMPILE}: a block cannot be compiled: {why}"
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                message = f"{COMPILE}: a block cannot be compiled: {reason}"
                 if self.strict:
-                    raise UserError(f"{told}; allowed: false, or auto: without") from error
-            print(f"{told}; training goes on without", file=sys.stderr)
+                    raise UserError(f"{message}; allowed: false, or auto: without") from error
+            print(f"{message}; training goes on without", file=sys.stderr)
             self.blocks = []
             return plain(*inputs)
 
@@ -275,12 +279,12 @@ class CompiledBlocks:
 
 
 def is_unsharded(block: Block) -> bool:
-    """Return whether all that the block computes with is on this rank."""
+    """Return whether all parameters of the block are on this rank."""
     return not isinstance(block.mlp, MoEFeedForward) or block.mlp.sharded_experts is None
 
 
 def trace_file(title: str) -> Path | None:
-    """Return where the first rank writes the trace of a training: below $MOECORE_TRACE."""
+    """Return the file for the trace of a training, below $MOECORE_TRACE; None on other ranks."""
     folder = os.environ.get(TRACE)
     if not folder or not current_ranks().first:
         return None
@@ -288,15 +292,15 @@ def trace_file(title: str) -> Path | None:
 
 
 def iterate_traced_steps(steps: range, path: Path | None, device: str) -> Iterator[int]:
-    """The steps, one by one; where there is a ``path``, a few of them are traced into it.
+    """Yield the steps one by one; with a ``path``, write a trace of a few of them.
 
-    A Chrome trace, gzipped, of what the host and the device do while the caller computes these
-    steps; for https://ui.perfetto.dev or chrome://tracing.
+    A Chrome trace, gzipped, of host and device while the caller computes these steps; for
+    https://ui.perfetto.dev or chrome://tracing.
     """
     if path is None or not steps:
         yield from steps
         return
-    begin = max(steps.start, min(steps.start + BEFORE, steps.stop - TRACED))
+    begin = max(steps.start, min(steps.start + UNTRACED, steps.stop - TRACED))
     end = min(begin + TRACED, steps.stop)
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):

@@ -1,7 +1,7 @@
-"""The settings of a training run, its optimizer and its adversarial steps.
+"""Settings of a training run, its optimizer and its adversarial steps.
 
-In adversarial training a step learns from images that an attack has changed first (Madry et al.,
-2018; adversarial-moe, §4.2).
+In adversarial training each step learns from images that an attack has changed (Madry et al., 2018;
+adversarial-moe, §4.2).
 """
 
 import math
@@ -24,51 +24,52 @@ from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
 from moecore.training.runtime import Precision
 
-# what labels that are no single classes do not allow, and the value that switches it off
+# Settings that need one class per image, and the value that turns them off.
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
 DECAY = 0.05
 
-FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")
+FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")  # ends of names without decay
 
 
 class Adversarial(Config):
     """A PGD attack on the images of every step; the defaults are the paper's."""
 
     steps: int = Field(
-        10, ge=1, description="of PGD on each batch; a training step costs as many more"
+        10, ge=1, description="PGD steps per batch; each costs as much as a training step"
     )
     epsilon: float = Field(
         8 / 255, ge=0, le=1, description="radius of the L∞ ball; 0 changes nothing"
     )
     form: Literal["paper", "strong"] = Field(
-        "paper", description="as the attack pgd has it; strong draws a random start"
+        "paper", description="as in the attack pgd; strong draws a random start"
     )
 
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
-        """The batch (every view of it) with adversarial images, fp32 in [0, 1].
+        """Return the batch (every view of it) with adversarial images, fp32 in [0, 1].
 
-        model: is attacked as it is used (no noise, no capacity, no autocast), and left as it was.
-        generator: on the CPU, for the random start. Regularizers are not attacked.
+        model: is attacked as in use (no noise, no capacity, no autocast) and is not changed.
+        generator: on the CPU, for the random start. The attack maximises the task loss, without
+        regularizers.
         """
         attack = Pgd(steps=self.steps, form=self.form)
-        own: Generator | list[Generator] = generator
+        generators: Generator | list[Generator] = generator
         if self.form == "strong":  # the other form draws nothing
-            own = local_image_generators(generator, batch.images)
+            generators = local_image_generators(generator, batch.images)
         with eval_mode(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
-            images = attack(model, task, batch.images, labels, self.epsilon, own)
+            images = attack(model, task, batch.images, labels, self.epsilon, generators)
         return batch._replace(images=images)
 
 
 class Adamw(Config):
-    """Adam with decay apart from the gradient (Loshchilov & Hutter 2019)."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = "adamw"
     decays: ClassVar[bool] = True
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Build the optimizer of groups with a ``weight_decay`` each."""
+        """Return the optimizer of parameter groups with a ``weight_decay`` each."""
         return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
@@ -79,7 +80,7 @@ class Adam(Config):
     decays: ClassVar[bool] = False
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Build the optimizer of groups that have no decay."""
+        """Return the optimizer of parameter groups; their decay is 0."""
         return torch.optim.Adam(groups, lr=rate, fused=True)
 
 
@@ -91,23 +92,24 @@ class Sgd(Config):
     momentum: float = Field(0.9, ge=0, lt=1, description="μ; 0 for none")
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Build the optimizer of groups that have no decay."""
-        # torch's fused kernel takes no sharded parameters; Adam's do.
-        sharded = any(hasattr(one, "device_mesh") for group in groups for one in group["params"])
+        """Return the optimizer of parameter groups; their decay is 0."""
+        # torch's fused SGD does not take sharded parameters; fused Adam does.
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=not sharded)
 
 
 Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 
 
-def _default_decay(given: Mapping[str, Any]) -> float:
-    """The weight decay where none is written, after the fields above it: AdamW's, or none."""
-    optimizer = given.get("optimizer")
+def _default_decay(fields: Mapping[str, Any]) -> float:
+    """Return the default weight decay for the optimizer among the ``fields`` before it."""
+    optimizer = fields.get("optimizer")
     return 0.0 if optimizer is not None and not optimizer.decays else DECAY
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
-    """Yield a batch of more images than there are; why: what these are."""
+    """Yield a batch larger than the number of images; why: what the images are."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
@@ -128,24 +130,24 @@ class Training(Config):
         description="on matrices; not on biases, norms, tokens and positions; adamw only",
         json_schema_extra={"default": DECAY},
     )
-    clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null for none")
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null for none")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     views: ViewSettings = ViewSettings()
     mix: Mix | None = Field(None, description="mixup and cutmix; null for none")
     adversarial: Adversarial | None = Field(
-        None, description="learn from attacked images; null for the images as they are"
+        None, description="learn from attacked images; null: from unchanged images"
     )
     updates: int | None = Field(
         None,
         ge=1,
         le=10**9,
-        description="updates of an epoch; null: as many as go once over the training data",
+        description="updates per epoch; null: one pass over the training data",
     )
     shard: int = Field(
-        1, ge=1, description="ranks that share parameters and optimizer's state; 1: each has all"
+        1, ge=1, description="ranks that share parameters and optimizer state; 1: each has all"
     )
     expert_parallel: int = Field(
-        1, ge=1, description="ranks that share whole experts, to which tokens travel: 1, or shard"
+        1, ge=1, description="ranks that share the experts; tokens are sent to them: 1, or shard"
     )
     precision: Precision = Field("auto", description="auto: bfloat16 where a probe finds it faster")
     log_every: int = Field(20, ge=1, description="steps between two logged points")
@@ -154,18 +156,18 @@ class Training(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a warm-up without end, and what labels, images and their number do not allow."""
+        """Yield a warm-up longer than the training, and settings that the data do not allow."""
         if self.warmup_epochs > self.epochs:
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
-        for key, none in NEED_CLASSES.items():
+        for key, off in NEED_CLASSES.items():
             value = getattr(self, key, None)
             if value and (reason := around.lacks(key)):
                 text = f"found {format_changed_settings(value)}, but {reason} ({around.data})"
-                yield (key,), f"{text}; allowed: {none}"
-        for key, usual in (("views", ViewSettings()), ("adversarial", None)):
+                yield (key,), f"{text}; allowed: {off}"
+        for key, default in (("views", ViewSettings()), ("adversarial", None)):
             value = getattr(self, key)
-            if around.is_text and value != usual:
+            if around.is_text and value != default:
                 text = f"found {format_changed_settings(value)}, but {around.data} is text"
                 yield (key,), f"{text}; allowed: leave it out"
         if around.source is not None and around.source.sided and self.views.flip:
@@ -177,7 +179,7 @@ class Training(Config):
             yield from self._unfit_for_number(around)
 
     def _unfit_for_sizes(self, around: Surroundings) -> Misfits:
-        """Yield views of other sizes than the images have."""
+        """Yield views that do not fit the sizes of the images."""
         preview = around.preview
         if preview.short_side is not None:
             if self.views.crop is None:
@@ -187,7 +189,7 @@ class Training(Config):
             yield ("views", "shift"), f"{text} pixels; allowed: less than that"
 
     def _unfit_for_number(self, around: Surroundings) -> Misfits:
-        """Yield a batch, or shots of a class, of more images than there are."""
+        """Yield a batch, or shots per class, larger than the number of images."""
         preview = around.preview
         if not preview.counts:
             return
@@ -195,19 +197,20 @@ class Training(Config):
         images, why = sum(counts), around.data
         shots = getattr(self, "shots", None)
         if shots is not None and preview.classes:
-            numbers, named = [number for number in counts if number], "a class"
-            least = min(numbers)
             if len(counts) > 1:
-                named = f"class {preview.classes[counts.index(least)]}"
-            else:  # of drawn data the number of each class is not known yet
-                numbers = [images // len(preview.classes)] * len(preview.classes)
-                least = numbers[0]
-            if shots > least:
-                text = f"found {shots}, but {named} of {around.data} has {least} training images"
-                yield ("shots",), f"{text}; allowed: 1 to {least}, or null"
+                class_sizes = [count for count in counts if count]
+                smallest = min(class_sizes)
+                name = f"class {preview.classes[counts.index(smallest)]}"
+            else:  # in generated data the size of each class is not known yet
+                class_sizes = [images // len(preview.classes)] * len(preview.classes)
+                smallest = class_sizes[0]
+                name = "a class"
+            if shots > smallest:
+                text = f"found {shots}, but {name} of {around.data} has {smallest} training images"
+                yield ("shots",), f"{text}; allowed: 1 to {smallest}, or null"
                 return
-            images = shots * len(numbers)
-            why = f"{shots} shots of {len(numbers)} classes"
+            images = shots * len(class_sizes)
+            why = f"{shots} shots of {len(class_sizes)} classes"
         yield from batch_misfits(self, images, why)
 
     @field_validator("weight_decay")
@@ -215,40 +218,40 @@ class Training(Config):
     def _decays(cls, decay: float, info: ValidationInfo) -> float:
         optimizer = info.data.get("optimizer")
         if decay and optimizer is not None and not optimizer.decays:
-            problem = f"found {decay:g} with optimizer.kind {optimizer.kind}, which has no decay"
-            raise ValueError(f"{problem}; allowed: 0, or optimizer: {{kind: adamw}}")
+            raise ValueError(
+                f"found {decay:g} with optimizer.kind {optimizer.kind}, which has no decay; "
+                "allowed: 0, or optimizer: {kind: adamw}"
+            )
         return decay
 
 
 class Finetuning(Training):
-    """Fine-tuning: other data, images of another size, another k, with or without the teacher."""
+    """Fine-tuning: other data, other image size, other k, with or without the teacher."""
 
     shots: int | None = Field(None, ge=1, description="training images per class; null for all")
-    k: int | None = Field(
-        None, ge=1, description="experts per token from then on; null: the method's"
-    )
+    k: int | None = Field(None, ge=1, description="experts per token; null: the method's")
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield text, of which there is no fine-tuning."""
+        """Yield text data, which have no fine-tuning."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
         yield from super().misfits(around)
 
 
 class AdversarialFinetuning(Finetuning):
-    """Fine-tuning on attacked images only: the same settings, with an attack in any case."""
+    """Fine-tuning on attacked images only: the same settings, always with an attack."""
 
     adversarial: Adversarial = Field(
-        Adversarial(), description="the attack; without it the paper's: 10 steps, 8/255"
+        Adversarial(), description="the attack; by default the paper's: 10 steps, 8/255"
     )
 
 
 class TeacherRouterFit(Config):
-    """Fitting a linear router on each aligned block of the frozen teacher."""
+    """The fit of a linear router on each aligned block of the frozen teacher."""
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a batch of more images than there are."""
+        """Yield a batch larger than the number of images."""
         if around.preview is not None and around.preview.counts:
             yield from batch_misfits(self, around.preview.images["train"], around.data)
 
@@ -258,49 +261,50 @@ class TeacherRouterFit(Config):
 
 
 def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
-    """Return what draws the random start of each of this rank's ``images``, as of a whole batch."""
-    here = current_ranks()
-    if here.size == 1:
+    """Return generators for this rank's ``images``, equal to one generator for the whole batch."""
+    ranks = current_ranks()
+    if ranks.size == 1:
         return generator
     states = []
-    for _ in range(len(images) * here.size):
+    for _ in range(len(images) * ranks.size):
         states.append(generator.get_state())
         torch.rand(images.shape[1:], generator=generator)
-    own = []
-    for place in RowsOfBatch.of(torch.arange(len(states))).tolist():
-        drawing = Generator()
-        drawing.set_state(states[place])
-        own.append(drawing)
-    return own
+    generators = []
+    for index in RowsOfBatch.of(torch.arange(len(states))).tolist():
+        image_generator = Generator()
+        image_generator.set_state(states[index])
+        generators.append(image_generator)
+    return generators
 
 
 def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``settings``, fused; weight decay on matrices only, so on no bias, norm,
-    token, position embedding, and no expert's basis, whose lengths its orthogonality penalty holds,
-    nor on a router's rows that are to stay orthonormal.
-
-    routers: those of the teacher where they learn too; a group of their own, without decay.
-    """
+    """Return the fused optimizer, with decay on matrices only; routers: a teacher's, no decay."""
+    # No decay on biases, norms, tokens, positions, nor on experts' bases and routers' orthonormal
+    # rows: their own losses hold the lengths.
+    orthonormal = {
+        id(rows) for part in model.modules() for rows in getattr(part, "orthonormal_rows", ())
+    }
     decayed, free = [], []
-    held = {id(one) for part in model.modules() for one in getattr(part, "orthonormal_rows", ())}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        matrix = parameter.ndim >= 2 and not name.endswith(FREE) and id(parameter) not in held
-        (decayed if matrix else free).append(parameter)
+        if parameter.ndim < 2 or name.endswith(FREE) or id(parameter) in orthonormal:
+            free.append(parameter)
+        else:
+            decayed.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": free, "weight_decay": 0.0},
         {"params": list(routers), "weight_decay": 0.0},
     ]
-    filled = [group for group in groups if group["params"]]
-    return settings.optimizer.build(filled, settings.learning_rate)
+    groups = [group for group in groups if group["params"]]
+    return settings.optimizer.build(groups, settings.learning_rate)
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
-    """Rate of a step from 0: linear over ``warmup`` steps, then a half cosine to the final."""
+    """Return the rate of a step from 0: linear over ``warmup`` steps, then a half cosine."""
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
     share = (step - warmup) / max(1.0, steps - warmup)

@@ -1,4 +1,4 @@
-"""The state of a training as named tensors: what each rank holds of it, whole or sharded."""
+"""The state of a training as named tensors: this rank's part, full or sharded."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,34 +8,34 @@ from torch import Tensor, nn
 
 
 def is_sharded_tensor(value: Tensor) -> bool:
-    """Return whether no rank holds all of it."""
+    """Return whether the tensor is spread over several ranks."""
     mesh = getattr(value, "device_mesh", None)
     return mesh is not None and mesh.size(mesh.ndim - 1) > 1
 
 
 def local_shard(values: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter that is sharded; all of one that is not."""
+    """Return this rank's part of a sharded parameter, or the parameter itself."""
     return getattr(values, "to_local", lambda: values)()
 
 
 def to_full_tensor(values: Tensor) -> Tensor:
-    """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
+    """Return a sharded tensor's full value, on every rank, or the tensor itself."""
     return getattr(values, "full_tensor", lambda: values)()
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor, the first rank's, as ``target`` holds it: sharded, or whole."""
+    """Return a full tensor, the first rank's, in the form of ``target``: sharded or full."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value
-    from torch.distributed.tensor import distribute_tensor  # half a second, only where it is needed
+    from torch.distributed.tensor import distribute_tensor  # slow to import: half a second
 
     placements = getattr(target, "placements", None)
     return distribute_tensor(value.to(target.device), mesh, placements)
 
 
 def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
+    """Return weights as ``model.<name>``, optimizer state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {
         f"optimizer.{index}.{name}": value
@@ -45,29 +45,31 @@ def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters that it changes, in the order of its state."""
+    """Return all parameters of the optimizer, in the order of its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Take up the optimizer's state of ``collect_rank_state``."""
-    whole = optimizer.state_dict()
+    """Restore the optimizer's state from ``collect_rank_state``."""
+    state = optimizer.state_dict()
     parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")
-            of = parameters[int(index)].detach()
             if field == "step":
                 value = value.reshape(())
             elif not is_sharded_tensor(value):
-                value = shard_like(value, of)
-            whole["state"].setdefault(int(index), {})[field] = value
-    optimizer.load_state_dict(whole)
+                value = shard_like(value, parameters[int(index)].detach())
+            state["state"].setdefault(int(index), {})[field] = value
+    optimizer.load_state_dict(state)
 
 
-def read_distributed_checkpoint(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return what all ranks wrote into a folder of torch.distributed.checkpoint, as this process
-    holds it: sharded anew, or whole. of: the tensor here that a name's values are for.
+def read_distributed_checkpoint(
+    folder: Path, target_of: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a torch.distributed.checkpoint folder, full or sharded for this rank.
+
+    target_of: returns the tensor of this process that a name's values are for.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -75,10 +77,10 @@ def read_distributed_checkpoint(folder: Path, of: Callable[[str], Tensor]) -> di
     tensors = {}
     about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     for name, value in about.items():
-        own = at_least_1d(of(name))
+        target = at_least_1d(target_of(name))
         assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
-        if value.size == own.shape:
-            tensors[name] = torch.zeros_like(own)
+        if value.size == target.shape:
+            tensors[name] = torch.zeros_like(target)
         else:
             tensors[name] = torch.zeros(value.size, dtype=value.properties.dtype)
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -86,12 +88,12 @@ def read_distributed_checkpoint(folder: Path, of: Callable[[str], Tensor]) -> di
 
 
 def short_error(error: BaseException) -> str:
-    """Return what is wrong, in a line, and not the tracebacks of all ranks."""
+    """Return the error's reason in a line, without the tracebacks of all ranks."""
     failures = getattr(error, "failures", {})
-    each = {rank: str(failure) for rank, (failure, _) in failures.items()}
-    return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)
+    lines = [f"rank {rank}: {failures[rank][0]}" for rank in sorted(failures)]
+    return "; ".join(lines) or str(error)
 
 
 def at_least_1d(value: Tensor) -> Tensor:
-    """Scalars with an axis: slices of a file have one."""
+    """Return the tensor with at least one axis, as slices of a file need."""
     return value if value.ndim else value.reshape(1)

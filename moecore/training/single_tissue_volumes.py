@@ -1,7 +1,7 @@
-"""Training on volumes that keep one tissue: the warm start of region experts (ERMoE-ba, algorithm
-2, line 1), and afterwards as an augmentation.
+"""Training on volumes that are reduced to one tissue.
 
-B volumes, C channels, D × H × W voxels, R tissues of the data, T tokens per volume, E experts.
+The warm start of region experts (ERMoE-ba, algorithm 2, line 1), and an augmentation afterwards. B
+volumes, C channels, D × H × W voxels, R tissues of the data, T tokens per volume, E experts.
 """
 
 from typing import NamedTuple
@@ -19,17 +19,16 @@ from moecore.data.prepared import Prepared
 from moecore.data.views.warping import to_device_async
 from moecore.training.method import Method
 
-# The region of a volume of which nothing is taken away, and of a token that belongs to no expert.
-WHOLE = -1
+WHOLE = -1  # the region of an unchanged volume, and of a token that belongs to no expert
 
 
 class TissueIsolationSchedule(NamedTuple):
-    """Which volumes of a step keep one tissue, and where their tokens belong."""
+    """Which volumes of a step are reduced to one tissue, and the experts of their tokens."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
-    channels: tuple[int, ...]  # of ``masks``, for each region expert
-    alone: range  # epochs, from 0, in which every volume keeps one tissue; before them none does
-    share: float  # afterwards, of the volumes
+    channels: tuple[int, ...]  # of ``masks``, per region expert
+    alone: range  # epochs, from 0, in which all volumes are reduced; before them none is
+    share: float  # of the volumes that are reduced afterwards
 
     def isolated(
         self,
@@ -39,63 +38,62 @@ class TissueIsolationSchedule(NamedTuple):
         epoch: int,
         source: Generator | BatchDraws,
     ) -> tuple[Tensor, Tensor]:
-        """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and
-        which region each keeps: (B,) int64, or WHOLE.
+        """Return the volumes (B, C, D, H, W), some reduced to one tissue, and their regions.
 
-        Regions take turns, so every expert learns at every step. Outside ``alone`` one volume at
-        least stays whole. source: a generator on the CPU, or the draws of these volumes.
+        indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
+        source: a generator on the CPU, or the draws of these volumes.
         """
         draws = BatchDraws.of(source, len(indices))
+        # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.whole) + step) % len(self.channels)
         if epoch not in self.alone:
             share = self.share if epoch >= self.alone.stop else 0.0
-            left = torch.rand(draws.whole, generator=draws.generator)
-            region = region.where((left < share) & (left < left.max()), WHOLE)
+            chances = torch.rand(draws.whole, generator=draws.generator)
+            # The largest is never below itself: at least one volume stays unchanged.
+            region = region.where((chances < share) & (chances < chances.max()), WHOLE)
         region = draws.select_rows(region)
-        kept = (region != WHOLE).nonzero()[:, 0]
-        if not len(kept):
+        rows = (region != WHOLE).nonzero()[:, 0]
+        if not len(rows):
             return volumes, region
-        chosen = np.array(self.channels)[region[kept].numpy()]
-        masks = torch.from_numpy(np.array(self.masks[indices[kept].numpy(), chosen]))
+        channels = np.array(self.channels)[region[rows].numpy()]
+        masks = torch.from_numpy(np.array(self.masks[indices[rows].numpy(), channels]))
         changed = volumes.clone()
-        where = to_device_async(kept, volumes.device)
-        changed[where] = keep_only_tissue(volumes[where], to_device_async(masks, volumes.device))
+        rows = to_device_async(rows, volumes.device)
+        changed[rows] = keep_only_tissue(volumes[rows], to_device_async(masks, volumes.device))
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it.
+        """Return the batch with the experts of its reduced volumes' tokens.
 
-        In the epochs ``alone`` age is learned from them too. Later they teach the routers only:
-        where they taught age as well some trainings stayed at the median age.
+        region: from ``isolated``. In the epochs ``alone`` age is learned from reduced volumes too.
+        Later they teach only the routers: with age some trainings stayed at the median age.
         """
-        # Of ranks one may have none where another has some, and all must compute the same terms.
+        # All ranks must compute the same terms, also a rank without reduced volumes.
         if not has_process_group() and bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
         if epoch in self.alone:
             return batch
-        whole = (region == WHOLE).nonzero()[:, 0]
-        return batch._replace(learned=to_device_async(whole, batch.images.device))
+        unchanged = (region == WHOLE).nonzero()[:, 0]
+        return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
-        """The expert of each token of views (B, C, D, H, W) in [0, 1], as in Batch: int64 (B, T).
+        """Return the expert of each token of views (B, C, D, H, W) in [0, 1]: int64 (B, T), or -1.
 
-        region: (B,) as ``isolated`` gave it.  Cubes with any of a region: its expert. Other cubes,
-        special tokens and whole volumes: -1, none.
+        region: (B,), from ``isolated``. Cubes that contain some of a volume's tissue belong to its
+        expert. Other cubes, special tokens and unchanged volumes: -1, none.
         """
-        held = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid).flatten(1) > 0
-        held = torch.cat([held.new_zeros(len(held), layout.special), held], dim=1)
-        return torch.where(held, to_device_async(region, views.device)[:, None], WHOLE)
+        brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
+        has_tissue = brightest.flatten(1) > 0
+        special = has_tissue.new_zeros(len(has_tissue), layout.special)
+        has_tissue = torch.cat([special, has_tissue], dim=1)
+        return torch.where(has_tissue, to_device_async(region, views.device)[:, None], WHOLE)
 
 
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Return what ``method`` isolates of the training split (of its volumes ``subset``, if given);
-    None where it learns from whole volumes only.
-
-    Raises UserError where the data has no maps of its tissues.
-    """
+    """Return the isolation of ``method`` on training volumes (``subset``); None without one."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None
@@ -108,15 +106,17 @@ def build_tissue_isolation(
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
-    """The place of each tissue among the data's maps. Raises UserError, naming what there is."""
-    there = tuple(card.get("regions", ()))
-    if lacking := [name for name in names if name not in there]:
-        maps = f"maps of {', '.join(there)}" if there else "no tissue maps"
-        problem = f"found {', '.join(lacking)}, but these data have {maps}"
-        raise UserError(f"regions.experts: {problem}; choose other data, or leave out regions")
-    return tuple(there.index(name) for name in names)
+    """Return the index of each tissue among the data's maps; UserError for a missing map."""
+    mapped = tuple(card.get("regions", ()))
+    if lacking := [name for name in names if name not in mapped]:
+        maps = f"maps of {', '.join(mapped)}" if mapped else "no tissue maps"
+        raise UserError(
+            f"regions.experts: found {', '.join(lacking)}, but these data have {maps}; choose "
+            "other data, or leave out regions"
+        )
+    return tuple(mapped.index(name) for name in names)
 
 
 def keep_only_tissue(volumes: Tensor, share: Tensor) -> Tensor:
-    """Volumes (B, C, D, H, W) times the share (B, D, H, W) of a tissue, uint8 0 … 255."""
+    """Return volumes (B, C, D, H, W) times the share (B, D, H, W) of a tissue, uint8 0 … 255."""
     return volumes * (share.unsqueeze(1).to(volumes.dtype) / 255)

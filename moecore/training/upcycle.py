@@ -1,7 +1,8 @@
 """Sparse upcycling: a dense checkpoint's MLP becomes every expert of an MoE block.
 
-Komatsuzaki et al. 2023; MoGE, §3.1. Or a piece of it: see upcycling_kinds.py. A foreign model
-(timm's ViT, DeiT, Swin) is upcycled in place: its forward pass stays its own.
+Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP: see
+upcycling_kinds.py. An outside model (timm's ViT, DeiT, Swin) is upcycled in place and keeps its
+forward pass.
 """
 
 import json
@@ -26,20 +27,22 @@ from moecore.training.artifacts import rescale_head
 
 Settings = TypeVar("Settings")
 
-ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}  # timm's, ours
+ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}  # timm's name → ours
 ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activation, fc2"
 
 
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config`` for a model that starts from ``dense``: a continuous position bias goes on
-    counting in the windows that it was learned for, unless ``config`` says which those are.
+    """Return ``config`` for a model that starts from ``dense``, with its pretrained windows.
+
+    A continuous position bias keeps counting in the windows it was trained with, unless ``config``
+    sets them.
     """
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
-    # A null on both sides with one size of windows is exact, oblong windows too: leave it.
+    # Null on both sides, with equal windows, is exact, also for oblong windows.
     same = theirs.pretrained_windows is None and config.depths == theirs.depths
     if same and config.windows(image) == theirs.windows(dense.image):
         return config
@@ -53,73 +56,75 @@ def inherit_pretrained_windows(
 def upcycle_model(
     model: BackboneModel, dense: BackboneModel, kind: upcycling_kinds.Upcycling = True
 ) -> BackboneModel:
-    """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
-    MLP into all experts of its block, positions interpolated to the model's grid.
+    """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts.
 
-    kind: granular cuts the MLPs. Routers keep their fresh weights, the head too where the classes
-    differ. With ``renormalise`` on the router the model then computes what ``dense`` does. Raises
-    UserError for what does not fit.
+    Shared layers are copied, positions interpolated to the model's grid. kind: granular cuts the
+    MLPs. Routers keep their random weights, as does the head if the classes differ. With
+    ``renormalise`` on the router the model then computes the same as ``dense``. Raises UserError
+    for weights that do not fit.
     """
     _check_settings(model, dense)
     _check_positions(model, dense)
     weights = _adapted_weights(model, dense)
-    own = model.state_dict()
-    replaced = dict(dense.named_modules())
+    state = model.state_dict()
+    dense_modules = dict(dense.named_modules())
     for name, layer in model.named_modules():
         if isinstance(layer, FeedForward):
-            _check_activation(layer, replaced.get(name), name)
+            _check_activation(layer, dense_modules.get(name), name)
         if isinstance(layer, MoEFeedForward):
             check_no_shared_experts(layer)
             moe = model.moe_settings_of(name)
-            assert moe is not None  # the layer was built by it
+            assert moe is not None  # the layer was built from it
             pieces = cut_mlp(layer.router, moe.router, moe.experts, kind)
             fill_experts(layer.experts, weights, f"{name}.", pieces)
-            own = {key: value for key, value in own.items() if not key.startswith(f"{name}.")}
+            state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
     if dense.image.answers != model.image.answers:
-        own = {name: value for name, value in own.items() if not name.startswith("head")}
-    for name in dict.fromkeys([*weights, *own]):
-        there, here = (
-            tuple(state[name].shape) if name in state else "absent" for state in (weights, own)
-        )
-        if here != there:
-            problem = f"found {name} {here} in the model, {there} in the teacher"
-            raise UserError(f"upcycle: {problem}; allowed: the same model, but for its MLPs")
-        own[name].copy_(weights[name])
+        state = {name: value for name, value in state.items() if not name.startswith("head")}
+    for name in dict.fromkeys([*weights, *state]):
+        theirs = tuple(weights[name].shape) if name in weights else "absent"
+        ours = tuple(state[name].shape) if name in state else "absent"
+        if ours != theirs:
+            raise UserError.at(
+                "upcycle",
+                found=f"{name} {ours} in the model, {theirs} in the teacher",
+                allowed="the same model, except for its MLPs",
+            )
+        state[name].copy_(weights[name])
     return model
 
 
 def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError where the teacher's weights would compute something else in the model."""
+    """Raise UserError if the teacher's weights would compute something else in the model."""
     if dense.config.kind != model.config.kind:
-        problem = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
-        raise UserError(f"upcycle: {problem}; allowed: both of one kind")
-    for name, here, there in differing_settings(model.config, dense.config):
-        values = (json.dumps(value, default=str) for value in (here, there))
-        problem = "found {} {} in the model, {} in the teacher".format(name, *values)
-        raise UserError(f"upcycle: {problem}; allowed: the same in both")
+        raise UserError(
+            f"upcycle: the teacher is a {dense.config.kind}, the model a {model.config.kind}; "
+            "allowed: both of one kind"
+        )
+    for name, *values in differing_settings(model.config, dense.config):
+        ours, theirs = [json.dumps(value, default=str) for value in values]
+        raise UserError.at(
+            "upcycle",
+            found=f"{name} {ours} in the model, {theirs} in the teacher",
+            allowed="the same in both",
+        )
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each setting that decides what weights compute, and differs
-    between two backbones of one kind.
-    """
+    """Yield name and both values of each setting that differs and affects what weights compute."""
     free = getattr(ours, "free_settings", frozenset())
     for name in type(ours).model_fields:
-        here, there = getattr(ours, name), getattr(theirs, name)
-        if name in free or here == there:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if name in free or mine == other:
             continue
-        if isinstance(here, Config) and type(here) is type(there):
-            for inner, *values in differing_settings(here, there):
+        if isinstance(mine, Config) and type(mine) is type(other):
+            for inner, *values in differing_settings(mine, other):
                 yield f"{name}.{inner}", *values
         else:
-            yield name, getattr(here, "kind", here), getattr(there, "kind", there)
+            yield name, getattr(mine, "kind", mine), getattr(other, "kind", other)
 
 
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
-    """Return the teacher's weights for the model's images and task; no head for other answers.
-
-    Raises UserError where pixels of other statistics cannot be balanced.
-    """
+    """Return the teacher's weights for the model's images and task; no head for other answers."""
     ours, theirs = model.image, dense.image
     weights = dict(dense.state_dict())
     if theirs.answers != ours.answers:
@@ -132,57 +137,57 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
         raise UserError(f"upcycle: {error}") from error
     changed = model.renormalise_weights(weights, theirs)
     if not changed and (ours.mean, ours.std) != (theirs.mean, theirs.std):
-        problem = f"the teacher's pixels have means of {theirs.mean} and deviations of {theirs.std}"
-        here = f"the model's {ours.mean} and {ours.std}"
-        raise UserError(f"upcycle: {problem}, {here}; allowed: the same of a {model.config.kind}")
+        raise UserError(
+            f"upcycle: the teacher's pixels have means of {theirs.mean} and deviations of "
+            f"{theirs.std}, the model's {ours.mean} and {ours.std}; allowed: equal ones for a "
+            f"{model.config.kind}"
+        )
     return weights | changed
 
 
 def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError where a position bias would count in other windows than it learned."""
+    """Raise UserError if a position bias would count in other windows than it learned."""
     if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
         return
-    here = model.config.trained_on(model.image).pretrained_windows
-    there = dense.config.trained_on(dense.image).pretrained_windows
-    if here != there:
-        problem = f"the teacher's positions are of windows of {there}, the model's of {here}"
-        mend = "set model.pretrained_windows to the teacher's, or null"
-        raise UserError(f"upcycle: {problem}; {mend}")
+    ours = model.config.trained_on(model.image).pretrained_windows
+    theirs = dense.config.trained_on(dense.image).pretrained_windows
+    if ours != theirs:
+        raise UserError(
+            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
+            "set model.pretrained_windows to the teacher's, or null"
+        )
 
 
 def check_no_shared_experts(layer: MoEFeedForward) -> None:
-    """Raise UserError where it is open which expert the dense MLP becomes."""
+    """Raise UserError for shared experts: the dense MLP would count twice."""
     if layer.shared is not None:
-        problem = "shared experts beside copies would count the dense MLP twice"
-        raise UserError(f"experts.shared: {problem}; allowed: 0, or upcycle: false")
+        raise UserError(
+            "experts.shared: shared experts in addition to copies would count the dense MLP "
+            "twice; allowed: 0, or upcycle: false"
+        )
 
 
 def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
-    """Raise UserError where a dense MLP has another activation than what begins as it."""
+    """Raise UserError if a dense MLP has another activation than the layer that it becomes."""
     if mlp is None:
-        return  # that there is none is said by name
-    there = getattr(mlp, "activation", "gelu")
-    problem = f"the teacher's MLP at {name} has {there}"
+        return  # a missing MLP is refused by name later
+    theirs = getattr(mlp, "activation", "gelu")
+    prefix = f"upcycle: the teacher's MLP at {name} has {theirs}"
     if isinstance(layer, MoEFeedForward):
-        if (here := getattr(layer.experts, "activation", "gelu")) != there:
-            mend = f"set experts.activation: {there}"
-            raise UserError(f"upcycle: {problem}, the experts have {here}; {mend}")
-    elif (here := getattr(layer, "activation", "gelu")) != there:
-        raise UserError(f"upcycle: {problem}, the model's {here}; set model.activation: {there}")
+        if (ours := getattr(layer.experts, "activation", "gelu")) != theirs:
+            raise UserError(f"{prefix}, the experts have {ours}; set experts.activation: {theirs}")
+    elif (ours := getattr(layer, "activation", "gelu")) != theirs:
+        raise UserError(f"{prefix}, the model's {ours}; set model.activation: {theirs}")
 
 
 def cut_mlp(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how the MLPs are cut; of several pieces the router begins with equal rows.
-
-    module: the router of these settings, in a layer of such experts. Raises UserError where the
-    pieces would not be chosen together.
-    """
+    """Return how the MLPs are cut; for several pieces the router ``module`` gets equal rows."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
-    for key, problem in kind.list_parting_settings(router, experts):
-        raise UserError(f"{'.'.join(key)}: {problem}")
+    for key, refusal in kind.list_parting_settings(router, experts):
+        raise UserError(f"{'.'.join(key)}: {refusal}")
     upcycling_kinds.repeat_router_rows(module, kind.pieces)
     return kind.cut_mlp(router, experts.number)
 
@@ -193,35 +198,34 @@ def fill_experts(
     prefix: str,
     pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
-    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its ``pieces``
-    one after the other.
-
-    An eigen expert gets what of the MLP its own basis sees: x B Bᵀ W1ᵀ in the place of x W1ᵀ.
-    Raises UserError for experts of another kind or size.
-    """
+    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces."""
     eigen = isinstance(experts, EigenExperts)
     if not (eigen and experts.down_inner is None) and not isinstance(experts, MlpExperts):
-        mend = "allowed: experts.factored_output: false, or upcycle: false"
-        raise UserError(f"upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; {mend}")
+        raise UserError(
+            "upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; allowed: "
+            "experts.factored_output: false, or upcycle: false"
+        )
     up = weights.pop(f"{prefix}fc1.weight", None)
     hidden, width = experts.down.shape[1:]
     if experts.up_bias is None or experts.down_bias is None:
         raise UserError("experts.activation: found swiglu, and a dense MLP has none; allowed: gelu")
     if up is None or up.shape != (pieces.number * hidden, width):
-        held = "no dense MLP"
+        mlp = "no dense MLP"
         if up is not None:
-            held = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
-        there = f"the teacher has {held} at {prefix[:-1]}"
-        here = f"the experts are {hidden} and {width} wide"
-        mend = "its mlp_ratio, over upcycle.pieces where it is cut, and fine: null"
-        raise UserError(f"upcycle: {there}, {here}; set experts.hidden_ratio to {mend}")
+            mlp = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
+        raise UserError(
+            f"upcycle: the teacher has {mlp} at {prefix[:-1]}, the experts are {hidden} and "
+            f"{width} wide; set experts.hidden_ratio to its mlp_ratio, over upcycle.pieces where "
+            "it is cut, and fine: null"
+        )
     up_bias = weights.pop(f"{prefix}fc1.bias")
     down = weights.pop(f"{prefix}fc2.weight")
     down_bias = weights.pop(f"{prefix}fc2.bias")
-    # A linear layer holds (out, in), experts (expert, in, out); expert c · pieces + s has piece s.
+    # A linear layer is (out, in), experts (expert, in, out); expert c · pieces + s has piece s.
     cut = (pieces.number, hidden)
     copies = len(experts.up) // pieces.number
     if isinstance(experts, EigenExperts):
+        # The part of the MLP that the basis sees: x B Bᵀ W1ᵀ instead of x W1ᵀ.
         experts.up.copy_(experts.basis.transpose(1, 2) @ up.t())  # (E, r, h)
     else:
         experts.up.copy_(up.t().unflatten(1, cut).transpose(0, 1).repeat(copies, 1, 1))
@@ -241,15 +245,28 @@ def upcycle_in_place(
 ) -> tuple[MoELayer, ...]:
     """Replace the MLP of some blocks of ``model`` by MoE layers; return these layers.
 
-    Every expert starts as a copy of the block's MLP, on its device and in its dtype, so that the
-    model computes what it did where combine weights sum to 1 (a router with ``renormalise: true``,
-    ``top_k_softmax``). blocks: indices from 0, over all stages of a Swin, or every_2, last_2, all.
-    kind: Granular cuts each copy into pieces, Drop draws a share of each copy's hidden units anew,
-    by ``seed``. Raises UserError, and changes nothing, for what does not fit.
+    Every expert starts as a copy of the block's MLP, on its device and in its dtype. If combine
+    weights sum to 1 (a router with ``renormalise: true``, ``top_k_softmax``), the model computes
+    the same as before.
+
+    Args:
+        model: timm's ViT, DeiT or Swin.
+        router: settings of the layers' routers.
+        experts: settings of the layers' experts.
+        blocks: indices from 0, over all stages of a Swin, or every_2, last_2, all.
+        kind: Granular cuts each copy into pieces, Drop draws a share of its hidden units again.
+        seed: of the units that Drop draws.
+
+    Returns:
+        The new layers, in the order of the blocks.
+
+    Raises:
+        UserError: for a model or settings that do not fit; the model is then not changed.
     """
     if isinstance(model, Model):
-        mend = "give its method `upcycle: true`"
-        raise UserError(f"upcycle: a model of moecore is not changed in place; {mend}")
+        raise UserError(
+            "upcycle: a model of moecore is not changed in place; give its method `upcycle: true`"
+        )
     owners = [block for block in model.modules() if isinstance(_mlp_of(block), nn.Module)]
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
@@ -269,7 +286,7 @@ def _mlp_of(block: nn.Module) -> Any:
 def _sparse_copy(
     mlp: Any, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> MoELayer:
-    """Return a MoE layer on the CPU that starts as the dense ``mlp``."""
+    """Return an MoE layer on the CPU that starts as the dense ``mlp``."""
     check_dense_mlp(mlp)
     activation = ACTIVATIONS[type(mlp.act).__name__]
     if (other := getattr(experts, "activation", activation)) != activation:
@@ -283,7 +300,7 @@ def _sparse_copy(
 
 
 def check_dense_mlp(mlp: Any) -> None:
-    """Raise UserError where experts of kind mlp would not compute what ``mlp`` does."""
+    """Raise UserError if experts of kind mlp would not compute the same as ``mlp``."""
     if isinstance(mlp, MoELayer):
         raise UserError("upcycle: a chosen block has experts already; allowed: dense blocks")
     kind = type(mlp).__name__
@@ -291,13 +308,18 @@ def check_dense_mlp(mlp: Any) -> None:
         raise UserError(f"upcycle: found a feed-forward of the kind {kind}; allowed: {ALLOWED}")
     linears = (mlp.fc1, mlp.fc2)
     activation = type(mlp.act).__name__
-    parts = {
-        "convolutions": not all(isinstance(layer, nn.Linear) for layer in linears),
-        "no biases": any(layer.bias is None for layer in linears),
-        f"the activation {activation}": activation not in ACTIVATIONS,
-        "an approximated GELU": getattr(mlp.act, "approximate", "none") != "none",
-        "a norm": not isinstance(mlp.norm, nn.Identity),
-        "dropout": mlp.drop1.p > 0 or mlp.drop2.p > 0,
-    }
-    if odd := [words for words, is_there in parts.items() if is_there]:
-        raise UserError(f"upcycle: found an mlp with {', '.join(odd)}; allowed: {ALLOWED}")
+    unsupported = []
+    if not all(isinstance(layer, nn.Linear) for layer in linears):
+        unsupported.append("convolutions")
+    if any(layer.bias is None for layer in linears):
+        unsupported.append("no biases")
+    if activation not in ACTIVATIONS:
+        unsupported.append(f"the activation {activation}")
+    if getattr(mlp.act, "approximate", "none") != "none":
+        unsupported.append("an approximated GELU")
+    if not isinstance(mlp.norm, nn.Identity):
+        unsupported.append("a norm")
+    if mlp.drop1.p > 0 or mlp.drop2.p > 0:
+        unsupported.append("dropout")
+    if unsupported:
+        raise UserError(f"upcycle: found an mlp with {', '.join(unsupported)}; allowed: {ALLOWED}")

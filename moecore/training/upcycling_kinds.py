@@ -1,4 +1,4 @@
-"""How the experts of an upcycled model differ from plain copies of the dense MLP.
+"""Ways in which the experts of an upcycled model differ from plain copies of the dense MLP.
 
 E experts, k chosen per token, d width, h hidden units of an expert.
 """
@@ -20,9 +20,7 @@ from moecore.nn.routers.capacity import exact_fraction
 
 
 class MlpPieceScales(NamedTuple):
-    """Into how many experts a dense MLP is cut, and what its second map and that one's bias are
-    times in them.
-    """
+    """The number of experts a dense MLP is cut into, with factors of its second map and bias."""
 
     number: int = 1
     output_scale: float = 1.0
@@ -33,8 +31,9 @@ WHOLE_MLP = MlpPieceScales()
 
 
 class Granular(Config):
-    """Each copy of the dense MLP is cut along its hidden units into ``pieces`` experts, which begin
-    with one row of the router and so are chosen together (He et al. 2024).
+    """Cut each copy of the dense MLP along its hidden units into ``pieces`` experts.
+
+    They start with equal rows of the router and so are chosen together (He et al. 2024).
     """
 
     kind: Literal["granular"] = "granular"
@@ -43,39 +42,39 @@ class Granular(Config):
     def list_parting_settings(
         self, router: Router, experts: Experts
     ) -> Iterator[tuple[tuple[str, str], str]]:
-        """Yield the key, and what is found and allowed there, of what would part the pieces."""
-        words = "with granular upcycling"
+        """Yield key and refusal of each setting that would choose the pieces separately."""
+        allowed = "allowed with granular upcycling"
         if not router.has_equal_rows:
-            every = part_classes_by_kind(Router).items()
-            allowed = ", ".join(kind for kind, part in every if part.has_equal_rows)
-            yield ("router", "kind"), f"found {router.kind}; allowed {words}: {allowed}"
+            parts = part_classes_by_kind(Router).items()
+            kinds = ", ".join(kind for kind, part in parts if part.has_equal_rows)
+            yield ("router", "kind"), f"found {router.kind}; {allowed}: {kinds}"
             return
         if not experts.has_hidden_units:
-            yield ("experts", "kind"), f"found {experts.kind}; allowed {words}: mlp"
+            yield ("experts", "kind"), f"found {experts.kind}; {allowed}: mlp"
             return
-        for key, name, number in (
-            ("router", "k", int(router.active(experts.number))),
-            ("experts", "number", experts.number),
-        ):
-            if number % self.pieces:
-                multiple = f"multiples of upcycle.pieces, {self.pieces}"
-                yield (key, name), f"found {number}; allowed: {multiple}"
+        multiples = f"multiples of upcycle.pieces, {self.pieces}"
+        k = int(router.active(experts.number))
+        if k % self.pieces:
+            yield ("router", "k"), f"found {k}; allowed: {multiples}"
+        if experts.number % self.pieces:
+            yield ("experts", "number"), f"found {experts.number}; allowed: {multiples}"
         if experts.choices != experts.number:
-            problem = f"found {experts.choices} to choose among where this is {experts.number}"
-            allowed = f"experts {words} without fine and zero_computation"
-            yield ("experts", "number"), f"{problem}; allowed: {allowed}"
+            text = f"found {experts.choices} choices for {experts.number} experts; {allowed}"
+            yield ("experts", "number"), f"{text}: experts without fine and zero_computation"
         if std := getattr(router, "noise_std", 0.0):
-            yield ("router", "noise_std"), f"found {std:g}, which breaks ties; allowed {words}: 0"
+            yield ("router", "noise_std"), f"found {std:g}, which breaks ties; {allowed}: 0"
         if balance := getattr(router, "balance", None):
-            yield ("router", "balance"), f"found {balance.kind}; allowed {words}: null"
-        if not _is_renormalised(router) and getattr(router, "score", "softmax") != "softmax":
-            problem = "whose size at the start nobody knows; allowed: softmax, or renormalise: true"
-            yield ("router", "score"), f"found {getattr(router, 'score', '')}, {problem}"
+            yield ("router", "balance"), f"found {balance.kind}; {allowed}: null"
+        score = getattr(router, "score", "softmax")
+        if not _is_renormalised(router) and score != "softmax":
+            text = f"found {score}, whose sum at the start is unknown"
+            yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
     def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return the pieces for a router of so many experts.
+        """Return the pieces for a router of ``experts`` experts.
 
-        Where weights sum to 1 the layer begins as the dense MLP; else it would if all were 1/E.
+        If weights sum to 1 the layer starts as the dense MLP; otherwise it would if all weights
+        were 1/E.
         """
         if _is_renormalised(router):
             return MlpPieceScales(self.pieces, self.pieces)
@@ -84,22 +83,22 @@ class Granular(Config):
 
 
 class Drop(Config):
-    """A share of each expert's hidden units is drawn anew (Nakamura et al. 2025)."""
+    """Draw a share of each expert's hidden units again at random (Nakamura et al. 2025)."""
 
     kind: Literal["drop"] = "drop"
-    ratio: float = Field(0.5, ge=0, le=1, description="share of the hidden units drawn anew")
+    ratio: float = Field(0.5, ge=0, le=1, description="share of the hidden units drawn again")
 
     @torch.no_grad()
     def redraw_experts(self, model: nn.Module, seed: int) -> None:
-        """Draw anew units of every expert, its own ones each, of all MoE layers of ``model``."""
-        layers = [one for one in model.modules() if isinstance(one, MoEFeedForward)]
-        drawn = derived_seed("upcycling", seed)
-        for place, layer in enumerate(layers):
+        """Draw units of each expert again, different ones per expert, in all MoE layers."""
+        layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+        redraw_seed = derived_seed("upcycling", seed)
+        for index, layer in enumerate(layers):
             maps = _maps_by_unit(layer.experts)
             hidden = maps[0].shape[1]
             number = math.floor(exact_fraction(self.ratio) * hidden)
             for expert in range(len(maps[0])):
-                generator = generator_for(drawn, place, expert)
+                generator = generator_for(redraw_seed, index, expert)
                 units = torch.randperm(hidden, generator=generator)[:number]
                 for values in maps:
                     shape = (number, *values.shape[2:])
@@ -110,29 +109,26 @@ Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
 def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows of ``values`` (h, …) by normals of their own mean and standard deviation.
-
-    units: (n,) which rows.  normals: (n, …) standard ones.
-    """
+    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` of their mean and deviation."""
     if len(units):
         replaced = values[units]
-        spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 of a single number
+        spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number
         values[units] = replaced.mean() + spread * normals
 
 
 def repeat_router_rows(router: nn.Module, pieces: int) -> None:
-    """Give every ``pieces`` experts the row of their first: of each parameter (E, …)."""
+    """Copy the first row of every ``pieces`` experts to all of them, in each parameter (E, …)."""
     for values in router.parameters():
         values.copy_(values[::pieces].repeat_interleave(pieces, dim=0))
 
 
 def _is_renormalised(router: Router) -> bool:
-    """Return whether weights sum to 1: those of top_k_softmax always do."""
+    """Return whether weights sum to 1, as for top_k_softmax always."""
     return bool(getattr(router, "renormalise", True))
 
 
 def _maps_by_unit(experts: ExpertsModule) -> list[Tensor]:
-    """Return views (E, h, …) of what belongs to hidden units: both maps and the first bias."""
+    """Return views (E, h, …) of the parameters by hidden unit: both maps and the first bias."""
     assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
     assert isinstance(experts.down, Tensor)
     return [experts.up.transpose(1, 2), experts.up_bias, experts.down]

@@ -194,7 +194,7 @@ def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypat
     weighed = task()
     found = [metrics.values for metrics in iterate_training(weighed, SETTINGS, 0, CPU)]
     assert [MEMORY in values for values in found] == [True, False, False, False]
-    monkeypatch.setattr("moecore.training.loop.WEIGHED", -1)
+    monkeypatch.setattr("moecore.training.loop.MEMORY_STEP", -1)
     plain = task()
     assert not any(
         MEMORY in metrics.values for metrics in iterate_training(plain, SETTINGS, 0, CPU)

@@ -511,7 +511,7 @@ def full(project: Project) -> None:
     (said,) = [line for line in ended.stderr.splitlines() if "could not be written" in line]
     assert "(rank 0: [Errno 27] File too large; rank 1: [Errno 27] File too large)" in said
     assert "what was there before is untouched. Free some space and start again" in said
-    assert re.search(r"it takes \d+,\d+ bytes a rank; [\d,]+ are free; what was there", said)
+    assert re.search(r"it takes \d+,\d+ bytes per rank; [\d,]+ are free; what was there", said)
     assert pointer.read_text() == before
     kept = [json.loads(before)["folder"]]
     assert [path.name for path in pointer.parent.glob("sharded-*")] == kept, "no part of a new one"

@@ -135,7 +135,7 @@ def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
             monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
             assert tune_runtime(work=tmp_path).threads == threads == torch.get_num_threads()
             said = capfd.readouterr().err
-            assert ("3 threads" in said and "on 1:" in said) == (len(cores) < threads), said
+            assert ("3 threads" in said and "cores: 1;" in said) == (len(cores) < threads), said
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])

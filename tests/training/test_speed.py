@@ -32,7 +32,7 @@ from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
 from moecore.training.runtime import (
     COMPILE,
-    LONG,
+    MIN_COMPILED_STEPS,
     TRACE,
     CompiledBlocks,
     compile_policy,
@@ -65,7 +65,9 @@ def made(method: Method) -> TrainingJob:
     return task(method, guide=guide)
 
 
-def compiled(job: TrainingJob, how="required", steps=LONG, backend="eager") -> CompiledBlocks:
+def compiled(
+    job: TrainingJob, how="required", steps=MIN_COMPILED_STEPS, backend="eager"
+) -> CompiledBlocks:
     """The job's blocks after a first step, which is not compiled."""
     torch._dynamo.reset()
     blocks = CompiledBlocks([job.model, job.guide], how, steps, backend)
@@ -156,7 +158,7 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
     ours = learned(job, compiled(job, "tried"), 1)
     assert all(torch.equal(ours[key], plain[key]) for key in plain)
     assert capsys.readouterr().err.count("training goes on without") == 1
-    assert not compiled(job, "tried", LONG - 1).blocks  # too short to be won back
+    assert not compiled(job, "tried", MIN_COMPILED_STEPS - 1).blocks  # too short to be won back
     assert not compiled(job, "off").blocks
 
 

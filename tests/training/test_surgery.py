@@ -172,7 +172,7 @@ def test_equal_experts_merge_without_a_change(fold, tmp_path):
         (
             Prune(),
             settings(experts=Mlp(number=4, shared=3)),
-            "experts.number: found 2 that are left: shared: found 3; allowed: 0 to 1",
+            "experts.number: found 2 remaining experts: shared: found 3; allowed: 0 to 1",
         ),
         (Merge(), settings(BIAS), "router.balance: found loss_free.*or merge.fold: false"),
         (Merge(), settings(Dynamic()), "router.kind: found dynamic.*or merge.fold: false"),

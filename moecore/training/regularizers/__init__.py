@@ -1,4 +1,4 @@
-"""The losses beside the task that a method may name: a family of parts (see base.py)."""
+"""The losses that a method may add to the task's: a family of parts (base.py)."""
 
 from moecore.core.config import offer_classes
 

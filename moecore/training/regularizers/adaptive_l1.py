@@ -1,4 +1,4 @@
-"""ReMoE's loss: ReLU gates are small where experts are used much (Wang et al. 2024)."""
+"""ReMoE's loss: an L1 penalty on ReLU gates, larger for busy experts (Wang et al. 2024)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -13,19 +13,19 @@ from moecore.training.regularizers.base import Regularizer, check_has_experts
 
 
 class AdaptiveL1(Regularizer):
-    """The loss of the router relu, times the weight λ that this learns; summed over MoE layers."""
+    """The loss of the router relu, times its learned weight λ; summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "sparsity"})
     allowed_with: ClassVar[str] = "the router relu"
     balances_load: ClassVar[bool] = True
 
     kind: Literal["adaptive_l1"] = "adaptive_l1"
-    weight: float = Field(1.0, ge=0, description="factor in the objective, beside the router's λ")
+    weight: float = Field(1.0, ge=0, description="factor in the objective, times the router's λ")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
-        named = step.model.named_buffers()
-        weights = [one for name, one in named if name.endswith("router.l1_weight")]
+        buffers = step.model.named_buffers()
+        weights = [buffer for name, buffer in buffers if name.endswith("router.l1_weight")]
         if not weights:
             raise UserError("adaptive_l1: no router learns its weight; allowed: the router relu")
         k = step.model.moe.scaled_router.k
@@ -34,8 +34,9 @@ class AdaptiveL1(Regularizer):
 
 
 def weighted_use(record: RoutingRecord, k: int) -> Tensor:
-    """(E/k) Σ_e (n_e/N) mean_i g_ie of one layer (ReMoE, §3.3): its gates (B, T, E) are
-    ``record.combine``, n_e how many of the N tokens of all ranks use an expert, without gradient.
+    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3).
+
+    n_e: how many of the N tokens of all ranks use expert e, without gradient.
     """
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     gates = total_over_ranks(record.combine.sum(dim=(0, 1)))

@@ -1,4 +1,4 @@
-"""DynMoE's loss: experts' embeddings point apart and stay short (Guo et al. 2024)."""
+"""DynMoE's loss: experts' embeddings are diverse in direction and short (Guo et al. 2024)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -25,28 +25,31 @@ class DiversitySimplicity(Regularizer):
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
-        named = step.model.named_parameters()
-        embeddings = [one for name, one in named if name.endswith("router.embeddings")]
+        parameters = step.model.named_parameters()
+        embeddings = [
+            parameter for name, parameter in parameters if name.endswith("router.embeddings")
+        ]
         if not embeddings:
-            allowed = "the router dynamic"
-            raise UserError(f"diversity_simplicity: no router has embeddings; allowed: {allowed}")
+            raise UserError(
+                "diversity_simplicity: no router has embeddings; allowed: the router dynamic"
+            )
+        # A text tower's embeddings come last and have no records here.
         terms = [
-            embedding_loss(embeddings=to_full_tensor(own))
-            # a text tower's own embeddings come last, and have no records here
-            for own, _ in zip(embeddings, step.output.routing, strict=False)
+            embedding_loss(embeddings=to_full_tensor(layer_embeddings))
+            for layer_embeddings, _ in zip(embeddings, step.output.routing, strict=False)
         ]
         return cast(Tensor, sum(terms))
 
 
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
-    """Frobenius norm of the cosines between experts without the diagonal ("diversity"), plus the
-    mean length of their embeddings ("simplicity").
+    """Return the norm of the cosines between experts ("diversity") plus mean length ("simplicity").
 
-    embeddings: (E, d), of all experts that exist, whether the step used them or not: DynMoE's code
-    leaves out those that it removed.  Returns a scalar ≥ 0.
+    The Frobenius norm of the cosines without the diagonal; the length of the embeddings (E, d) of
+    all experts, whether the step used them or not: DynMoE's code leaves out those that it removed.
+    A scalar ≥ 0.
     """
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
-    itself = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
-    alike = torch.linalg.matrix_norm(cosines.masked_fill(itself, 0))
-    return alike + torch.linalg.vector_norm(embeddings, dim=-1).mean()
+    diagonal = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
+    similarity = torch.linalg.matrix_norm(cosines.masked_fill(diagonal, 0))
+    return similarity + torch.linalg.vector_norm(embeddings, dim=-1).mean()

@@ -1,4 +1,4 @@
-"""Entropy of routing: a positive weight makes routers sure, a negative one undecided."""
+"""Entropy of routing: a positive weight makes routers confident, a negative one undecided."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class Entropy(Regularizer):
 
     kind: Literal["entropy"] = "entropy"
     weight: float = Field(
-        0.01, allow_inf_nan=False, description="above 0 makes tokens surer, below 0 less so"
+        0.01, allow_inf_nan=False, description="above 0 lowers the entropy, below 0 raises it"
     )
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
@@ -24,10 +24,10 @@ class Entropy(Regularizer):
 
 
 def entropy(*, probs: Tensor) -> Tensor:
-    """Mean over the tokens of all ranks of −Σ_e p_e ln p_e, in nats.
+    """Return the mean over the tokens of all ranks of −Σ_e p_e ln p_e, in nats.
 
-    probs: (B, T, E), clean, each token sums to 1.  Returns a scalar from 0 (sure) to ln E
-    (undecided). A probability of 0 counts as the smallest normal number, for finite gradients.
+    probs: (B, T, E), clean, each token sums to 1. A scalar from 0 (confident) to ln E (undecided).
+    A probability of 0 counts as the smallest normal number, for finite gradients.
     """
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
     return -mean_over_ranks((probs * log_probs).sum(dim=-1))

@@ -1,4 +1,4 @@
-"""Group sparsity: a token's probs gather in one neighbourhood of a map (MoGE, §2.3)."""
+"""Group sparsity: a token's probs concentrate in one neighbourhood of a map (MoGE, §2.3)."""
 
 import math
 from typing import Literal, Self, cast
@@ -15,7 +15,7 @@ from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 Reduction = Literal["mean", "authors"]
 Padding = Literal["valid", "circular"]
-# under the square root, whose gradient at 0 is infinite; the second is the authors' code's
+# Added under the square root, whose gradient at 0 is infinite; 1e-8 as in the authors' code.
 EPSILON = {"mean": 1e-12, "authors": 1e-8}
 
 
@@ -32,10 +32,10 @@ class GroupSparsity(Regularizer):
     )
     size: int = Field(3, ge=1, description="side of a neighbourhood, in experts; at most the map's")
     sigma_start: float = Field(
-        10.0, ge=0.1, allow_inf_nan=False, description="of the Gaussian at first, in experts"
+        10.0, ge=0.1, allow_inf_nan=False, description="of the Gaussian at the start, in experts"
     )
     sigma_end: float = Field(
-        1.5, ge=0.1, allow_inf_nan=False, description="at last; not above sigma_start"
+        1.5, ge=0.1, allow_inf_nan=False, description="at the end; not above sigma_start"
     )
     exponent: float = Field(
         0.3, ge=0, allow_inf_nan=False, description="γ of the schedule: below 1 narrows early"
@@ -43,37 +43,38 @@ class GroupSparsity(Regularizer):
 
     reduction: Reduction = Field(
         "mean",
-        description="mean: over the tokens, of the sum over positions, so that the weight does not "
-        "depend on the batch; authors: as MoGE's published code, the sum over the batch's tokens "
-        "of the mean over positions, divided by the neighbourhood's number of experts",
+        description="mean: sum over positions, mean over tokens, so that the weight does not "
+        "depend on the batch; authors: as in MoGE's published code, mean over positions, sum over "
+        "the batch's tokens, divided by the neighbourhood's number of experts",
     )
     padding: Padding = Field(
         "valid",
-        description="valid: neighbourhoods lie inside the map, so a corner lies in one and an "
-        "inner expert in many; circular: the map's opposite sides meet",
+        description="valid: neighbourhoods lie inside the map, so a corner is in one and an inner "
+        "expert in many; circular: the map's opposite sides are neighbours",
     )
 
     @model_validator(mode="after")
     def _narrowing(self) -> Self:
         if self.sigma_end > self.sigma_start:
-            problem = f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}"
-            raise ValueError(f"{problem}; allowed: sigma_end ≤ sigma_start")
+            raise ValueError(
+                f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}; allowed: "
+                "sigma_end ≤ sigma_start"
+            )
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings of a Gaussian that there is not, or that stays as it is."""
+        """Yield settings of a Gaussian that is not used, or whose width is constant."""
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")
             yield from changed_settings(self, names, "the filter is average", "filter: gaussian")
         elif self.sigma_start == self.sigma_end:
-            allowed = "another sigma_end"
-            yield from changed_settings(self, ["exponent"], "σ stays as it is", allowed)
+            yield from changed_settings(self, ["exponent"], "σ is constant", "another sigma_end")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
 
-        def of(record: RoutingRecord) -> Tensor:
+        def layer_loss(record: RoutingRecord) -> Tensor:
             return group_sparsity(
                 probs=record.probs,
                 size=self.size,
@@ -82,10 +83,10 @@ class GroupSparsity(Regularizer):
                 padding=self.padding,
             )
 
-        return sum_over_layers(step, of)
+        return sum_over_layers(step, layer_loss)
 
     def sigma(self, progress: float) -> float:
-        """σ_t = σ_0 − (σ_0 − σ_min)(t/T)^γ (eq. 8); progress = t/T in [0, 1]."""
+        """Return σ_t = σ_0 − (σ_0 − σ_min)(t/T)^γ (eq. 8); progress = t/T in [0, 1]."""
         return self.sigma_start - (self.sigma_start - self.sigma_end) * progress**self.exponent
 
 
@@ -97,19 +98,18 @@ def group_sparsity(
     reduction: Reduction = "mean",
     padding: Padding = "valid",
 ) -> Tensor:
-    """Σ sqrt(F ∗ Z²) over positions, mean over the tokens of all ranks (MoGE, algorithm 1).
+    """Return Σ sqrt(F ∗ Z²) over positions, mean over the tokens of all ranks (MoGE, algorithm 1).
 
-    ``reduction`` "authors": the sum over the global batch's tokens of the mean over positions, over
+    ``reduction`` "authors": the mean over positions, summed over the global batch's tokens, over
     the neighbourhood's number of experts h² (their repository MoGE, commit c54f89c); the paper's
-    text fixes neither.
+    text defines neither.
 
     probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
     row by row. F sums to 1 and is size × size experts, cut to shorter sides of the map (our
-    choice); sigma is in experts, infinite for the average.  Returns a scalar > 0.
-
-    A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
-    slices: 0.5 ms on one core at 6304 tokens × 8 experts, where conv2d takes 1.4.
+    choice); sigma is in experts, infinite for the average. A scalar > 0.
     """
+    # A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
+    # slices: 0.5 ms on one core at 6304 tokens × 8 experts; conv2d takes 1.4 ms.
     rows, columns = map_shape(probs.shape[-1])
     tall, wide = min(size, rows), min(size, columns)
     with torch.autocast(probs.device.type, enabled=False):
@@ -123,13 +123,13 @@ def group_sparsity(
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:
-    """One side of the filter, with sum 1: a Gaussian; the average where sigma is infinite."""
-    weights = [math.exp(-(((place - (size - 1) / 2) / sigma) ** 2) / 2) for place in range(size)]
+    """Return one side of the filter, with sum 1: a Gaussian; the average for an infinite sigma."""
+    weights = [math.exp(-(((index - (size - 1) / 2) / sigma) ** 2) / 2) for index in range(size)]
     return [weight / sum(weights) for weight in weights]
 
 
 def _convolve_axis(values: Tensor, axis: int, weights: list[float], padding: Padding) -> Tensor:
-    """Convolution along one axis with symmetric weights; circular keeps its length."""
+    """Convolve along one axis with symmetric weights; circular keeps its length."""
     if padding == "circular" and len(weights) > 1:
         values = torch.cat([values, values.narrow(axis, 0, len(weights) - 1)], axis)
     length = values.shape[axis] - len(weights) + 1

@@ -1,4 +1,4 @@
-"""No expert collects more probability than others (Shazeer et al. 2017; V-MoE)."""
+"""Importance loss: equal total probability of all experts (Shazeer et al. 2017; V-MoE)."""
 
 from typing import ClassVar, Literal
 
@@ -24,8 +24,9 @@ class Importance(Regularizer):
 
 
 def importance(*, probs: Tensor) -> Tensor:
-    """CV² of the experts' importance, the sum of probs over tokens (adversarial-moe, eq. 12).
+    """Return CV² of the experts' importance, the sum of probs over tokens (V-MoE).
 
-    probs: (B, T, E), clean, each token sums to 1.  Returns 0 (balance) to E − 1 (one has all).
+    probs: (B, T, E), clean, each token sums to 1. From 0 (balance) to E − 1 (one expert has all).
+    Source: adversarial-moe, eq. 12.
     """
     return squared_cv(total_over_ranks(probs.sum(dim=(0, 1))))

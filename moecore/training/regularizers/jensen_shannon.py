@@ -1,4 +1,4 @@
-"""The other distance between corresponding tokens of two views (PRC, §III-B, end)."""
+"""An alternative distance between corresponding tokens of two views (PRC, §III-B, end)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -14,7 +14,7 @@ from moecore.training.regularizers.base import Regularizer, probs_of_paired_toke
 class JensenShannon(Regularizer):
     """Jensen–Shannon divergence between both sides of each pair, summed over MoE layers.
 
-    It balances nothing: add importance and load.
+    It does not balance the load: add importance and load.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
@@ -33,9 +33,9 @@ class JensenShannon(Regularizer):
 def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
     """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global batch's pairs.
 
-    first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs there are.
-    It is a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
-    Probabilities of 0 count as the smallest normal number, for finite gradients.
+    first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs exist. A
+    scalar from 0 (equal) to ln 2 (no common expert); 0 without pairs. Probabilities of 0 count as
+    the smallest normal number, for finite gradients.
     """
     middle = _finite_log((first + second) / 2)
     divergence = (

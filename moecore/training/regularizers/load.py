@@ -1,4 +1,4 @@
-"""Load loss: no expert should be chosen more often than another (Shazeer et al. 2017; V-MoE)."""
+"""Load loss: equal probability of being chosen for all experts (Shazeer et al. 2017; V-MoE)."""
 
 from typing import ClassVar, Literal
 
@@ -12,7 +12,7 @@ from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 
 class Load(Regularizer):
-    """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
+    """The load loss, summed over MoE layers; for routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
     allowed_with: ClassVar[str] = "a router whose largest logits choose, as noisy_top_k"
@@ -26,9 +26,9 @@ class Load(Regularizer):
 
 
 def load(*, chances: Tensor) -> Tensor:
-    """Squared coefficient of variation of the experts' load, the mean chance of being chosen.
+    """Return the squared coefficient of variation of the experts' mean chance of being chosen.
 
-    chances: (B, T, E), P(chosen) if the noise were drawn again.  Returns a scalar ≥ 0, 0 at
-    balance. The total stands in for the mean, which differs by a factor that cancels.
+    chances: (B, T, E), P(chosen) if the noise were drawn again. A scalar ≥ 0, 0 at balance.
     """
+    # The total instead of the mean: the factor cancels.
     return squared_cv(total_over_ranks(chances.sum(dim=(0, 1))))

@@ -30,19 +30,20 @@ class Orthogonality(Regularizer):
             if name.split(".")[-1] == "basis"
         ]
         if not bases:
-            mend = "use experts of kind eigen or a router of kind eigenbasis, or remove it"
-            raise UserError(f"orthogonality: the model has no basis; {mend}")
+            raise UserError(
+                "orthogonality: the model has no basis; use experts of kind eigen or a router of "
+                "kind eigenbasis, or remove it"
+            )
         return cast(Tensor, sum(orthogonality_penalty(basis=basis) for basis in bases))
 
 
 def orthogonality_penalty(*, basis: Tensor) -> Tensor:
-    """Sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
+    """Return the sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
 
-    basis: (E, d, r).  Returns a scalar ≥ 0, in fp32 at least: bf16 is some 1e-3 off.
+    basis: (E, d, r). A scalar ≥ 0, in fp32 at least: bf16 is off by some 1e-3.
     """
     with torch.autocast(basis.device.type, enabled=False):
-        given = basis
-        basis = local_shard(given)
-        basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
-        identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-        return total_over_shards((basis.mT @ basis - identity).square().sum(), given)
+        local = local_shard(basis)
+        local = local.to(torch.promote_types(local.dtype, torch.float32))
+        identity = torch.eye(local.shape[-1], dtype=local.dtype, device=local.device)
+        return total_over_shards((local.mT @ local - identity).square().sum(), basis)

@@ -1,4 +1,4 @@
-"""Corresponding patches of two views go to the same expert, all are used (PRC, §III-B)."""
+"""Corresponding patches of two views are routed to the same expert (PRC, §III-B)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -18,10 +18,10 @@ class PairwiseConsistency(Regularizer):
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
     diagonal: float = Field(
-        5e-3, ge=0, description="factor of the mean of (1 − S_ii)²: equal choices"
+        5e-3, ge=0, description="factor of the mean of (1 − S_ii)²: rewards equal choices"
     )
     off_diagonal: float = Field(
-        5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: no unequal choices"
+        5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: penalises unequal choices"
     )
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
@@ -34,31 +34,30 @@ class PairwiseConsistency(Regularizer):
 def pairwise_consistency(
     first: Tensor, second: Tensor, present: Tensor, *, diagonal: float, off_diagonal: float
 ) -> Tensor:
-    """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4),
-    with S of all pairs of the global batch.
+    """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4).
 
-    first, second: (B, T', E), both sides of each pair, clean, each token sums to 1; present:
-    (B, T') bool, which pairs there are. A scalar ≥ 0; 0 where all pairs are equal, one-hot and
-    balanced over experts, and where there is no pair.
+    S is over all pairs of the global batch. first, second: (B, T', E), both sides of each pair,
+    clean, each token sums to 1; present: (B, T') bool, which pairs exist. A scalar ≥ 0; 0 if all
+    pairs are equal, one-hot and balanced over experts, and 0 without pairs.
     """
     experts = first.shape[-1]
     correlation, count = _expert_correlation(first, second, present)
-    own = correlation.diagonal()
-    others = correlation - torch.diag_embed(own)
+    equal = correlation.diagonal()
+    unequal = correlation - torch.diag_embed(equal)
     loss = (
-        diagonal / experts * (1 - own).square().sum()
-        + off_diagonal / max(experts * (experts - 1), 1) * others.square().sum()
+        diagonal / experts * (1 - equal).square().sum()
+        + off_diagonal / max(experts * (experts - 1), 1) * unequal.square().sum()
     )
     return torch.where(count > 0, loss, 0.0)
 
 
 def _expert_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
+    """Return S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)
     with torch.autocast(first.device.type, enabled=False):
         products = (first * mask).flatten(0, -2).T @ second.flatten(0, -2)
-    # One exchange for both.
+    # One collective for both.
     total = total_over_ranks(torch.cat([products.flatten(), mask.sum()[None]]))
     count = total[-1]
     return total[:-1].view(experts, experts) * (experts / count.clamp(min=1)), count

@@ -1,4 +1,4 @@
-"""The warm start of region experts: a tissue's tokens find its expert by their scores."""
+"""The warm start of region experts: a tissue's tokens are routed to its expert."""
 
 from typing import ClassVar, Literal
 
@@ -12,16 +12,16 @@ from moecore.core.routing_records import ObjectiveInputs
 from moecore.core.surroundings import Misfits, Surroundings
 from moecore.training.regularizers.base import Regularizer, check_has_experts
 
-TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
+TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines are close to each other
 
 
 class RegionExpertSettings(Config):
-    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
-    warm-started on volumes that keep only theirs.
+    """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues.
 
-    In the warm start each volume keeps one tissue, all in turn; age is learned from that, and the
-    routers from the tissue's expert. Afterwards a share of the volumes, isolated, goes on to teach
-    the routers, and age is learned from the others. Routers decide throughout.
+    In their warm start all volumes are reduced to one tissue each, tissues taking turns; these
+    volumes teach age, and teach the routers to choose the tissue's expert. Afterwards the share
+    ``isolated`` of the volumes still teaches the routers, and the others teach age. Routers always
+    decide.
     """
 
     experts: tuple[str, ...] = Field(
@@ -32,18 +32,18 @@ class RegionExpertSettings(Config):
         3, ge=0, description="epochs on volumes that keep one tissue; 0 for none"
     )
     isolated: float = Field(
-        0.0, ge=0, lt=1, description="share of volumes with one tissue after the warm start"
+        0.0, ge=0, lt=1, description="share of one-tissue volumes after the warm start"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield tissues of which the data have no maps; a cohort of one's own may have none."""
-        known: tuple[str, ...] | None = getattr(around.source, "regions", None)
-        if known == ():
+        """Yield tissues that the data have no maps of; a user's cohort may have no maps at all."""
+        regions: tuple[str, ...] | None = getattr(around.source, "regions", None)
+        if regions == ():
             text = f"found some, but {around.data} has no tissue maps (maps and dseg are null)"
             yield (), f"{text}; allowed: null, or data with maps"
         for index, tissue in enumerate(self.experts):
-            if known and tissue not in known:
-                yield ("experts", index), f"found {tissue!r}; allowed: {', '.join(known)}"
+            if regions and tissue not in regions:
+                yield ("experts", index), f"found {tissue!r}; allowed: {', '.join(regions)}"
 
     @model_validator(mode="after")
     def _once(self) -> "RegionExpertSettings":
@@ -53,13 +53,12 @@ class RegionExpertSettings(Config):
 
 
 class RegionRouting(Regularizer):
-    """Cross-entropy of the scores with the expert that each token of an isolated tissue belongs to,
-    averaged over MoE layers; 0 where no volume is isolated.
+    """Cross-entropy of the scores with the expert of each token of a reduced volume.
 
-    *Our choice*: the paper says that region experts are warm-started on region-isolated inputs
-    (algorithm 2, line 1), not how the routers learn of it. Here the tissue of an isolated volume is
-    the label of its tokens. Tokens sent to an expert by force would tell the next layer by what
-    came out of it, which nothing does when the model is used.
+    Averaged over MoE layers; 0 without reduced volumes. *Our choice*: the paper warm-starts region
+    experts on region-isolated inputs (algorithm 2, line 1), but does not say how the routers learn
+    it. Here the tissue of a volume is the label of its tokens. Forcing tokens to an expert instead
+    would give the next layer information that is missing when the model is used.
     """
 
     added_by: ClassVar[str] = "regions"
@@ -78,14 +77,16 @@ class RegionRouting(Regularizer):
 
 
 def region_routing_loss(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
-    """Mean over the tokens of the global batch that belong to an expert of
-    −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
+    """Return the mean of −log softmax(scores / temperature) at each token's expert, in nats.
 
-    scores: (B, T, E), of all experts.  belongs: (B, T) int64, the expert of each token, or -1.
+    Over the tokens of the global batch that belong to an expert; 0 without such tokens. scores: (B,
+    T, E), of all experts. belongs: (B, T) int64, the expert of each token, or -1.
     """
     log = torch.log_softmax(scores / temperature, dim=-1)
-    known = belongs >= 0
+    has_expert = belongs >= 0
     log_probs = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    summed = torch.stack([log_probs.where(known, 0).sum(), known.sum().to(log_probs.dtype)])
+    summed = torch.stack(
+        [log_probs.where(has_expert, 0).sum(), has_expert.sum().to(log_probs.dtype)]
+    )
     total = total_over_ranks(summed)
     return -total[0] / total[1].clamp_min(1)

@@ -25,12 +25,16 @@ class RouterKl(Regularizer):
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         students = [record.probs for record in step.output.routing]
         if step.guidance is None:
-            mend = "run the teacher_router stage first, or remove router_kl"
-            raise UserError(f"router_kl: there is no teacher guidance in this step; {mend}")
+            raise UserError(
+                "router_kl: there is no teacher guidance in this step; run the teacher_router "
+                "stage first, or remove router_kl"
+            )
         teachers = step.guidance.probs
         if not students or len(teachers) != len(students):
-            problem = f"{len(teachers)} MoE layers and the student has {len(students)}"
-            raise UserError(f"router_kl: the teacher guides {problem}; they must be as many")
+            raise UserError(
+                f"router_kl: the teacher guides {len(teachers)} MoE layers and the student has "
+                f"{len(students)}; the numbers must be equal"
+            )
         if step.progress >= self.until:
             return students[0].new_zeros(())
         divergences = [
@@ -41,10 +45,10 @@ class RouterKl(Regularizer):
 
 
 def router_kl(*, teacher: Tensor, student: Tensor) -> Tensor:
-    """KL(teacher ‖ student) in nats, summed over experts and averaged over tokens (TGR-MoE, eq. 9).
+    """Return KL(teacher ‖ student) in nats, summed over experts, mean over tokens (TGR-MoE, eq. 9).
 
-    teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher.  Returns a
-    scalar ≥ 0. A student's probability of 0 counts as the smallest normal number.
+    teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher. A scalar ≥
+    0. A student's probability of 0 counts as the smallest normal number.
     """
     log_student = student.clamp_min(torch.finfo(student.dtype).tiny).log()
     return kl_div(log_student, teacher.detach(), reduction="none").sum(dim=-1).mean()

@@ -29,17 +29,16 @@ class Simbal(Regularizer):
             for rows in getattr(module, "orthonormal_rows", ())
         ]
         if not rows:
-            mend = "give the router `start: orthonormal`, or remove it"
-            raise UserError(f"simbal: no router's rows start orthonormal; {mend}")
-        return cast(
-            Tensor, sum(router_orthonormality_loss(weight=to_full_tensor(one)) for one in rows)
-        )
+            raise UserError(
+                "simbal: no router's rows start orthonormal; give the router `start: orthonormal`, "
+                "or remove it"
+            )
+        losses = (router_orthonormality_loss(weight=to_full_tensor(weight)) for weight in rows)
+        return cast(Tensor, sum(losses))
 
 
 def router_orthonormality_loss(*, weight: Tensor) -> Tensor:
-    """Sum of |WWᵀ − I| over all entries, of a router's weight (E, d): a scalar ≥ 0, 0 where its
-    rows are orthonormal.
-    """
+    """Return the sum of |WWᵀ − I| over all entries, for a router's weight (E, d); a scalar ≥ 0."""
     products = weight @ weight.mT
     identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
     return (products - identity).abs().sum()

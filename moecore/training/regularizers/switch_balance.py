@@ -1,4 +1,4 @@
-"""The Switch and GShard load balancing loss, over a sequence, a group of images or the batch."""
+"""The Switch and GShard load balancing loss, per sequence, group of images or batch."""
 
 from typing import ClassVar, Literal
 
@@ -28,25 +28,25 @@ class SwitchBalance(Regularizer):
     weight: float = Field(0.01, ge=0, description="factor in the objective")
     level: Level = Field(
         "batch",
-        description="over which tokens the use is to be even: those of each image or sequence, of "
-        "each group of images, or of the batch over all ranks, in which images may differ",
+        description="tokens over which the load is even: each image or sequence, each group of "
+        "images, or the batch over all ranks, in which images may differ",
     )
-    group_size: int = Field(8, ge=1, description="images of a group; for the level group alone")
+    group_size: int = Field(8, ge=1, description="images per group; for the level group only")
     count_from: Literal["routed", "probs"] = Field(
-        "routed", description="which experts count: the chosen, or those of the largest probs"
+        "routed", description="experts that count: the chosen, or those with the largest probs"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield it where all experts are used alike, and groups that do not divide a step."""
+        """Yield it if the router uses all experts equally, and groups that do not divide a step."""
         yield from super().misfits(around)
         router = around.router
         if router is not None and not router.chooses_per_token:
-            text = f"found {self.kind}, a constant beside the router {router.kind}, which uses all"
+            text = f"found {self.kind}, a constant for the router {router.kind}, which uses all"
             allowed = "a router whose tokens choose, or another loss"
-            yield (), f"{text} experts alike; allowed: {allowed}"
+            yield (), f"{text} experts equally; allowed: {allowed}"
         if self.level != "group":
-            why = f"the level is {self.level}"
-            yield from changed_settings(self, ["group_size"], why, "level: group")
+            reason = f"the level is {self.level}"
+            yield from changed_settings(self, ["group_size"], reason, "level: group")
             return
         for phase, images in around.images.items():
             if images % self.group_size:
@@ -57,14 +57,17 @@ class SwitchBalance(Regularizer):
         return sum_over_layers(step, self.of_layer)
 
     def of_layer(self, record: RoutingRecord) -> Tensor:
-        """Return the loss of one layer's tokens; UserError where groups do not divide them."""
+        """Return the loss of one layer's tokens; UserError if groups do not divide the images."""
         counted = record.chosen
         if self.count_from == "probs":
             counted = most_probable_mask(record.probs, record.chosen.sum(dim=-1, keepdim=True))
         images = len(counted)
         if self.level == "group" and images % self.group_size:
-            problem = f"found {self.group_size}, and a rank's step has {images} images"
-            raise UserError(f"switch_balance.group_size: {problem}; allowed: a divisor of these")
+            raise UserError.at(
+                "switch_balance.group_size",
+                found=f"{self.group_size}, and a rank's step has {images} images",
+                allowed="a divisor of these",
+            )
         size = {"sequence": 1, "group": self.group_size, "batch": images}[self.level]
         counts = group_images(counted, size)[0].sum(dim=1)
         probs = group_images(record.probs, size)[0].sum(dim=1)
@@ -74,11 +77,11 @@ class SwitchBalance(Regularizer):
 
 
 def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
-    """E Σ_e f_e P_e, mean over G sets of tokens (Switch, eq. 4–6; GShard; 2501.11873).
+    """Return E Σ_e f_e P_e, mean over G sets of tokens (Switch, eq. 4–6; GShard; 2501.11873).
 
-    counts: (G, E), how many of a set's choices fell on each expert; f is their share, without
-    gradient.  probs: (G, E), the sum of a set's probs; P is their mean, as a token's sum to 1.
-    Returns a scalar: 1 where f or P is even, E/k where k experts have all of both.
+    counts: (G, E), choices of each expert in a set; f is their share, without gradient. probs: (G,
+    E), the sum of a set's probs; P is their mean, as a token's probs sum to 1. A scalar: 1 if f or
+    P is even, E/k if k experts have all of both.
     """
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp_min(1)
     means = probs / probs.sum(dim=-1, keepdim=True).detach()
@@ -88,5 +91,5 @@ def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
 def most_probable_mask(probs: Tensor, number: Tensor) -> Tensor:
     """Return which experts (B, T, E) are among each token's ``number`` (B, T, 1) most probable."""
     order = probs.detach().argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(probs.shape[-1], device=probs.device).expand_as(order)
-    return torch.zeros_like(order).scatter(-1, order, places) < number
+    ranks = torch.arange(probs.shape[-1], device=probs.device).expand_as(order)
+    return torch.zeros_like(order).scatter(-1, order, ranks) < number

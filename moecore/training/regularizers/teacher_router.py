@@ -1,4 +1,4 @@
-"""The loss of a router on a teacher's features: balanced and sure (TGR-MoE, eq. 8)."""
+"""The loss of a router on a teacher's features: balanced and confident (TGR-MoE, eq. 8)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -26,17 +26,16 @@ class TeacherRouter(Regularizer):
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         if step.guidance is None or not step.guidance.probs:
-            mend = "give the method a teacher, or remove teacher_router"
-            raise UserError(f"teacher_router: there is no teacher guidance in this step; {mend}")
+            raise UserError(
+                "teacher_router: there is no teacher guidance in this step; give the method a "
+                "teacher, or remove teacher_router"
+            )
         terms = teacher_router_terms(probs=step.guidance.probs)
         return self.balance * terms["balance"] + self.entropy * terms["entropy"]
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The terms summed over layers: ``balance``, CV² of the global batch's mean probs, ``entropy``.
-
-    probs: one (B, T, E) per MoE layer, each token sums to 1.  Returns two scalars ≥ 0.
-    """
+    """Return ``balance`` (CV² of mean probs) and ``entropy`` of probs (B, T, E) of all layers."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

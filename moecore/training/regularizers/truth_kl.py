@@ -1,4 +1,4 @@
-"""The student's router imitates the oracle: TGR-MoE with the truth of the data as its teacher."""
+"""The student's router imitates the oracle: TGR-MoE with the truth of the data as teacher."""
 
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from moecore.training.regularizers.router_kl import router_kl
 class TruthKl(Regularizer):
     """KL from the routing of ``told`` to the student's, mean over MoE layers (*our own*).
 
-    No teacher's network is asked, so it also acts in fine-tuning.
+    It uses no teacher network, so it also acts in fine-tuning.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "truth"})
@@ -28,8 +28,10 @@ class TruthKl(Regularizer):
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         if not step.model.image.truth:
-            allowed = "data whose card says truth"
-            raise UserError(f"truth_kl: nobody knows the truth of these tokens; allowed: {allowed}")
+            raise UserError(
+                "truth_kl: the truth of these tokens is unknown; allowed: data whose card says "
+                "truth"
+            )
         divergences = [
             truth_kl(truth=majority_token_kinds(step.batch.images, layout), record=record)
             for record, layout in zip(step.output.routing, step.model.layouts, strict=True)
@@ -38,9 +40,9 @@ class TruthKl(Regularizer):
 
 
 def truth_kl(*, truth: Tensor, record: RoutingRecord) -> Tensor:
-    """KL in nats from ``told``'s routing to that of the record, averaged over tokens; a scalar ≥ 0.
+    """Return KL in nats from ``told``'s routing to the record's, mean over tokens; a scalar ≥ 0.
 
-    truth: int64 (B, T), each token's kind, 1 and up; 0: unknown, which ``told`` sends to expert 0.
+    truth: int64 (B, T), each token's kind, from 1; 0: unknown, which ``told`` sends to expert 0.
     """
     told = ToldRouter(experts=record.probs.shape[-1])
     _, teacher = told(record.probs, RoutingContext(truth=truth))

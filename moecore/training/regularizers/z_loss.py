@@ -21,5 +21,5 @@ class ZLoss(Regularizer):
 
 
 def z_loss(*, logits: Tensor) -> Tensor:
-    """Mean over the tokens of all ranks of logsumexp(logits)², (B, T, E) before noise; ≥ 0."""
+    """Return the mean of logsumexp(logits)² over all ranks' tokens (B, T, E), before noise."""
     return mean_over_ranks(logsumexp(logits, dim=-1).square())

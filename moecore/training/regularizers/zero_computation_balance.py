@@ -1,4 +1,4 @@
-"""MoE++'s load balancing loss, in which experts without a network count less (2410.07348)."""
+"""MoE++'s load balancing loss: experts without a network count less (2410.07348)."""
 
 from typing import ClassVar, Literal
 
@@ -20,29 +20,32 @@ class ZeroComputationBalance(Regularizer):
     balances_load: ClassVar[bool] = True
 
     kind: Literal["zero_computation_balance"] = "zero_computation_balance"
-    weight: float = Field(ge=0, description="factor in the objective, which the paper does not say")
+    weight: float = Field(ge=0, description="factor in the objective; not given in the paper")
     share: float = Field(
         0.75,
         gt=0,
         allow_inf_nan=False,
-        description="what a choice of an expert without a network counts (τ): the less, the more "
-        "often they are chosen",
+        description="weight of a choice of an expert without a network (τ): a smaller one makes "
+        "their choice more frequent",
     )
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         experts = step.model.moe.experts
         if experts.networks == experts.choices:
-            problem = "all experts are networks"
-            raise UserError(f"{self.kind}: {problem}; allowed: experts with zero_computation")
+            raise UserError(
+                f"{self.kind}: all experts are networks; allowed: experts with zero_computation"
+            )
         return sum_over_layers(
             step, lambda record: uneven_use(record, experts.networks, self.share)
         )
 
 
 def uneven_use(record: RoutingRecord, networks: int, share: float) -> Tensor:
-    """Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3): f the share of tokens that chose
-    e, without gradient, P its mean prob, η 1 for the first ``networks`` experts and else ``share``.
+    """Return Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3).
+
+    f: share of tokens that chose e, without gradient; P: its mean prob; η: 1 for the first
+    ``networks`` experts, ``share`` for the others.
     """
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     probs = total_over_ranks(record.probs.sum(dim=(0, 1)))

@@ -1,1 +1,1 @@
-"""Fewer experts out of a trained model: what each does, and how many stay; pruning and merging."""
+"""Fewer experts in a trained model: pruning and merging, by each expert's use."""

@@ -1,4 +1,4 @@
-"""What pruning and merging share: each expert's use, how many are left, and their model.
+"""Shared by pruning and merging: the use of each expert, their remaining number, the new model.
 
 Use is measured on images of the training split. N tokens, E experts before, M after, d width.
 """
@@ -28,15 +28,15 @@ BATCH = 64  # images of a forward pass, in which every expert computes every tok
 
 
 class ExpertUse(NamedTuple):
-    """The experts of one MoE layer, in fp64 on the CPU."""
+    """The use of the experts of one MoE layer, in fp64 on the CPU."""
 
-    counts: Tensor  # (E,) how many tokens chose each
-    reap: Tensor  # (E,) mean over these of weight times length of its output; 0 without any
-    means: Tensor  # (E, d) its mean output over all tokens
+    counts: Tensor  # (E,), tokens that chose each expert
+    reap: Tensor  # (E,), mean over these tokens of weight times length of its output; 0 if none
+    means: Tensor  # (E, d), mean output over all tokens
 
 
 class ExpertUseSums:
-    """Sums over the tokens that were met so far, expert by expert."""
+    """Sums over the tokens so far, per expert."""
 
     def __init__(self, experts: int) -> None:
         self.tokens = 0
@@ -44,9 +44,7 @@ class ExpertUseSums:
         self.outputs: list[Any] = [0.0] * experts
 
     def add_outputs(self, expert: int, outputs: Tensor, weights: Tensor, chosen: Tensor) -> None:
-        """Add an expert's outputs (N, d), its weights in the layer's output and whether each token
-        chose it, both (N,).
-        """
+        """Add an expert's outputs (N, d), combine weights (N,) and which tokens chose it (N,)."""
         outputs = outputs.double()
         weighted = weights.double() * outputs.norm(dim=-1)
         self.counts[expert] += chosen.sum().cpu()
@@ -54,37 +52,35 @@ class ExpertUseSums:
         self.outputs[expert] = self.outputs[expert] + outputs.sum(dim=0).cpu()
 
     def average(self) -> ExpertUse:
-        """Return the means over the tokens, and over those that chose each expert (REAP)."""
+        """Return the means over all tokens, and over those that chose each expert (REAP)."""
         reap = self.lengths / self.counts.clamp(min=1)
         return ExpertUse(self.counts, reap, torch.stack(self.outputs) / self.tokens)
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return the use of the experts of each MoE layer that images pass, by the layer's name.
+    """Return the use of the experts of each MoE layer, by the layer's name.
 
-    On ``images`` of a split, evenly spread, in evaluation mode. Every expert computes every token,
-    so a layer costs E / k times as much.
+    On ``images`` images of a split, evenly spread, in evaluation mode. Every expert computes every
+    token, so a layer costs E / k times as much.
     """
     sums: dict[str, ExpertUseSums] = {}
     pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
     with watch_layers(model, partial(_add_batch, sums)):
         predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
-    return {name: own.average() for name, own in sums.items()}
+    return {name: layer_sums.average() for name, layer_sums in sums.items()}
 
 
 @contextmanager
 def watch_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
-    """Inside the ``with`` call ``watch`` each time that the router of a layer of this name has
-    decided on tokens (B, T, d).
-    """
+    """Call ``watch(name, layer, tokens, record)`` after each decision on tokens (B, T, d)."""
+
+    def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
+        return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
+
     hooks = [
-        layer.router.register_forward_hook(
-            lambda _, inputs, decided, name=name, layer=layer: watch(
-                name, layer, inputs[0], decided[1]
-            )
-        )
+        layer.router.register_forward_hook(make_hook(name, layer))
         for name, layer in model.named_modules()
         if isinstance(layer, MoEFeedForward)
     ]
@@ -96,7 +92,7 @@ def watch_layers(
 
 
 def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:
-    """Yield what each network of a layer makes of all tokens (N, d): (N, d)."""
+    """Yield the output (N, d) of each network of a layer for all tokens (N, d)."""
     for expert in range(layer.number):
         ends = torch.zeros(layer.number, dtype=torch.int32, device=tokens.device)
         ends[expert:] = len(tokens)
@@ -110,83 +106,86 @@ def _add_batch(
     tokens: Tensor,
     record: RoutingRecord,
 ) -> None:
-    """Add the tokens that a router has just decided on to the sums of its layer."""
+    """Add the tokens that a router has just routed to the sums of its layer."""
     weights, chosen = record.combine.flatten(0, 1), record.chosen.flatten(0, 1)
-    own = sums.setdefault(name, ExpertUseSums(layer.number))
-    own.tokens += len(weights)
+    layer_sums = sums.setdefault(name, ExpertUseSums(layer.number))
+    layer_sums.tokens += len(weights)
     for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
-        own.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
+        layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
 
 
 class ExpertReduction(Config, ABC):
-    """The settings of a way to fewer experts, the same number in every layer."""
+    """Settings of a method that reduces the number of experts, equally in every layer."""
 
     section: ClassVar[str]  # of params.yaml, as messages name it
 
     left: float = Field(
-        0.5, gt=0, lt=1, description="share of a layer's experts that is left, rounded up"
+        0.5, gt=0, lt=1, description="share of a layer's experts that remain, rounded up"
     )
     images: int = Field(
-        1000, ge=1, description="training images that tell what experts do, evenly spread"
+        1000, ge=1, description="training images on which experts' use is measured, evenly spread"
     )
 
     @abstractmethod
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return router and experts afterwards; UserError, naming the key, where none can be."""
+        """Return the reduced router and experts; UserError, naming the key, if it is impossible."""
 
     @abstractmethod
     def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
-        """Return a new model; UserError as ``reduced_settings``. uses: by MoE layer."""
+        """Return the reduced model; uses: by MoE layer."""
 
     def reduce_model(self, model: Model, split: Split) -> Model:
-        """Return a new model, by images of the training split; a dense model as it is."""
+        """Return the reduced model, by images of the training split; a dense model unchanged."""
         if model.moe is None:
             return model
-        self.reduced_settings(model.moe)  # refused before images are looked at
+        self.reduced_settings(model.moe)  # raises before images are processed
         return self.reduce_experts(model, measure_expert_use(model, split, self.images))
 
     def number_left(self, moe: MoESettings) -> int:
-        """Return M; UserError where that is all, or fewer than a token chooses."""
+        """Return M; UserError if that is all, or fewer than a token chooses."""
         number = moe.experts.number
-        least = max(2, getattr(moe.router, "k", None) or 1)
-        left = ceil(exact_fraction(self.left) * number)
-        if not least <= left < number:
-            problem = f"found {self.left:g}, which leaves {left} of {number} experts"
-            allowed = f"shares that leave {least} (router.k, or 2) to {number - 1}"
-            raise UserError(f"{self.section}.left: {problem}; allowed: {allowed}")
-        return left
+        min_experts = max(2, getattr(moe.router, "k", None) or 1)
+        remaining = ceil(exact_fraction(self.left) * number)
+        if not min_experts <= remaining < number:
+            raise UserError.at(
+                f"{self.section}.left",
+                found=f"{self.left:g}, which leaves {remaining} of {number} experts",
+                allowed=f"shares that leave {min_experts} (router.k, or 2) to {number - 1}",
+            )
+        return remaining
 
 
-def check_token_choice(moe: MoESettings, words: str) -> None:
-    """Raise UserError for routers in which tokens choose nothing, or a teacher chooses for them,
-    and for pieces of experts and experts without a network.
-
-    words: what is done with the model.
-    """
+def check_token_choice(moe: MoESettings, action: str) -> None:
+    """Raise UserError unless tokens choose among whole experts; action: "merged" or "pruned"."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
-        problem = f"found {moe.router.kind}, whose experts cannot be {words}"
-        raise UserError(f"router.kind: {problem}; allowed: routers by which tokens choose")
+        raise UserError.at(
+            "router.kind",
+            found=f"{moe.router.kind}, whose experts cannot be {action}",
+            allowed="routers by which tokens choose",
+        )
     if moe.experts.choices != moe.experts.number:
-        problem = f"found {moe.experts.choices} to choose among where experts.number is"
-        allowed = "experts without fine and zero_computation"
-        raise UserError(f"experts.number: {problem} {moe.experts.number}; allowed: {allowed}")
+        raise UserError.at(
+            "experts.number",
+            found=f"{moe.experts.choices} choices for {moe.experts.number} experts",
+            allowed="experts without fine and zero_computation",
+        )
 
 
 def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
-    """Return a model as ``model`` with another router and experts, of first weights."""
+    """Return a model as ``model`` with another router and experts, with random weights."""
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 
 
 def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
-    """Return a model with these settings and weights, where ``model`` lies."""
+    """Return a model with these settings and weights, on the device of ``model``."""
     reduced = rebuild_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)
 
 
 def with_number(moe: MoESettings, number: int) -> MoESettings:
-    """Return the settings with another number of experts; UserError where these refuse it."""
+    """Return the settings with another number of experts; UserError if they refuse it."""
     fewer = moe.experts.model_copy(update={"number": number})
-    experts = validate_again(fewer, f"experts.number: found {number} that are left")
+    experts = validate_again(fewer, f"experts.number: found {number} remaining experts")
     return moe.model_copy(update={"experts": experts})

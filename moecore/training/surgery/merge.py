@@ -1,4 +1,4 @@
-"""Merging: experts of similar mean outputs become one (HC-SMoE, Chen et al. 2024).
+"""Merging: experts with similar mean outputs become one (HC-SMoE, Chen et al. 2024).
 
 E experts before, M after, d width.
 """
@@ -22,43 +22,46 @@ LINKAGES = {"average": np.mean, "single": np.min, "complete": np.max}
 
 
 class Merge(expert_reduction.ExpertReduction):
-    """Experts are clustered by their mean outputs, and each cluster's weights are averaged."""
+    """Cluster experts by their mean outputs, and average the weights of each cluster."""
 
     section: ClassVar[str] = "merge"
 
     linkage: Linkage = Field(
-        "average", description="distance of clusters: the mean, least or largest of their pairs"
+        "average", description="distance of clusters: mean, smallest or largest of their pairs"
     )
     weights: Literal["frequency", "mean"] = Field(
-        "frequency", description="an expert's share in its cluster: by its tokens, or equal"
+        "frequency", description="an expert's weight in its cluster: by its tokens, or equal"
     )
     fold: bool = Field(
         True,
-        description="routing is summed within clusters; false: E experts stay, equal ones among "
-        "them, which saves nothing",
+        description="routing is summed within clusters; false: E experts remain, equal within "
+        "clusters, which saves nothing",
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the settings afterwards; UserError for experts and routers that do not merge."""
+        """Return the merged settings; UserError for experts and routers that cannot be merged."""
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
-            problem = f"found {moe.experts.kind}, whose weights have no meaningful mean"
-            raise UserError(f"experts.kind: {problem}; allowed: mlp")
+            raise UserError.at(
+                "experts.kind",
+                found=f"{moe.experts.kind}, whose weights have no meaningful mean",
+                allowed="mlp",
+            )
         number = self.number_left(moe)
         if not self.fold:
             return moe
-        problem = "which has a bias or threshold for each expert"
-        allowed = "allowed: others, or merge.fold: false"
+        reason = "which has a bias or threshold for each expert"
+        allowed = "others, or merge.fold: false"
         if (balance := getattr(moe.router, "balance", None)) is not None:
-            raise UserError(f"router.balance: found {balance.kind}, {problem}; {allowed}")
+            raise UserError.at("router.balance", found=f"{balance.kind}, {reason}", allowed=allowed)
         if moe.router.has_expert_thresholds:
-            raise UserError(f"router.kind: found {moe.router.kind}, {problem}; {allowed}")
+            raise UserError.at("router.kind", found=f"{moe.router.kind}, {reason}", allowed=allowed)
         refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)
         return expert_reduction.with_number(moe.model_copy(update={"router": router}), number)
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model with one expert for each cluster, and all rows of its router."""
+        """Return the model with one expert per cluster, and all rows of its router."""
         moe = self.reduced_settings(model.experts_and_router)
         number = self.number_left(model.experts_and_router)
         weights = model.state_dict()
@@ -66,7 +69,7 @@ class Merge(expert_reduction.ExpertReduction):
             clusters, _ = cluster_outputs(use.means, number, self.linkage)
             counts = use.counts if self.weights == "frequency" else torch.ones_like(use.counts)
             shares = cluster_shares(clusters, counts, number)
-            for name in [one for one in weights if one.startswith(f"{layer}.experts.")]:
+            for name in [name for name in weights if name.startswith(f"{layer}.experts.")]:
                 weights[name] = merge_parameter(weights[name], shares)
                 if not self.fold:
                     weights[name] = weights[name][clusters.to(weights[name].device)]
@@ -78,25 +81,25 @@ class Merge(expert_reduction.ExpertReduction):
 def cluster_outputs(
     means: Tensor, number: int, linkage: Linkage
 ) -> tuple[Tensor, tuple[float, ...]]:
-    """Return the cluster (E,) int64 of each expert, and how far apart those lay that were joined.
+    """Return the cluster (E,) int64 of each expert, and the distance of each joined pair.
 
-    means: (E, d) mean outputs, compared by Euclidean distance; the nearest two clusters are joined
-    until ``number`` are left, of equally near ones those of the lowest experts. Clusters are in the
-    order of their lowest experts.
+    means: (E, d) mean outputs, compared by Euclidean distance. The two nearest clusters are joined
+    until ``number`` remain; ties go to the lowest experts. Clusters are in the order of their
+    lowest experts.
     """
     points = means.double()
-    exact = "donot_use_mm_for_euclid_dist"  # products would blur small distances
+    exact = "donot_use_mm_for_euclid_dist"  # matrix products lose precision at small distances
     distances = torch.cdist(points, points, compute_mode=exact).numpy()
-    join = LINKAGES[linkage]
+    linkage_distance = LINKAGES[linkage]
     clusters = [[expert] for expert in range(len(means))]
     heights = []
     while len(clusters) > number:
-        height, one, other = min(
-            (float(join(distances[np.ix_(clusters[one], clusters[other])])), one, other)
-            for one in range(len(clusters))
-            for other in range(one + 1, len(clusters))
+        height, first, second = min(
+            (float(linkage_distance(distances[np.ix_(clusters[i], clusters[j])])), i, j)
+            for i in range(len(clusters))
+            for j in range(i + 1, len(clusters))
         )
-        clusters[one] += clusters.pop(other)
+        clusters[first] += clusters.pop(second)
         heights.append(height)
     labels = torch.empty(len(means), dtype=torch.int64)
     for label, members in enumerate(clusters):
@@ -105,9 +108,7 @@ def cluster_outputs(
 
 
 def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
-    """Return the share (M, E) of each expert in each cluster, by counts (E,); equal ones where no
-    token chose any of a cluster.
-    """
+    """Return each expert's share (M, E) in its cluster, by counts (E,); equal ones if all are 0."""
     members = torch.nn.functional.one_hot(clusters, number).T.double()
     shares = members * counts.double()
     shares = torch.where(shares.sum(dim=1, keepdim=True) > 0, shares, members)
@@ -115,7 +116,7 @@ def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
 
 
 def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
-    """Return the means (M, …) of an experts' parameter (E, …) by the shares (M, E)."""
+    """Return the means (M, …) of the experts' parameter (E, …), weighted by the shares (M, E)."""
     flat = shares.to(values.device) @ values.flatten(1).double()
     return flat.unflatten(1, values.shape[1:]).to(values.dtype)
 
@@ -123,7 +124,7 @@ def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
 def pop_folded_router_state(
     weights: dict[str, Tensor], prefix: str, clusters: Tensor
 ) -> dict[str, Tensor]:
-    """Move a router's state out of ``weights``; return it as that of the folded router."""
+    """Move a router's state out of ``weights``; return it as the state of the folded router."""
     names = [name for name in weights if name.startswith(prefix)]
     inner = {f"{prefix}router.{name[len(prefix) :]}": weights.pop(name) for name in names}
     return inner | {f"{prefix}clusters": clusters}

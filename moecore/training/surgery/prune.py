@@ -1,4 +1,4 @@
-"""Pruning: the experts of the lowest score are dropped, one-shot (REAP, Lasby et al. 2025).
+"""Pruning: the experts with the lowest score are removed at once (REAP, Lasby et al. 2025).
 
 E experts before, M after.
 """
@@ -15,82 +15,88 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.training.surgery import expert_reduction
 
-# A router's map of the logits of the MoE layer before: (E of this layer, E of that one)
+# A router's map of the previous MoE layer's logits: (E of this layer, E of the previous layer).
 MAP_OF_PREVIOUS_LOGITS = "router.residual"
 
 
 class Prune(expert_reduction.ExpertReduction):
-    """The experts of the lowest score leave each layer, with all that its router has of them."""
+    """Remove the experts with the lowest score from each layer, and their parts of its router."""
 
     section: ClassVar[str] = "prune"
 
     by: Literal["reap", "load"] = Field(
         "reap",
-        description="reap: mean over a token's choices of weight times length of the expert's "
-        "output; load: how many tokens chose the expert",
+        description="reap: weight times length of the expert's output, mean over the tokens that "
+        "chose it; load: number of tokens that chose it",
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the settings with fewer experts; UserError for routers without rows to drop."""
+        """Return the settings with fewer experts; UserError for routers without rows of experts."""
         expert_reduction.check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
-            problem = f"found {moe.router.kind}, which has no parameters of each expert"
-            raise UserError(f"router.kind: {problem}; allowed: routers that learn to choose")
+            raise UserError.at(
+                "router.kind",
+                found=f"{moe.router.kind}, which has no parameters of each expert",
+                allowed="routers that learn to choose",
+            )
         router = moe.router.fix_sizes(moe.experts.number)
         return expert_reduction.with_number(
             moe.model_copy(update={"router": router}), self.number_left(moe)
         )
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model without the experts of the lowest score."""
+        """Return the model without the experts with the lowest score."""
         moe = self.reduced_settings(model.experts_and_router)
-        kept = {
+        remaining = {
             name: self.kept_experts(model.experts_and_router, use) for name, use in uses.items()
         }
         return expert_reduction.build_reduced_model(
-            model, moe, select_expert_weights(model, moe, kept)
+            model, moe, select_expert_weights(model, moe, remaining)
         )
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
-        """Return the experts (M,) of a layer that stay, in their order; UserError where a router's
-        groups would be of several sizes. moe: before.
-        """
+        """Return the remaining experts (M,) of a layer, sorted; UserError for unequal groups."""
         order = order_of_pruning(use.reap if self.by == "reap" else use.counts)
-        kept = order[-self.number_left(moe) :].sort().values
+        experts = order[-self.number_left(moe) :].sort().values
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
         if groups is not None:
-            group = kept // (moe.experts.number // groups.number)
+            group = experts // (moe.experts.number // groups.number)
             sizes = torch.bincount(group, minlength=groups.number).tolist()
             if len(set(sizes)) > 1:
-                problem = f"found {groups.number}, of which {sizes} experts would be left"
-                raise UserError(f"router.groups: {problem}; allowed: null, or as many of each")
-        return kept
+                raise UserError.at(
+                    "router.groups",
+                    found=f"{groups.number}, in which {sizes} experts would remain",
+                    allowed="null, or equally many of each",
+                )
+        return experts
 
 
 def order_of_pruning(scores: Tensor) -> Tensor:
-    """Return the experts (E,) by their scores, lowest first; of equals the lowest index first."""
+    """Return the experts (E,) by score, lowest first; of equals the lowest index first."""
     return torch.argsort(scores, stable=True)
 
 
 def select_expert_weights(
-    model: Model, moe: MoESettings, kept: Mapping[str, Tensor]
+    model: Model, moe: MoESettings, remaining: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of ``model`` for fewer experts: the kept ones, (M,) by layer, along every
-    axis that has another length in a model of the settings ``moe``. Layers are in their order.
+    """Return the weights of ``model`` for the remaining experts (M,) by layer, layers in order.
+
+    Experts are selected along every axis with another length in a model of the settings ``moe``.
     """
-    fresh = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
+    reduced = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None
-    for layer, own in kept.items():
-        for name in [one for one in weights if one.startswith(f"{layer}.")]:
+    for layer, experts in remaining.items():
+        for name in [name for name in weights if name.startswith(f"{layer}.")]:
             value = weights[name]
-            columns = own
+            columns = experts
             if previous is not None and name == f"{layer}.{MAP_OF_PREVIOUS_LOGITS}":
                 columns = previous
-            for axis, (there, here) in enumerate(zip(value.shape, fresh[name].shape, strict=True)):
-                if there != here:
-                    experts = own if axis == 0 else columns
-                    value = value.index_select(axis, experts.to(value.device))
+            lengths = zip(value.shape, reduced[name].shape, strict=True)
+            for axis, (old_length, new_length) in enumerate(lengths):
+                if old_length != new_length:
+                    selected = experts if axis == 0 else columns
+                    value = value.index_select(axis, selected.to(value.device))
             weights[name] = value
-        previous = own
+        previous = experts
     return weights

@@ -1,1 +1,1 @@
-"""The teachers that a section ``teacher`` may name: a family of parts (see base.py)."""
+"""The teachers of a section ``teacher``: a family of parts (base.py)."""

@@ -1,4 +1,4 @@
-"""What every teacher says of itself."""
+"""Base class of teachers."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -13,27 +13,27 @@ from moecore.training.settings import Training
 
 
 class Teacher(Part, ABC):
-    """A teacher, a family of parts."""
+    """The settings of a teacher, a family of parts."""
 
-    training: Training | None = None  # by its stage; None: it comes trained, alike for every seed
-    data: Source | None = None  # what it learns; None: data.pretrain
-    volumes: ClassVar[bool] = True  # it may be of images of three axes
+    training: Training | None = None  # in its stage; None: pretrained, the same for every seed
+    data: Source | None = None  # its training data; None: data.pretrain
+    volumes: ClassVar[bool] = True  # whether its images may have three axes
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a teacher of flat images where volumes are learned."""
+        """Yield a teacher of 2D images for data of volumes."""
         if around.source is not None and around.source.volumes and not self.volumes:
-            every = part_classes_by_kind(Teacher).items()
-            fitting = ", ".join(kind for kind, part in every if part.volumes)
+            parts = part_classes_by_kind(Teacher).items()
+            kinds = ", ".join(kind for kind, part in parts if part.volumes)
             text = f"found {self.kind}, whose models are of flat images"
-            yield ("kind",), f"{text}; allowed for volumes: {fitting}"
+            yield ("kind",), f"{text}; allowed for volumes: {kinds}"
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return its model for such images; UserError where there is none."""
+        """Return its model for such images; UserError if it has none."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return the data that it learns; work: the stage's folder, for what is prepared anew."""
+        """Return its training data; work: the stage's folder, for data that it prepares itself."""
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError where ``build`` would for settings alone; nothing is downloaded."""
+        """Raise UserError if ``build`` would because of the settings; without a download."""

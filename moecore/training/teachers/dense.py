@@ -1,4 +1,4 @@
-"""A dense teacher, trained here on the pretraining data or on data of its own."""
+"""A dense teacher, trained on the pretraining data or on its own data."""
 
 from pathlib import Path
 from typing import Literal
@@ -15,26 +15,25 @@ from moecore.training.teachers.base import Teacher
 
 
 class Dense(Teacher):
-    """A dense teacher of any depth and width, with the student's patches; one for each seed."""
+    """A dense teacher of any depth and width, with the student's patches; one per seed."""
 
     kind: Literal["dense"] = "dense"
     model: Backbone
     training: Training
     data: Source | None = Field(
-        None, description="what it learns, of the size of data.pretrain; null: these themselves"
+        None, description="its training data, of the size of data.pretrain; null: data.pretrain"
     )
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """The untrained teacher for such images."""
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return its own data, which the first of several ranks prepares in ``work``."""
+        """Return its own data, which the first rank prepares in ``work``."""
         if self.data is None:
             return pretraining
-        place = work / "data"
-        if current_ranks().first and not place.is_dir():
-            with whole_folder(place) as folder:
+        path = work / "data"
+        if current_ranks().first and not path.is_dir():
+            with whole_folder(path) as folder:
                 self.data.write(folder)
-        broadcast_text("prepared")  # for which the other ranks wait
-        return Prepared.open(place)
+        broadcast_text("prepared")  # the other ranks wait here
+        return Prepared.open(path)

@@ -1,4 +1,4 @@
-"""Fitting the teacher's routers: balanced and confident, with nothing of the task.
+"""The fit of the teacher's routers, balanced and confident, without the task's loss.
 
 TGR-MoE, equation 8.
 """
@@ -21,16 +21,14 @@ LOG_EVERY = 20
 def iterate_router_fit(
     guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end.
-
-    Only the routers learn; the batches are drawn apart from those of the student of ``seed``.
-    """
-    drawn = derived_seed("teacher_router", seed)
+    """Train the guide's routers in place; yield (step, loss terms) regularly and at the end."""
+    # Batches are drawn independently of the student's.
+    fit_seed = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
     parameters = guide.routers.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     for step in range(1, settings.steps + 1):
-        indices = batch_indices(len(train.labels), settings.batch, drawn, step - 1)
+        indices = batch_indices(len(train.labels), settings.batch, fit_seed, step - 1)
         images, _ = train.take(indices)
         terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]

@@ -1,4 +1,4 @@
-"""No teacher: for studies whose methods need none."""
+"""No teacher, for studies whose methods need none."""
 
 from typing import Literal, NoReturn
 
@@ -8,11 +8,11 @@ from moecore.training.teachers.base import Teacher
 
 
 class NoTeacher(Teacher):
-    """No teacher is trained, and methods that need one are refused."""
+    """No teacher is trained; methods that need one are refused."""
 
     kind: Literal["no_teacher"] = "no_teacher"
     training: None = None
 
     def build(self, image: ImageSpec) -> NoReturn:
         """Raise UserError: there is no model."""
-        raise UserError("teacher.kind: found no_teacher, of which there is no model")
+        raise UserError("teacher.kind: found no_teacher, which has no model")

@@ -1,4 +1,4 @@
-"""CLIP's weights in open_clip's layout (ViT-B/32, B/16, L/14), for both of two towers.
+"""CLIP's weights in open_clip's format (ViT-B/32, B/16, L/14), for both towers.
 
 w numbers of an embedding. Head width is 64 in all of them.
 """
@@ -20,10 +20,10 @@ from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
 from moecore.training.teachers.base import Teacher
 
-HEAD = 64
+HEAD_WIDTH = 64
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-NAMES = (  # open_clip's → ours, first that fits
+NAMES = (  # open_clip's → ours; the first match counts
     (r"visual\.conv1\.weight", "visual.patch_embed.proj.weight"),
     (r"visual\.class_embedding", "visual.cls_token"),
     (r"visual\.positional_embedding", "visual.pos_embed"),
@@ -37,7 +37,7 @@ NAMES = (  # open_clip's → ours, first that fits
     (r"ln_final\.", "text.norm."),
     (r"text_projection", "text.projection.weight"),
 )
-WITHIN = (  # of a block
+BLOCK_NAMES = (  # within a block
     ("ln_1.", "norm1."),
     ("ln_2.", "norm2."),
     ("attn.in_proj_", "attn.qkv."),
@@ -48,22 +48,22 @@ WITHIN = (  # of a block
 
 
 class OpenClip(Teacher):
-    """A CLIP of a checkpoint file: what a two-tower model starts from (``upcycle``)."""
+    """A CLIP from a checkpoint file, from which a two-tower model starts (``upcycle``)."""
 
     volumes: ClassVar[bool] = False
 
     kind: Literal["open_clip"] = "open_clip"
     checkpoint: str = Field(description="a .safetensors file such as open_clip_model.safetensors")
     activation: Literal["gelu", "quick_gelu"] = Field(
-        "gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
+        "gelu", description="quick_gelu: for OpenAI's weights; the file does not tell"
     )
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """The pretrained towers at the resolution of ``image``, normalised as CLIP is.
+        """Return the pretrained towers at the resolution of ``image``, with CLIP's normalisation.
 
         Positions are interpolated. Raises UserError for a missing or foreign file, for data without
-        captions, and for captions of another vocabulary or context.
+        captions, and for captions with another vocabulary or context.
         """
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
@@ -73,9 +73,11 @@ class OpenClip(Teacher):
         settings = two_tower_settings(weights, self.activation)
         words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
         if (image.task.words, image.task.context) != (words, context):
-            problem = f"the data have {image.task.words:,} words and {image.task.context} tokens"
-            allowed = f"{words:,} and {context}, as in the file"
-            raise UserError(f"teacher.checkpoint: {problem} per caption; allowed: {allowed}")
+            raise UserError(
+                f"teacher.checkpoint: the data have {image.task.words:,} words and "
+                f"{image.task.context} tokens per caption; allowed: {words:,} and {context}, as in "
+                "the file"
+            )
         side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch
         spec = ImageSpec(
             channels=weights["visual.patch_embed.proj.weight"].shape[1],
@@ -85,19 +87,24 @@ class OpenClip(Teacher):
             task=image.task,
         )
         if spec.channels != image.channels:
-            problem = f"images of {image.channels} channels"
-            raise UserError(f"teacher.checkpoint: found {problem}; allowed: {spec.channels}")
+            raise UserError.at(
+                "teacher.checkpoint",
+                found=f"images of {image.channels} channels",
+                allowed=spec.channels,
+            )
         model = settings.build(spec.model_copy(update={"size": image.size}))
         weights = model.adapt_weights(weights, settings, spec, "bicubic")
         unmatched = model.load_state_dict(weights, strict=False)
         if names := [*unmatched.missing_keys, *unmatched.unexpected_keys]:
-            problem = f"{self.checkpoint} is not a CLIP with two transformers"
-            raise UserError(f"teacher.checkpoint: {problem}: unmatched {names[:4]}")
+            raise UserError(
+                f"teacher.checkpoint: {self.checkpoint} is not a CLIP with two transformers: "
+                f"unmatched {names[:4]}"
+            )
         return model.eval()
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """Our names for open_clip's weights, in fp32; biases that CLIP does not have are 0."""
+    """Return open_clip's weights under our names, in fp32; biases that CLIP lacks are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
@@ -106,7 +113,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
                 new = re.sub(f"^{pattern}", ours, name)
                 break
         if ".blocks." in new:
-            for theirs, ours in WITHIN:
+            for theirs, ours in BLOCK_NAMES:
                 new = new.replace(theirs, ours)
         ours_by_name[new] = value.float()
     needed = ("visual.patch_embed.proj.weight", "visual.head.weight", "text.projection.weight")
@@ -128,7 +135,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
-    """The sizes of both towers, from the shapes of their weights under our names."""
+    """Return the sizes of both towers, from the shapes of their weights under our names."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width, text = kernel.shape[0], weights["text.positions"].shape[1]
     hidden = weights["visual.blocks.0.mlp.fc1.weight"].shape[0]
@@ -138,7 +145,7 @@ def two_tower_settings(
             patch=kernel.shape[-1],
             width=width,
             depth=_count_blocks(weights, "visual"),
-            heads=width // HEAD,
+            heads=width // HEAD_WIDTH,
             mlp_ratio=hidden / width,
             pre_norm=True,
             activation=activation,
@@ -147,7 +154,7 @@ def two_tower_settings(
         text=TextTowerSettings(
             width=text,
             depth=_count_blocks(weights, "text"),
-            heads=text // HEAD,
+            heads=text // HEAD_WIDTH,
             mlp_ratio=inner / text,
             activation=activation,
         ),

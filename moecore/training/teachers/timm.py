@@ -1,4 +1,4 @@
-"""timm's plain vision transformers (ViT, DeiT, DeiT-III) and Swin V1 and V2 as teachers."""
+"""Teachers from timm: plain vision transformers (ViT, DeiT, DeiT-III), Swin V1 and V2."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -18,17 +18,20 @@ from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.base import Teacher
 
-# buffers of Swin, which are no weights
-FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
+# Buffers of a Swin that follow from its sizes; no weights.
+BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
 ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
+# By the number of special tokens.
 POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
-    *("mean", "class", "class+distillation"),  # by the number of special tokens
+    "mean",
+    "class",
+    "class+distillation",
 )
 
 
 class Timm(Teacher):
-    """A timm model by name, with timm's weights (downloaded) or those of a file."""
+    """A timm model by name, with timm's weights (downloaded) or weights from a file."""
 
     volumes: ClassVar[bool] = False
 
@@ -37,12 +40,12 @@ class Timm(Teacher):
         description="timm's model name, for example deit3_small_patch16_224.fb_in22k_ft_in1k"
     )
     checkpoint: str | None = Field(
-        None, description="a .safetensors file with timm's names; null: downloaded"
+        None, description="a .safetensors file with timm's names; null: download"
     )
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """The pretrained model for such images, normalised as timm's config says.
+        """Return the pretrained model for such images, normalised as in timm's config.
 
         Positions are interpolated (ViT: by timm; Swin's tables: bicubically). Classes are named by
         number. Raises UserError for a name or a file that does not fit.
@@ -52,7 +55,7 @@ class Timm(Teacher):
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError for a name that timm does not know, or whose models ours are not."""
+        """Raise UserError for a name that timm does not know, or a model unlike ours."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert_model(source, image)
@@ -60,13 +63,13 @@ class Timm(Teacher):
     def _convert_model(
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
-        """Return our model of a timm model, and its weights; UserError for what ours lacks."""
-        if (
-            parts := unsupported_swin_features(source)
-            if self._is_swin
-            else unsupported_vit_features(source)
-        ):
-            raise self._name_error(f"which has {', '.join(parts)}")
+        """Return our version of a timm model, and its weights; UserError for other features."""
+        if self._is_swin:
+            unsupported = unsupported_swin_features(source)
+        else:
+            unsupported = unsupported_vit_features(source)
+        if unsupported:
+            raise self._name_error(f"which has {', '.join(unsupported)}")
         config = source.pretrained_cfg
         spec = ImageSpec(
             channels=image.channels,
@@ -85,49 +88,53 @@ class Timm(Teacher):
             else:
                 model = vit_settings(source).build(spec)
         except UserError as error:
-            why = f"which does not fit images of {image.size} pixels: {error}"
-            raise self._name_error(why) from error
+            reason = f"which does not fit images of {image.size} pixels: {error}"
+            raise self._name_error(reason) from error
         if unmatched := unmatched_weights(model.state_dict(), weights):
-            why = f"whose weights {', '.join(unmatched[:4])} ours does not have alike"
-            raise self._name_error(why)
+            reason = f"whose weights {', '.join(unmatched[:4])} ours lacks or has in another shape"
+            raise self._name_error(reason)
         return model, weights
 
-    def _name_error(self, why: str) -> UserError:
-        return UserError(f"teacher.name: found {self.name}, {why}; allowed: {ALLOWED}")
+    def _name_error(self, reason: str) -> UserError:
+        return UserError.at("teacher.name", found=f"{self.name}, {reason}", allowed=ALLOWED)
 
     @property
     def _is_swin(self) -> bool:
         return self.name.startswith(("swin_", "swinv2_"))
 
     def _image_arguments(self, image: ImageSpec) -> dict[str, Any]:
-        """Return what timm is told of the images; a Swin keeps its own size (None)."""
+        """Return timm's arguments for the images; a Swin keeps its own size (None)."""
         return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
     def _import_timm(self) -> Any:
-        """Return the module timm; UserError where it does not know the name or its weights."""
-        with torch.device("cpu"):  # what is made at its import has values
+        """Return the module timm; UserError if it does not know the name or has no weights."""
+        with torch.device("cpu"):  # tensors that timm creates at import need values
             define_missing_operators()
             import timm
 
         architecture = self.name.split(".")[0]
         if not timm.is_model(architecture):
-            near = timm.list_models(f"*{self.name.split('_')[0]}*")[:5] or [
-                "deit_small_patch16_224"
-            ]
-            allowed = f"a timm model name, for example {', '.join(near)}"
-            raise UserError(f"teacher.name: found {self.name!r}; allowed: {allowed}")
+            examples = timm.list_models(f"*{self.name.split('_')[0]}*")[:5]
+            examples = examples or ["deit_small_patch16_224"]
+            raise UserError.at(
+                "teacher.name",
+                found=repr(self.name),
+                allowed=f"a timm model name, for example {', '.join(examples)}",
+            )
         if not timm.models.is_model_in_modules(architecture, MODULES):
             module = timm.model_entrypoint(architecture).__module__.rpartition(".")[2]
             raise self._name_error(f"which has the architecture {module}")
         if self.checkpoint is None and not timm.is_model_pretrained(self.name):
-            known = timm.list_pretrained(f"{architecture}.*")
-            allowed = ", ".join([*known, "with teacher.checkpoint any"])
-            why = "of which timm has no weights"
-            raise UserError(f"teacher.name: found {self.name}, {why}; allowed: {allowed}")
+            names = timm.list_pretrained(f"{architecture}.*")
+            raise UserError.at(
+                "teacher.name",
+                found=f"{self.name}, which timm has no weights for",
+                allowed=", ".join([*names, "with teacher.checkpoint any"]),
+            )
         return timm
 
     def _load_source(self, image: ImageSpec) -> Any:
-        """timm's model with its weights."""
+        """Return timm's model with its weights."""
         timm = self._import_timm()
         overlay = None
         try:
@@ -143,17 +150,19 @@ class Timm(Teacher):
             )
         except SafetensorError as error:
             file = self.checkpoint or f"the downloaded weights of {self.name}"
-            mend = "copy or download it again"
-            raise UserError(f"teacher.checkpoint: {file}: damaged ({error}); {mend}") from error
+            raise UserError(
+                f"teacher.checkpoint: {file}: damaged ({error}); copy or download it again"
+            ) from error
         except RuntimeError as error:
             if self.checkpoint is None:
                 raise
-            problem = f"{self.checkpoint} does not hold {self.name}: {error}"
-            raise UserError(f"teacher.checkpoint: {problem}") from error
+            raise UserError(
+                f"teacher.checkpoint: {self.checkpoint} does not hold {self.name}: {error}"
+            ) from error
 
 
 def unsupported_vit_features(source: Any) -> list[str]:
-    """Return in words what of a timm model our ViT does not have."""
+    """Return the features of a timm model, in words, that our ViT does not have."""
     block = source.blocks[0]
     if type(block).__name__ != "Block":
         return [f"blocks of the kind {type(block).__name__}"]
@@ -162,25 +171,32 @@ def unsupported_vit_features(source: Any) -> list[str]:
     )
     activation = type(block.mlp.act).__name__
     pooling = "token" if source.has_class_token else "avg"
-    parts = {
-        f"patches by {embedding}": embedding != "PatchEmbed",
-        "register tokens": source.num_reg_tokens > 0,
-        "no learned positions": source.pos_embed is None,
-        "a norm before the first block": not isinstance(source.norm_pre, nn.Identity),
-        f"attention of the kind {attention}": attention != "Attention",
-        f"gated feed-forwards ({mlp})": mlp != "Mlp",
-        f"the activation {activation}": activation != "GELU",
-        f"the pooling {source.global_pool}": source.global_pool != pooling,
-        "the last norm before the mean of the tokens": (
-            pooling == "avg" and isinstance(source.fc_norm, nn.Identity)
-        ),
-        "no classifier": source.num_classes == 0,
-    }
-    return [words for words, is_there in parts.items() if is_there]
+    unsupported = []
+    if embedding != "PatchEmbed":
+        unsupported.append(f"patches by {embedding}")
+    if source.num_reg_tokens > 0:
+        unsupported.append("register tokens")
+    if source.pos_embed is None:
+        unsupported.append("no learned positions")
+    if not isinstance(source.norm_pre, nn.Identity):
+        unsupported.append("a norm before the first block")
+    if attention != "Attention":
+        unsupported.append(f"attention of the kind {attention}")
+    if mlp != "Mlp":
+        unsupported.append(f"gated feed-forwards ({mlp})")
+    if activation != "GELU":
+        unsupported.append(f"the activation {activation}")
+    if source.global_pool != pooling:
+        unsupported.append(f"the pooling {source.global_pool}")
+    if pooling == "avg" and isinstance(source.fc_norm, nn.Identity):
+        unsupported.append("the last norm before the mean of the tokens")
+    if source.num_classes == 0:
+        unsupported.append("no classifier")
+    return unsupported
 
 
 def vit_settings(source: Any) -> Vit:
-    """Our settings of a timm VisionTransformer or VisionTransformerDistilled."""
+    """Return our settings of a timm VisionTransformer or VisionTransformerDistilled."""
     block = source.blocks[0]
     return Vit(
         patch=source.patch_embed.patch_size[0],
@@ -197,15 +213,15 @@ def vit_settings(source: Any) -> Vit:
 
 
 def unsupported_swin_features(source: Any) -> list[str]:
-    """Return in words what of a timm model our Swin does not have."""
+    """Return the features of a timm model, in words, that our Swin does not have."""
     first = [stage.blocks[0] for stage in source.layers]
     window = max(block.window_size[0] for block in first)
-    unlike = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
-    return ["windows of unlike sizes in its stages"] if unlike else []
+    differ = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
+    return ["windows of different sizes in its stages"] if differ else []
 
 
 def swin_settings(source: Any) -> SwinSettings:
-    """Our settings of a timm SwinTransformer or SwinTransformerV2."""
+    """Return our settings of a timm SwinTransformer or SwinTransformerV2."""
     first = [stage.blocks[0] for stage in source.layers]
     second = hasattr(first[0].attn, "logit_scale")
     learned = None
@@ -224,23 +240,24 @@ def swin_settings(source: Any) -> SwinSettings:
 
 
 def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """timm's weights of a Swin under our names, without what follows from the sizes."""
+    """Return timm's weights of a Swin under our names, without buffers."""
     return {
         name.replace("head.fc.", "head."): value
         for name, value in state.items()
-        if not name.endswith(FOLLOWS)
+        if not name.endswith(BUFFERS)
     }
 
 
 def unmatched_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that only one of two models has, or in another shape."""
+    """Return the names of weights that only one of two models has, or that differ in shape."""
+    our_shapes = {name: value.shape for name, value in ours.items()}
+    their_shapes = {name: value.shape for name, value in theirs.items()}
     names = dict.fromkeys([*theirs, *ours])
-    own, other = ({name: one.shape for name, one in state.items()} for state in (ours, theirs))
-    return [name for name in names if own.get(name) != other.get(name)]
+    return [name for name in names if our_shapes.get(name) != their_shapes.get(name)]
 
 
 def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """timm's statistics for another number of channels: their average for each."""
+    """Return timm's statistics for another number of channels: their average for each."""
     if len(values) == channels:
         return tuple(values)
     return (sum(values) / len(values),) * channels
@@ -248,11 +265,11 @@ def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
 
 @cache
 def define_missing_operators() -> torch.library.Library | None:
-    """Make torchvision importable beside a CPU build of torch; return what keeps it so.
+    """Make torchvision importable with a CPU build of torch; return the object that keeps it so.
 
-    Its wheels carry CUDA operators. Beside a CPU-only torch their library does not load, and the
-    import fails where it registers fake implementations of operators that were never defined. With
-    the schemas of two defined it works; timm uses neither.
+    Its wheels contain CUDA operators. With CPU-only torch their library does not load, and the
+    import fails when it registers fake implementations of operators that are not defined. With
+    schemas for two of them the import works; timm uses neither.
     """
     if torch.version.cuda is not None:
         return None

@@ -20,7 +20,7 @@ UNSUPPORTED = {
     "vit_base_patch32_clip_quickgelu_224": "a norm before the first block, the activation Quick",
     "vit_base_patch16_siglip_224": "the pooling map",
     "vit_small_patch16_18x2_224": "blocks of the kind ParallelThingsBlock",
-    "swin_s3_tiny_224": "windows of unlike sizes",
+    "swin_s3_tiny_224": "windows of different sizes",
 }
 
 
