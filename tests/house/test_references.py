@@ -87,9 +87,10 @@ def described_texts() -> Iterator[tuple[str, str]]:
 def dead_references(text: str) -> Iterator[str]:
     """Yield what ``text`` names that is not there."""
     for path in PATH.findall(text):
-        if not (ROOT / path).exists() and not A_USERS_OWN.search(path):
-            if not list(ROOT.glob(f"{path}*")):
-                yield path
+        if A_USERS_OWN.search(path) or DATA_FILE.fullmatch(path):
+            continue
+        if not (ROOT / path).exists() and not list(ROOT.glob(f"{path}*")):
+            yield path
     for pair in QUOTED.findall(re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
         quoted = "".join(pair)
         if not NAME.fullmatch(quoted) or "_" not in quoted.rstrip("_"):

@@ -216,4 +216,4 @@ def test_it_is_measured_of_routers_on_data_whose_truth_is_known():
     dense = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE)
     assert "no routers" in Truth.applies(subject(Told())._replace(model=dense))
     unknown = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE.model_copy(update={"truth": 0}))
-    assert "nobody knows" in Truth.applies(subject(Told())._replace(model=unknown))
+    assert "no truth of tokens" in Truth.applies(subject(Told())._replace(model=unknown))

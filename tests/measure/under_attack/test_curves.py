@@ -284,7 +284,7 @@ def test_a_hard_choice_that_hides_gradients_shows(monkeypatch):
     monkeypatch.setattr(module, "soften_model", lambda found: found.model)
     blind = given._replace(model=hidden)
     line = check_surrogate(blind, PGD, 0.1, blind.worse_scores(blind.attacked(PGD, 0.1)))
-    assert line.holds is False and "40 the direct one" in line.text
+    assert line.holds is False and "40 under the direct one" in line.text
 
 
 def test_the_surrogate_of_a_real_target(monkeypatch):
