@@ -1,4 +1,4 @@
-"""Users' modules with a typed result and SHOWN: results become values, until 0.4."""
+"""Deprecated until 0.4: typed results and SHOWN of users' modules, converted to values."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from moecore.report.results import Draw, Pictures
 
 
 class Column(NamedTuple):
-    """What is read from one typed result."""
+    """A value read from a typed result."""
 
     name: str
     label: str
@@ -36,9 +36,16 @@ def show_typed_result(
     place: int = 100,
 ) -> Pictures:
     """Return the page of a typed result, and warn."""
-    instead = "declare metrics and put values (docs/tutorials/own_measurement.md)"
-    warnings.warn(f"{stage}: SHOWN is read until 0.4; {instead}", DeprecationWarning, 2)
-    metrics = {one.name: Metric(one.label, *one[3:7]) for one in columns}
+    warnings.warn(
+        f"{stage}: SHOWN is read until 0.4; declare metrics and put values "
+        "(docs/tutorials/own_measurement.md)",
+        DeprecationWarning,
+        2,
+    )
+    metrics = {
+        column.name: Metric(column.label, column.better, column.form, column.note, column.paper)
+        for column in columns
+    }
     fields = {"metrics": metrics, "page": OnPage(title, place)}
     kind = type(MeasuredPart)(stage, (MeasuredPart,), fields)
 
@@ -55,5 +62,5 @@ def show_typed_result(
                 values.append(Value(metric=column.name, items=packed, **limits))
         return Found(values=values, facts={"result": typed})
 
-    draw: Draw = lambda kept: figures(kept.facts["result"])
+    draw: Draw = lambda found: figures(found.facts["result"])
     return Pictures(stage, draw, kind=kind, read=collect_values)
