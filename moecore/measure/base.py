@@ -129,7 +129,6 @@ class Measurement(MeasuredPart, ABC):
         """
 
     def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Config:
-        """Return the content of the stage's file."""
         if not self.puts_values():
             result = self.measure(subject, parts)
             assert result is not None, f"{type(self).__name__} has no metrics and no result"
@@ -144,12 +143,10 @@ class Measurement(MeasuredPart, ABC):
 
 @cache
 def builtin_measurements() -> dict[str, type[Measurement]]:
-    """Return section name → class of moecore's own measurements."""
     return {name: find_class(Measurement, name) for name in list_own_names(Measurement)}
 
 
 def find_measurement(name: str) -> type[Measurement]:
-    """Return a measurement by name; UserError for an unknown name."""
     try:
         return find_class(Measurement, name)
     except KeyError:

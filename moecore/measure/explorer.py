@@ -182,7 +182,6 @@ class ExplorerExperts(Config):
 
 
 def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
-    """Return the data of a language model: unchanged blocks of words."""
     model, data = subject.model, subject.data
     layout = finest_layout(model.layouts)
     places = explorer_image_indices(data, settings.images)
@@ -206,7 +205,6 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
 
 
 def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
-    """Trace how the model routes the images of one variant."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
     if variant.origins is not None:

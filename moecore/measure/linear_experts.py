@@ -55,7 +55,6 @@ class LinearExperts(MeasuredPart):
 
 
 def measure(settings: LinearExperts) -> Found:
-    """Evaluate both theorems on every draw."""
     values = []
     first = []
     second = []
@@ -79,7 +78,6 @@ def measure(settings: LinearExperts) -> Found:
 
 
 def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem1Sides]:
-    """Evaluate theorem 1 on one draw per seed."""
     return [
         theorem_1_sides(draw_expert_data(experts, angle, targets, seed, **SIZES)[0])
         for seed in SEEDS

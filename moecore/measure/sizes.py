@@ -131,7 +131,6 @@ def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
 
 
 def build_on_meta(paper_model: PaperModel) -> BackboneModel:
-    """Build the model on the meta device, for colour images."""
     assert paper_model.model is not None
     image = ImageSpec(
         channels=3,

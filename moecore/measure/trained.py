@@ -34,7 +34,6 @@ COUNTED = (  # fields of an outcome that are metrics
 
 
 def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
-    """Return the training time divided by the baseline's mean."""
     outcomes = [outcome_of(result) for result in baseline]
     mean = mean_or_none([outcome.seconds for outcome in outcomes if outcome.epochs])
     return outcome_of(trained).seconds / mean if mean else None
@@ -70,7 +69,6 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
 
 
 def settling_metric(label: str, note: str, **changes: Any) -> Metric:
-    """Return a metric of how the routing settles, with these fields changed."""
     metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
     return metric._replace(**changes)
 

@@ -122,7 +122,6 @@ class Value(Config):
 
     @property
     def array(self) -> np.ndarray | None:
-        """Values per item (N,), or None."""
         return None if self.items is None else decode_float_array(self.items)
 
 
@@ -134,7 +133,6 @@ class Found(Config):
     skipped: tuple[str, ...] = ()  # sentences: what was not measured, and why
 
     def all(self, metric: str) -> list[Value]:
-        """Return the values of a metric at all places."""
         return [value for value in self.values if value.metric == metric]
 
     def find(self, metric: str, **at: Place) -> Value | None:
@@ -142,7 +140,6 @@ class Found(Config):
         return next((value for value in self.all(metric) if value.at == at), None)
 
     def interval(self, metric: str, **at: Place) -> Interval | None:
-        """Return the value of a metric at this place with its limits, or None."""
         value = self.find(metric, **at)
         return None if value is None else value.interval
 
@@ -244,7 +241,6 @@ class Values:
         self.skipped += stored.skipped
 
     def found(self) -> Found:
-        """Return everything that was put."""
         return Found(values=self.values, facts=to_jsonable(self.facts), skipped=self.skipped)
 
 

@@ -41,7 +41,6 @@ class PlannedPhase(NamedTuple):
 
     @property
     def methods(self) -> list[Any]:
-        """Settings of the methods that are trained."""
         return [self.study.methods[name] for name in self.study.run.methods]
 
     @property
@@ -98,8 +97,8 @@ class Column(NamedTuple):
     detail: bool = False  # only in the full table and compare.json
     # Whether a result's value is only a bound: it then has no interval and is not tested.
     is_bound: Callable[[Found], bool] = lambda result: False
-    # Whether ``read_result`` compares the results of two seeds. A method's value is the mean over
-    # its pairs of seeds, with the jackknife's interval over seeds.
+    # Whether ``read_result`` compares the results of two seeds, in their order. A method's value is
+    # the mean over its pairs of seeds, with the jackknife's interval over seeds.
     of_pairs: bool = False
 
     def read(self, model: Measured) -> Interval | None:
@@ -111,7 +110,6 @@ class Column(NamedTuple):
         return Interval(float(value)) if isinstance(value, int | float) else value
 
     def number(self, model: Measured) -> float:
-        """Return the value of a model that has one."""
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
@@ -137,7 +135,6 @@ class Column(NamedTuple):
         return np.array([self.number(model) for model in models])
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
-        """Return whether any of these models' values is only a bound."""
         results = [model.of(self.kind) for model in models]
         return any(result is not None and self.is_bound(result) for result in results)
 
@@ -177,7 +174,6 @@ def has_experts(model: Measured) -> bool:
 
 
 def column_context(phase: Phase, kind: type) -> ColumnContext:
-    """Return the context of the columns of this kind of results."""
     method = find_moe_baseline(phase.models)
     rivals = phase.models.get(method, {})
     pairs = [
@@ -213,18 +209,17 @@ def has_guided_routers(phase: PlannedPhase) -> bool:
 
 
 def has_score_thresholds(phase: PlannedPhase) -> bool:
-    """Return whether a method's router has a threshold for scores."""
     return any(method.moe and method.router.has_score_threshold for method in phase.methods)
 
 
 def score_slug(score: Score) -> str:
     """Return the score's part of column names; precision at 1 is called accuracy, too."""
-    return {"share": "accuracy"}.get(score.form, score.name)
+    return "accuracy" if score.form == "share" else score.name
 
 
 def score_title(score: Score) -> str:
     """Return the score as labels begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
-    return {"mae": "MAE"}.get(score.name, score.label.capitalize())
+    return "MAE" if score.name == "mae" else score.label.capitalize()
 
 
 def unit_suffix(score: Score) -> str:
@@ -232,17 +227,10 @@ def unit_suffix(score: Score) -> str:
     return score.unit and f", {score.unit}"
 
 
-def score_interval_kind(score: Score) -> str:
-    """Return the kind of a score's interval for one model."""
-    return "wilson" if score.form == "share" else "bootstrap"
-
-
 At = Mapping[str, Place]  # place name → place
 # (key, metric, score as in names, places) → the metric with its name and words there.
 FillIn = Callable[[str, Metric, str, At], Metric]
-NEEDED: dict[
-    str, Callable[[PlannedPhase], bool]
-] = {  # Metric.needs → whether any method fulfils it
+NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether it is fulfilled
     "": lambda phase: True,
     "routers": has_routers,
     "thresholds": has_score_thresholds,
@@ -277,12 +265,11 @@ class MetricColumns(NamedTuple):
                 continue
             if metric.mean:
                 first.append(mean_column(context, self.kind, key, metric))
-            of_mean = metric.detail and metric.mean
-            (details if of_mean else first).extend(self.columns_of(context, key))
+            columns = details if metric.detail and metric.mean else first
+            columns += self.columns_of(context, key)
         return first + details
 
     def columns_of(self, context: ColumnContext, key: str) -> list[Column]:
-        """Return the columns of a metric, place by place."""
         metric = self.kind.metrics[key]
         places = list_places(context.results, key, metric) if metric.over else [{}]
         return [
@@ -307,11 +294,11 @@ class MetricColumns(NamedTuple):
         )
 
     def _column(self, context: ColumnContext, key: str, metric: Metric, at: At) -> Column:
-        """Return the column of a metric at these places."""
         score = context.task.score
         named = self._named(key, metric, score_slug(score), at)
-        of_score = score_interval_kind(score) if metric.form == SCORE else metric.limits
-        limits = of_score if metric.limits else "bootstrap"
+        limits = metric.limits or "bootstrap"
+        if metric.limits and metric.form == SCORE:
+            limits = "wilson" if score.form == "share" else "bootstrap"
         has_hits = metric.items == "hits" and not context.task.needs_classes("share")
 
         def read_value(result: Found) -> float | Interval | None:
@@ -382,7 +369,6 @@ class MetricColumns(NamedTuple):
         return first | details
 
     def _planned_places(self, phase: PlannedPhase) -> dict[str, Iterable[Place]]:
-        """Return place name → places, from the study's settings."""
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
         settings = find_settings(phase.study, self.stage)
@@ -406,8 +392,6 @@ def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
 def mean_column(
     context: ColumnContext, kind: type[MeasuredPart], key: str, metric: Metric
 ) -> Column:
-    """Return the column of a metric's mean over all places."""
-
     def values(result: Found) -> list[Value]:
         return [value for value in result.all(key) if set(value.at) == {metric.over}]
 

@@ -105,7 +105,6 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def format(self) -> NumberFormat:
-        """Common format of all values."""
         return NumberFormat.of(self.column.form, map(self.interval, self.cells))
 
     @property
@@ -114,7 +113,6 @@ class QuantityByMethod(NamedTuple):
         return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
-        """Return the shown value of a method."""
         interval = self.cells[method].interval
         if not self.remains:
             return interval
@@ -131,7 +129,6 @@ class QuantityByMethod(NamedTuple):
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def told(self, values: str) -> str:
-        """Return the phrase with the values filled in."""
         return self.words.format(values)
 
     def ends(self) -> tuple[str, str]:
@@ -197,7 +194,6 @@ def phase_quantities(
 
 
 def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
-    """Return method → cell, for methods that have one."""
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
@@ -231,7 +227,6 @@ def describe_last_attack(phase: Phase) -> str:
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
-    """Return the attacks that were run on any model of the phase."""
     results = phase.results(Robustness)
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 

@@ -56,9 +56,7 @@ class Pictures(NamedTuple):
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: only on a run's page
     above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
-    draw: Callable[[Phase], Iterable[Picture]] = (
-        lambda phase: ()
-    )  # after the figures, for all methods
+    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # after these, all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
     kind: type[MeasuredPart] | None = None  # for a stage that is not a measurement
@@ -83,7 +81,6 @@ class Display(NamedTuple):
         return MetricColumns(self.stage, self.kind, self.within, self.pictures.fill_in)
 
     def applies(self, task: Task) -> bool:
-        """Return whether the stage has results for this task."""
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | Skipped | None:
@@ -167,12 +164,10 @@ def list_measurements_with_values() -> list[str]:
 
 
 def defines_measurement(file: Path) -> bool:
-    """Return whether a user's module defines a measurement."""
     return "(Measurement):" in file.read_text(encoding="utf-8")
 
 
 def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Picture]:
-    """Draw a metric over a place, with a line per method."""
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
     title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
@@ -188,7 +183,6 @@ def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Pic
 
 
 def first_seed_pictures(phase: Phase, kind: type[MeasuredPart], figures: Draw) -> list[Picture]:
-    """Return all figures of each method's first seed."""
     return [
         picture
         for pictures in pictures_by_name(phase, kind, figures).values()

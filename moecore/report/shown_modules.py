@@ -62,5 +62,5 @@ def show_typed_result(
                 values.append(Value(metric=column.name, items=packed, **limits))
         return Found(values=values, facts={"result": typed})
 
-    draw: Draw = lambda found: figures(found.facts["result"])
+    draw: Draw = lambda values: figures(values.facts["result"])
     return Pictures(stage, draw, kind=kind, read=collect_values)

@@ -53,7 +53,6 @@ class Phase(NamedTuple):
 
     @property
     def seeds(self) -> int:
-        """Number of models per method."""
         return len(next(iter(self.models.values())))
 
     @property
@@ -63,11 +62,9 @@ class Phase(NamedTuple):
 
     @property
     def every(self) -> list[Measured]:
-        """All models, ordered by method."""
         return [model for seeds in self.models.values() for model in seeds.values()]
 
     def results(self, kind: type[MeasuredPart]) -> list[Found]:
-        """Return the values of all models that have them."""
         return list_without_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
@@ -94,7 +91,6 @@ class Phase(NamedTuple):
 
     @property
     def first_outcomes(self) -> dict[str, Outcome]:
-        """Method → outcome of its first seed."""
         return {method: outcome_of(trained) for method, trained in self.first(Trained).items()}
 
 
@@ -112,7 +108,6 @@ class Results(NamedTuple):
 
     @property
     def simulated(self) -> list[str]:
-        """Names of the data sets that are simulated."""
         cards = [phase.card for phase in self.phases.values()]
         return [card["name"] for card in cards if card.get("simulated")]
 
@@ -157,12 +152,10 @@ class Results(NamedTuple):
 
 @cache
 def parse_methods_section(settings: str) -> Mapping[str, Any]:
-    """Return the entry ``methods`` of params.yaml; {} if it has none."""
     return (parse_yaml_document(settings).data or {}).get("methods") or {}
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
-    """Return a study's stages and the measurements of its stage ``measure``."""
     if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)
