@@ -15,7 +15,12 @@ from moecore.report.results import Draw, Pictures
 
 
 class Column(NamedTuple):
-    """A value read from a typed result."""
+    """A value read from a typed result; the other fields are as in ``Metric``.
+
+    Args:
+        read: Returns the value of a result: a number, an ``Estimate``, or None.
+        items: Returns one value per item (N,), or None.
+    """
 
     name: str
     label: str
@@ -35,7 +40,16 @@ def show_typed_result(
     figures: Draw = lambda result: iter(()),
     place: int = 100,
 ) -> Pictures:
-    """Return the page of a typed result, and warn."""
+    """Return the page of a typed result, with a warning that this is deprecated.
+
+    Args:
+        stage: Name of the measurement.
+        title: Title in the list of measurements.
+        result: Class of the result.
+        columns: Values of the result that tables show.
+        figures: Yields (name, figure) of a result.
+        place: Position on the page, ascending.
+    """
     warnings.warn(
         f"{stage}: SHOWN is read until 0.4; declare metrics and put values "
         "(docs/tutorials/own_measurement.md)",
