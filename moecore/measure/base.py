@@ -1,4 +1,4 @@
-"""The words that all measurements share: subject, estimate, parts, why something was skipped."""
+"""Base classes of measurements, the measured model, and results that were skipped."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
 from moecore.training.guide import Guide
 
-SEED = 0  # of all that measurements draw: every method is measured on the same
+SEED = 0  # of all random draws, so that every method is measured on the same ones
 R = TypeVar("R", bound=Config)
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A number as JSON has it: None where it is not finite."""
+    """Return the number, or None where it is not finite, which JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -31,73 +31,73 @@ Number = Annotated[float | None, BeforeValidator(finite_or_none)]
 
 
 class Skipped(Config):
-    """Stands in the place of a result where the measurement does not apply."""
+    """The content of a result file where the measurement does not apply."""
 
-    skipped: str  # why, in words
+    skipped: str  # the reason
 
 
 class MeasuredModel(NamedTuple):
-    """A trained model, on its device and in evaluation mode, and the data of its phase."""
+    """A trained model on its device in evaluation mode, and the data of its phase."""
 
     model: Model
     data: Prepared
     guide: Guide | None = None  # the teacher that the model learned its routing from
     device: str = "cpu"
-    regions: tuple[str, ...] = ()  # the tissues after which its first experts are named
+    regions: tuple[str, ...] = ()  # tissues that its first experts are named after
 
 
 class MeasuredPart(Config):
-    """What is measured where settings ask for it: metrics, and how the page shows them."""
+    """Settings of a measurement or an optional part of one, with its metrics and page."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {}
     page: ClassVar[OnPage] = OnPage("")
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why no such model can be measured, in words; None where it can.
+        """Return the reason why such a model cannot be measured, or None.
 
-        ``moecore check`` asks it of models without memory, before anything is trained.
+        ``moecore check`` calls it with models on the meta device, before anything is trained.
         """
         return None
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return how labels say a place."""
+        """Return a place as labels show it."""
         return f"{place:g}" if isinstance(place, float) else str(place)
 
     @property
     def pieces(self) -> int:
-        """Return into how many pieces it falls, where it is long and progress is shown; or 0."""
+        """Number of pieces that progress is shown for; 0 for a short measurement."""
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return where values will stand, as far as settings tell it before anything has run."""
+        """Return place name → places, as far as settings determine them before a run."""
         return {}
 
 
 class Measurement(MeasuredPart, ABC):
-    """What is measured of a trained model, a family of parts: a section of params.yaml each.
+    """A measurement of a trained model; each has a section of params.yaml.
 
-    The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
-    {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
-    It declares ``metrics`` and puts values under their names. One without them and without a title
-    on the page gives a typed result instead, of which the report shows what a ``Shown`` says
-    (moecore/report/measures).
+    The section ``few_shot`` is the class FewShot of few_shot.py in this folder. The section
+    ``my_lab: {brightness: …}``, which run.measurements calls my_lab.brightness, is the class
+    Brightness of that module. A measurement declares ``metrics`` and puts values under their
+    names. Without metrics and without a page title it returns a typed result instead, which the
+    report shows as declared in ``SHOWN`` (moecore/report/shown_modules.py).
     """
 
-    # Settings by which the section asks for more, by name: their values lie in the same file, and
-    # Found.facts has under the name what else there is, None, or why there is none.
+    # Optional settings of the section, by name. Their values are in the same file; Found.facts has
+    # under that name further data, None, or the reason why the part was skipped.
     parts: ClassVar[Mapping[str, type[MeasuredPart]]] = {}
-    guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
-    regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
-    tasks: ClassVar[tuple[str, ...]] = ()  # kinds of the tasks that it is of; (): any
-    flat_classes: ClassVar[bool] = False  # it is of flat images with classes alone
+    guided: ClassVar[bool] = False  # whether it reads ``MeasuredModel.guide``
+    regions: ClassVar[bool] = False  # whether it reads ``MeasuredModel.regions``
+    tasks: ClassVar[tuple[str, ...]] = ()  # kinds of tasks that it applies to; (): any
+    flat_classes: ClassVar[bool] = False  # whether it needs flat images with classes
 
     @classmethod
     def data_refusal(cls, source: Source) -> str | None:
-        """Return why no such data can be measured, in words; None where they can.
+        """Return the reason why such data cannot be measured, or None.
 
-        ``moecore check`` asks it before the data are prepared.
+        ``moecore check`` calls it before the data are prepared.
         """
         kind = source.labels_task.class_kind()
         if cls.tasks and kind not in cls.tasks:
@@ -108,23 +108,27 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return why it does not apply to this model and data, in words; None where it does."""
+        """Return the reason why it does not apply to this model and data, or None."""
         return cls.model_refusal(subject.model)
 
     @classmethod
     def puts_values(cls) -> bool:
-        """Return whether it puts values or facts, and gives no typed result."""
+        """Return whether it puts values or facts, instead of returning a typed result."""
         return bool(cls.metrics or cls.page.title)
 
     @abstractmethod
     def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
-        """Put values into ``out``, a ``Values``: a function of the arguments alone.
+        """Put the values; the result may depend on the arguments only.
 
-        Without metrics: return a typed result; ``out`` is then the ``PartStore``.
+        Args:
+            subject: The trained model and its data.
+            out: Takes the values, a ``Values``; without metrics it is the ``PartStore``.
+
+        Returns:
+            None, or a typed result where the class has no metrics.
         """
 
     def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Config:
-        """Return what the stage writes."""
         if not self.puts_values():
             result = self.measure(subject, parts)
             assert result is not None, f"{type(self).__name__} has no metrics and no result"
@@ -139,48 +143,48 @@ class Measurement(MeasuredPart, ABC):
 
 @cache
 def builtin_measurements() -> dict[str, type[Measurement]]:
-    """Return our measurements by the names of their sections."""
     return {name: find_class(Measurement, name) for name in list_own_names(Measurement)}
 
 
 def find_measurement(name: str) -> type[Measurement]:
-    """Return a measurement by its name. Raises UserError where there is none."""
     try:
         return find_class(Measurement, name)
     except KeyError:
-        allowed = ", ".join(builtin_measurements())
-        raise UserError(f"measure: found {name}; allowed: {allowed}") from None
+        raise UserError.at(
+            "measure", found=name, allowed=", ".join(builtin_measurements())
+        ) from None
     except ValueError as error:
         raise UserError(f"measure: {error}") from None
 
 
 def no_flat_images_reason(subject: MeasuredModel, needed: str) -> str | None:
-    """Why these are no flat images whose labels can do ``needed`` (see Task.needs_classes)."""
+    """Return why these are not flat images with labels for ``needed`` (Task.needs_classes)."""
     if subject.data.test.images.ndim != 4:
         return "the images are volumes, and flat images are measured"
     return subject.data.task.needs_classes(needed)
 
 
 def no_changed_images_reason(subject: MeasuredModel, needed: str) -> str | None:
-    """Why flat images cannot be changed and then asked for ``needed``."""
+    """Return why flat images cannot be changed and then used for ``needed``, or None."""
     if subject.model.image.truth:
         return "a change of the images would falsify the truth that one of their channels says"
     return no_flat_images_reason(subject, needed)
 
 
 def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:
-    """Return what ``compute`` returns, or what a killed process kept of it under ``name``."""
+    """Return the result of ``compute``, or the one that an earlier process stored by ``name``."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 
 def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
-    """The result that ``stage`` wrote to ``path``, or why there is none.
+    """Return the result that ``stage`` wrote to ``path``, or the reason why it was skipped.
 
-    Raises UserError where the file is missing, damaged, or of other code than this.
+    Raises UserError where the file is missing, damaged, or was written by other code.
     """
     if not Path(path).is_file():
-        again = f"the stage {stage} writes it: run `dvc repro {stage}`"
-        raise UserError(f"{path}: no such file; {again}")
+        raise UserError(
+            f"{path}: no such file; the stage {stage} writes it: run `dvc repro {stage}`"
+        )
     content = read_json(path)
     if isinstance(content, dict) and set(content) == {"skipped"}:
         return Skipped.model_validate(content)
@@ -189,8 +193,7 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(word) for word in first["loc"])
-        reason = f"{place}: {first['msg']}"
-        again = f"run `dvc repro {stage}`"
         raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); {again}"
+            f"{path}: was written by an older version of moecore ({place}: {first['msg']}); "
+            f"run `dvc repro {stage}`"
         ) from None

@@ -1,7 +1,4 @@
-"""Which expert sees which patch of single images, clean and changed: what explorer.html shows.
-
-Of a text: which expert reads which word of single blocks.
-"""
+"""Data of explorer.html: the experts of each patch of single images, or of each word of texts."""
 
 from collections.abc import Callable, Iterable
 from typing import Annotated, ClassVar
@@ -43,14 +40,14 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
 from moecore.tasks.base import Task
 
-BATCH = 64  # images a forward pass
-FAVOURITES = 12  # patches shown of each expert; fewer where experts are many
-SIGMAS = (0.05, 0.1, 0.2, 0.4)  # of Gaussian noise; pixels lie in [0, 1]
+BATCH = 64  # images per forward pass
+FAVOURITES = 12  # patches shown per expert; fewer if there are many experts
+SIGMAS = (0.05, 0.1, 0.2, 0.4)  # standard deviations of Gaussian noise; pixels lie in [0, 1]
 Positive = Annotated[float, Field(gt=0, le=1)]
 
 
 class Explorer(Measurement):
-    """Which images are shown, and what is done to them."""
+    """Settings: which images are shown, and how they are changed."""
 
     page: ClassVar[OnPage] = OnPage("single images", place=15)
 
@@ -58,11 +55,13 @@ class Explorer(Measurement):
         24,
         ge=1,
         le=IMAGES,
-        description=f"Test images, evenly spread over the split, the same for every method; of "
-        f"volumes at most {VOLUMES}.",
+        description="Test images, evenly spread over the split, the same for every method; at most "
+        f"{VOLUMES} volumes.",
     )
     gallery: int | None = Field(
-        400, ge=1, description="Test images on which experts' favourites are counted; null: all."
+        400,
+        ge=1,
+        description="Test images that experts' favourite patches are taken from; null: all.",
     )
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
@@ -70,27 +69,26 @@ class Explorer(Measurement):
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
         ("shift", "rotation"),
-        description="Random views, by kind: presets, or {name, views, noise}; none of images with "
-        "a channel of truth, which a view would falsify.",
+        description="Random views, by kind: presets, or {name, views, noise}; not used for images "
+        "with a channel of truth, which a view would falsify.",
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield augmentations that volumes do not have."""
+        """Refuse augmentations that do not exist for volumes."""
         return augmentation_misfits(self.augmentations, around)
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: a dense model has no experts."""
+        """Refuse a dense model, which has no experts."""
         if model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Keep as facts what explorer.html shows of one model, a ``Result``."""
+        """Put the content of explorer.html for one model, a ``Result``, as facts."""
         out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
 
     def explore(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Return what the page shows of one model."""
         model = subject.model
         if model.image.task.long:
             return explore_text(subject, self)
@@ -103,7 +101,7 @@ class Explorer(Measurement):
         target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
         volumes = images.ndim == 5
         views = () if model.image.truth else self.augmentations
-        asked = [look_up_augmentation(one, volumes, "explorer") for one in views]
+        augmentations = [look_up_augmentation(view, volumes, "explorer") for view in views]
         clean = target.clean_images()
 
         changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
@@ -115,7 +113,7 @@ class Explorer(Measurement):
                 target, self.attack, self.epsilons
             ),
             "augmentations": lambda: changed_images.iterate_augmented_images(
-                images, asked, layout, SEED
+                images, augmentations, layout, SEED
             ),
         }
 
@@ -129,7 +127,7 @@ class Explorer(Measurement):
             gallery = GalleryImages(chosen, data.test, data.task, model.image.channels)
             return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
 
-        seen = [
+        variants = [
             load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name))
             for name in changed
         ]
@@ -140,56 +138,56 @@ class Explorer(Measurement):
             labels=label_lists_by_image(labels, data.task),
             kinds=encode_token_kinds(clean, layout) if model.image.truth else None,
             layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
-            shown=[one for part in seen for one in part.shown],
+            shown=[variant for part in variants for variant in part.shown],
         )
 
 
 class ShownVariant(Config):
-    """The images, changed in one way."""
+    """The images with one change, and how the model routes them."""
 
     kind: changed_images.Kind
     label: str
-    picture: EncodedPicture | None  # None: of volumes only the clean ones are kept
-    origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
+    picture: EncodedPicture | None  # None for changed volumes
+    origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
     trace: ImageTraces
 
 
 class Result(Config):
-    """N images; each trace has a word per token and MoE layer, on the finest layer's grid.
+    """N images; a trace has an entry per token and MoE layer, on the finest layer's grid.
 
-    Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
-    columns of patches, the three axes of a volume's, or one axis for a text.
+    T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two
+    axes for images, three for volumes, one for text.
     """
 
     special: int
     grid: tuple[int, ...]
-    images: tuple[int, ...]  # their places in the test split
+    images: tuple[int, ...]  # indices in the test split
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
-    words: tuple[tuple[str, ...], ...] | None = None  # of a text: (N, T)
-    kinds: str | None = None  # packed uint8 (N, T): each token's true kind where known, else 0
+    words: tuple[tuple[str, ...], ...] | None = None  # (N, T), for text
+    kinds: str | None = None  # packed uint8 (N, T): true kind of each token, 0 if unknown
     layers: tuple[LayerGallery, ...]
     shown: tuple[ShownVariant, ...]  # clean first
 
 
 class ExplorerPart(Config):
-    """A part that is kept over a kill."""
+    """A stored piece: variants of one kind."""
 
     shown: tuple[ShownVariant, ...]
 
 
 class ExplorerExperts(Config):
-    """The same of the experts."""
+    """The stored piece of the experts' favourite patches."""
 
     layers: tuple[LayerGallery, ...]
 
 
 def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
-    """Return what the page shows of a language model: blocks of words as they are, unchanged."""
     model, data = subject.model, subject.data
     layout = finest_layout(model.layouts)
     places = explorer_image_indices(data, settings.images)
     chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
-    blocks, others = (np.array(data.test.images[one]) for one in (places, chosen))
+    blocks = np.array(data.test.images[places])
+    gallery = np.array(data.test.images[chosen])
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
     numbers = word_numbers(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
@@ -201,13 +199,12 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
         labels=[[] for _ in places],
         words=[[vocabulary[number] for number in row] for row in numbers],
         kinds=encode_token_kinds(torch.from_numpy(blocks), layout) if model.image.truth else None,
-        layers=word_galleries_by_layer(model, others, vocabulary),
+        layers=word_galleries_by_layer(model, gallery, vocabulary),
         shown=[ShownVariant(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
     )
 
 
 def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
-    """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
     if variant.origins is not None:
@@ -222,19 +219,19 @@ def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVari
 
 
 def variant_picture(variant: ChangedImages, channels: int) -> EncodedPicture | None:
-    """The images as they are shown, without a channel of truth."""
+    """Encode thumbnails without the channel of truth; None for changed volumes."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None
     return encode_thumbnails(variant.pixels[:, :channels])
 
 
 def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
-    """Pack the kinds (N, T) of the tokens of images (N, C, H, W) that say them."""
+    """Encode the true kinds (N, T) of the tokens of images (N, C, H, W) with a channel of truth."""
     return encode_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
 
 
 def label_lists_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:
-    """The classes of each image (N,), or its real target; nothing of captions."""
+    """Return the classes or the real target of each image (N,); [] for captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]
     members = task.by_class(labels)

@@ -1,7 +1,4 @@
-"""Theorems 1 and 2 of Puigcerver et al. (2022) as an experiment: linear experts on drawn data.
-
-Over the angle between the experts' subspaces and their number; no trained model is needed.
-"""
+"""Theorems 1 and 2 of Puigcerver et al. (2022) tested with linear experts on random data."""
 
 import math
 from itertools import product
@@ -21,15 +18,14 @@ from moecore.measure.theory.linear_experts import (
 from moecore.measure.values import Found, Metric, Value
 from moecore.statistics.intervals import mean_over_seeds
 
-DIMENSION = 128  # D of a point
-RANK = 4  # r of the subspace of one expert's points: 32 of them fill the dimensions
-SAMPLES = 32  # points of one expert
+DIMENSION = 128  # D of a data point
+RANK = 4  # r of the subspace of one expert's points; 32 experts span all dimensions
+SAMPLES = 32  # points per expert
 SIZES = {"dimension": DIMENSION, "rank": RANK, "samples": SAMPLES}
-# Theorem 2 needs invertible matrices: D more points of length ``floor`` for each expert. noise:
-# standard deviation of the residuals.
+# Theorem 2 needs invertible matrices: D extra points of length ``floor`` per expert.
+# noise: standard deviation of the residuals.
 FLOOR_AND_NOISE = {"floor": 0.5, "noise": 0.005}
 SEEDS = (0, 1, 2)  # one draw of the data each
-
 
 METRICS = {
     "ratio": Metric(
@@ -38,13 +34,13 @@ METRICS = {
     "draws": Metric("Draws of theorem 1", form="count"),
     "violations": Metric("Theorem 1 fails", form="count"),
     "literal_violations": Metric("Theorem 1 as printed fails", form="count"),
-    "theorem_2_promises": Metric("Draws for which theorem 2 promises something", form="count"),
+    "theorem_2_promises": Metric("Draws for which theorem 2 promises a bound", form="count"),
     "theorem_2_violations": Metric("Theorem 2 fails", form="count"),
 }
 
 
 class LinearExperts(MeasuredPart):
-    """The data that is drawn: every combination of targets, experts and angle, with every seed."""
+    """Settings: data is drawn for each combination of targets, experts and angle, and each seed."""
 
     metrics = METRICS
 
@@ -59,13 +55,12 @@ class LinearExperts(MeasuredPart):
 
 
 def measure(settings: LinearExperts) -> Found:
-    """Evaluate both theorems on every draw."""
     values = []
     first = []
     second = []
     for targets, experts, angle in product(get_args(Targets), settings.experts, settings.angles):
         clean = theorem_1_over_seeds(experts, angle, targets)
-        ratio = mean_over_seeds([one.ratio for one in clean])
+        ratio = mean_over_seeds([sides.ratio for sides in clean])
         at = {"targets": targets, "experts": experts, "angle": angle}
         if math.isfinite(ratio.value):
             values.append(Value(metric="ratio", at=at, **ratio._asdict()))
@@ -73,17 +68,16 @@ def measure(settings: LinearExperts) -> Found:
         second += theorem_2_over_seeds(experts, angle, targets)
     totals = {
         "draws": len(first),
-        "violations": sum(not one.holds for one in first),
-        "literal_violations": sum(not one.literal_holds for one in first),
-        "theorem_2_promises": sum(one.gamma is not None for one in second),
-        "theorem_2_violations": sum(not one.holds for one in second),
+        "violations": sum(not sides.holds for sides in first),
+        "literal_violations": sum(not sides.literal_holds for sides in first),
+        "theorem_2_promises": sum(result.gamma is not None for result in second),
+        "theorem_2_violations": sum(not result.holds for result in second),
     }
     values += [Value(metric=name, value=total) for name, total in totals.items()]
     return Found(values=values)
 
 
 def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem1Sides]:
-    """Evaluate theorem 1 on one draw per seed."""
     return [
         theorem_1_sides(draw_expert_data(experts, angle, targets, seed, **SIZES)[0])
         for seed in SEEDS
@@ -91,7 +85,7 @@ def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[T
 
 
 def theorem_2_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem2]:
-    """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
+    """Evaluate theorem 2 on one draw per seed, with a floor and noise."""
     return [
         theorem_2(*draw_expert_data(experts, angle, targets, seed, **SIZES, **FLOOR_AND_NOISE))
         for seed in SEEDS

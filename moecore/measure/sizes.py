@@ -1,8 +1,7 @@
-"""Models of the sizes that the papers print, built without memory: parameters and FLOPs.
+"""Parameters, FLOPs and memory of models of the papers' sizes; nothing is trained.
 
-On torch's meta device a tensor has a shape and no values, so a model of a billion parameters is
-built, and a forward pass through it or a training step counted, in a tenth of a second. Nothing is
-trained.
+A tensor on torch's meta device has a shape but no values, so that a model of a billion parameters
+is built and a forward pass or training step is counted in a tenth of a second.
 """
 
 from typing import Self
@@ -31,24 +30,24 @@ METRICS = {
 
 
 class PaperModel(Config):
-    """One model, as a paper describes it."""
+    """A model as a paper describes it."""
 
-    name: str = Field(description="what it is called here; each once")
-    reported: str = Field("", description="its name among the papers' costs; empty for none there")
-    model: Backbone | None = Field(
-        None, description="null for one that cannot be built here: see needs"
+    name: str = Field(description="unique name")
+    reported: str = Field(
+        "", description="its name among the papers' costs; empty: not listed there"
     )
+    model: Backbone | None = Field(None, description="null if it cannot be built here, see needs")
     method: Method = Field(Method(), description="router, experts and blocks; {} is dense")
-    size: int = Field(224, ge=1, description="height and width of its images, pixels")
-    classes: int = Field(1000, ge=2, description="of its head")
+    size: int = Field(224, ge=1, description="height and width of the images, pixels")
+    classes: int = Field(1000, ge=2, description="outputs of the head")
     batch: int = Field(
-        0, ge=0, description="images of a training step, whose memory is counted; 0: not counted"
+        0, ge=0, description="images per training step, whose memory is counted; 0: not counted"
     )
     teacher_width: int = Field(
-        0, ge=0, description="of a teacher whose routers are counted too; 0: none"
+        0, ge=0, description="width of a teacher whose routers are counted too; 0: none"
     )
-    needs: str = Field("", description="what it would take to build it")
-    why: str = Field("", description="where ours differs from the paper's, in words")
+    needs: str = Field("", description="what is missing to build it")
+    why: str = Field("", description="where moecore's model differs from the paper's")
 
     @model_validator(mode="after")
     def _built_or_why_not(self) -> Self:
@@ -58,7 +57,7 @@ class PaperModel(Config):
 
 
 class Sizes(MeasuredPart):
-    """Which models are built."""
+    """Settings: which models are built."""
 
     metrics = METRICS
 
@@ -66,55 +65,54 @@ class Sizes(MeasuredPart):
 
     @model_validator(mode="after")
     def _once(self) -> Self:
-        names = [one.name for one in self.models]
+        names = [model.name for model in self.models]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"models has {twice} twice; allowed: each name once")
         return self
 
 
 def measure(settings: Sizes) -> Found:
-    """Count every model. Raises UserError where its sizes do not fit together.
+    """Count every model; UserError where its sizes do not fit together.
 
-    facts: models, by name in the order of the settings, with what they say in words.
+    facts: models, the texts of each in the order of the settings.
     """
     values = [
-        Value(metric=metric, at={"model": one.name}, value=number)
-        for one in settings.models
-        for metric, number in count_sized_model(one).items()
+        Value(metric=metric, at={"model": paper_model.name}, value=number)
+        for paper_model in settings.models
+        for metric, number in count_sized_model(paper_model).items()
     ]
-    words = {"name", "reported", "needs", "why"}
-    models = [one.model_dump(include=words) for one in settings.models]
+    texts = {"name", "reported", "needs", "why"}
+    models = [paper_model.model_dump(include=texts) for paper_model in settings.models]
     return Found(values=values, facts={"models": models})
 
 
-def count_sized_model(one: PaperModel) -> dict[str, float]:
-    """Return the metrics of one model, none where it cannot be built here; a teacher routes in
-    training only, so its routers are not active.
-    """
-    if one.model is None:
+def count_sized_model(paper_model: PaperModel) -> dict[str, float]:
+    """Return the metrics of one model; {} where it cannot be built here."""
+    if paper_model.model is None:
         return {}
-    model = build_on_meta(one)
+    model = build_on_meta(paper_model)
     counts: dict[str, float] = {**parameter_counts(model)}
     layers = 0
     if model.moe is not None:
-        layers = len(model.moe.indices(one.model.depth))
-        counts["parameters"] += one.teacher_width * model.moe.experts.choices * layers
+        layers = len(model.moe.indices(paper_model.model.depth))
+        # A teacher routes in training only, so its routers are not among the active parameters.
+        counts["parameters"] += paper_model.teacher_width * model.moe.experts.choices * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = whole_and_routing_flops(model, pixels)
     counts["gflops"] = flops.whole * 1e-9
     if layers:
         counts["routing_gflops"] = flops.routing / layers * 1e-9
-    if one.batch:
-        batch = pixels.expand(one.batch, *pixels.shape[1:])
+    if paper_model.batch:
+        batch = pixels.expand(paper_model.batch, *pixels.shape[1:])
         counts["training_memory_mb"] = training_step_memory(model, batch) * 1e-6
     return counts
 
 
 def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
-    """Return the most bytes that a training step with AdamW holds, weights and images among them.
+    """Return the peak bytes of a training step with AdamW, including weights and images.
 
-    model, pixels (B, C, H, W): on the meta device. Of the second step, when there are gradients
-    and moments; without regularizers, which the papers' memory does not tell apart.
+    model, pixels (B, C, H, W): on the meta device. Measured at the second step, when moments exist;
+    without regularizers, which the papers do not report.
     """
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     pixels = pixels.contiguous()
@@ -132,15 +130,14 @@ def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
     return live.peak
 
 
-def build_on_meta(one: PaperModel) -> BackboneModel:
-    """The model on the meta device, for colour images."""
-    assert one.model is not None
+def build_on_meta(paper_model: PaperModel) -> BackboneModel:
+    assert paper_model.model is not None
     image = ImageSpec(
         channels=3,
-        size=one.size,
+        size=paper_model.size,
         mean=(0.5,) * 3,
         std=(0.5,) * 3,
-        task=Classification(classes=tuple(map(str, range(one.classes)))),
+        task=Classification(classes=tuple(map(str, range(paper_model.classes)))),
     )
     with torch.device("meta"):
-        return one.model.build(image, one.method.moe)
+        return paper_model.model.build(image, paper_model.method.moe)

@@ -1,4 +1,4 @@
-"""What trainings came to as values: scores on the test split, the routing over time, costs."""
+"""Values of trainings: scores on the test split, routing over time, costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +10,10 @@ from moecore.measure.calibration import ClassCalibration
 from moecore.measure.values import SCORE, Found, Metric, OnPage, Value
 from moecore.training.outcome import Outcome, TissueRoutingRow
 
-# What region experts are named after.
-TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}
-CONTROL = "random_"  # before a tissue's name: random masks of its size
-LOSSES = ("classification", "cells", "multi_label")  # of other tasks the score says the same
-ITEMS = {  # metric → the agreement over time whose items are its own
+TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}  # names of region experts
+CONTROL = "random_"  # prefix of a tissue's name: random masks of the same size
+LOSSES = ("classification", "cells", "multi_label")  # other tasks: the same as the score
+ITEMS = {  # metric → key of its values per item in ``Outcome.agreement_items``
     "agreement_with_final": "with_final_half",
     "saturation": "saturation_half",
     "agreement_consecutive": "consecutive_last",
@@ -35,28 +34,27 @@ COUNTED = (  # fields of an outcome that are metrics
 
 
 def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
-    """Return the training time over the baseline's mean."""
-    known = [outcome_of(one).seconds for one in baseline if outcome_of(one).epochs]
-    mean = mean_or_none(known)
+    outcomes = [outcome_of(result) for result in baseline]
+    mean = mean_or_none([outcome.seconds for outcome in outcomes if outcome.epochs])
     return outcome_of(trained).seconds / mean if mean else None
 
 
 def steps_to_baseline_loss(
     trained: Found, _: Sequence[Found], same_seed: Found | None
 ) -> int | None:
-    """Return how soon the training loss is where the baseline's of the same seed ends."""
+    """Return the step at which the training loss reaches the baseline's final one, same seed."""
     if same_seed is None:
         return None
     return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
 
 
 def is_after_the_end(trained: Found, steps: float) -> bool:
-    """Return whether a number of steps is none of those that were logged."""
+    """Return whether this step was not logged: the loss was not reached in training."""
     return steps not in {row["step"] for row in outcome_of(trained).curve}
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
-    """Return what reads which test images (N,) are right by these scores of the calibration."""
+    """Return a reader of which test images (N,) are right by these scores of the calibration."""
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
         trained, calibrated = results.get(Trained), results.get(ClassCalibration)
@@ -71,7 +69,6 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
 
 
 def settling_metric(label: str, note: str, **changes: Any) -> Metric:
-    """Return the metric of how the routing settles, with other fields."""
     metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
     return metric._replace(**changes)
 
@@ -113,18 +110,18 @@ METRICS = {
         "Steps to {baseline}'s loss",
         "lower",
         "count",
-        "until the training loss, a mean over an epoch, is its final one of the same seed (TGR, "
-        "figure S5); one epoch after the end where it never is, which is too early: then without "
-        "interval and test",
+        "until the training loss, averaged over an epoch, reaches the final loss of {baseline} "
+        "with the same seed (TGR, figure S5); if it never does, one epoch after the end: a lower "
+        "bound, without interval and test",
         of_baseline=steps_to_baseline_loss,
         is_bound=is_after_the_end,
     ),
     "agreement_with_final": settling_metric(
-        "Agreement with final model", "tokens, once half of training is done"
+        "Agreement with final model", "tokens, halfway through training"
     ),
     "saturation": settling_metric(
         "Saturation",
-        "experts of a token at the end that it has once half of training is done; k/E by chance",
+        "share of a token's final experts that it has halfway through training; k/E by chance",
         paper="",
     ),
     "agreement_consecutive": settling_metric(
@@ -132,7 +129,7 @@ METRICS = {
     ),
     "agreement_consecutive_early": settling_metric(
         "Agreement of early epochs",
-        "tokens, between an epoch and the next once a quarter of training is done",
+        "tokens, between an epoch and the next, after a quarter of training",
         detail=True,
     ),
     "agreement_consecutive_mean": settling_metric(
@@ -147,12 +144,12 @@ METRICS = {
     ),
     "training_step_ms": Metric(
         "Training step, ms",
-        note="views, losses and update; from the median images a second",
+        note="views, losses and update; from the median images per second",
         paper="cost",
     ),
     "training_memory_mb": Metric(
         "Training memory, MB",
-        note="the most that a step holds: weights, gradients, the optimizer's state, activations",
+        note="peak of a step: weights, gradients, the optimizer's state, activations",
         paper="cost",
         is_fixed=True,
     ),
@@ -160,7 +157,7 @@ METRICS = {
         "Top-5 accuracy",
         "higher",
         "share",
-        "Acc@5: the class is among the five largest; none of five classes or fewer",
+        "Acc@5: the class is among the five largest; not given for five classes or fewer",
         hits=hits_reader("top5"),
         limits="wilson",
     ),
@@ -187,16 +184,16 @@ METRICS = {
 
 
 class Trained(MeasuredPart):
-    """Of every stage that writes a model."""
+    """The training results of every stage that writes a model."""
 
     metrics = METRICS
     page = OnPage("training", place=1)
 
 
 def collect_outcome_values(outcome: Outcome) -> Found:
-    """Return the values of an outcome. facts: outcome, itself."""
+    """Return the values of an outcome; ``facts["outcome"]`` is the outcome itself."""
     consecutive = outcome.agreement_consecutive
-    own, random = own_expert_share(outcome), own_expert_share(outcome, CONTROL)
+    share, control = own_expert_share(outcome), own_expert_share(outcome, CONTROL)
     numbers: dict[str, float | Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
@@ -207,9 +204,9 @@ def collect_outcome_values(outcome: Outcome) -> Found:
         "agreement_consecutive_mean": mean_of_known(consecutive),
         "agreement_before_after": mean_of_known(outcome.routing_agreement_before_after),
         "test_accuracy_top5": outcome.test_top5,
-        "own_expert": own,
-        "own_expert_random": random,
-        "own_expert_gain": None if own is None or random is None else own - random,
+        "own_expert": share,
+        "own_expert_random": control,
+        "own_expert_gain": None if share is None or control is None else share - control,
     }
     numbers |= {name: getattr(outcome, name) for name in COUNTED}
     values = []
@@ -224,44 +221,42 @@ def collect_outcome_values(outcome: Outcome) -> Found:
 
 
 def outcome_of(trained: Found) -> Outcome:
-    """Return the outcome that these are the values of."""
     outcome: Outcome = trained.facts["outcome"]
     return outcome
 
 
 def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
-    """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
+    """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5."""
     agreements = by_epoch or (None,)
     return agreements[(len(agreements) - 1) // 2]
 
 
 def early_agreement(consecutive: Sequence[float | None]) -> float | None:
-    """Return, of the epochs' agreement, that at whose end a quarter of training is done."""
+    """Return the agreement of two epochs after a quarter of training."""
     return (consecutive or (None,))[max(0, len(consecutive) - 1) // 4]
 
 
 def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
-    """Mean share of a tissue's tokens that choose the expert of the same name, at the last epoch.
+    """Return the mean share of a tissue's tokens that choose its expert, at the last epoch.
 
-    prefix: "" for the tissues themselves, CONTROL for random masks of their size. None where no
-    expert has a tissue's name.
+    prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
     """
     shares = {row.region: row.share for row in last_probe_rows(outcome)}
     return mean_of_known([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
 
 
 def last_probe_rows(outcome: Outcome) -> Sequence[TissueRoutingRow]:
-    """The rows at the last epoch; () where there is no probe."""
+    """Return the rows of the last epoch; () without a probe."""
     if not outcome.region_routing:
         return ()
     return max(outcome.region_routing, key=lambda probe: probe.epoch).rows
 
 
 def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
-    """(step, training loss averaged over the last epoch before it) of every logged point.
+    """Return (step, training loss averaged over the preceding epoch) of every logged point.
 
-    A logged loss is a mean since the point before; it counts for as many steps. Without points
-    that lack a value: [].
+    [] where a point lacks a value. A logged loss is the mean of the steps since the last point, so
+    it is weighted by their number.
     """
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):
@@ -278,26 +273,25 @@ def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
 
 
 def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
-    """The first logged step at which the training loss is down to the baseline's final one.
+    """Return the first logged step at which the training loss reaches the baseline's final one.
 
-    Both are means over an epoch (TGR, figure S5). A training that never is there counts as one
-    epoch after its end. None without a log.
+    Both are means over an epoch (TGR, figure S5). If it is never reached: the step one epoch after
+    the end. None without a log.
     """
-    known = trailing_epoch_losses(baseline)
-    own = trailing_epoch_losses(result)
-    if not known or not own:
+    baseline_losses = trailing_epoch_losses(baseline)
+    losses = trailing_epoch_losses(result)
+    if not baseline_losses or not losses:
         return None
-    final = known[-1][1]
+    final = baseline_losses[-1][1]
     steps, epochs = result.curve[-1]["step"], result.curve[-1]["epoch"]
     after = round(steps * (1 + 1 / epochs)) if steps and epochs else None
-    return next((step for step, loss in own if loss <= final), after)
+    return next((step for step, loss in losses if loss <= final), after)
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are not None; None where none is."""
+    """Return the mean of the values that are not None, or None."""
     return mean_or_none([value for value in values if value is not None])
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:
-    """The mean, or None where there is nothing."""
     return sum(values) / len(values) if values else None

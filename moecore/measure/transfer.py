@@ -1,7 +1,7 @@
-"""The transfer of attacks: images that were made on one method's model, scored by another's.
+"""Transfer of attacks: N images attacked on one method's model, scored by another's.
 
-Where an attack made elsewhere does more harm than the model's own, the model hides its gradients,
-and its robustness must not be believed (Carlini et al., 2019). N images.
+If an attack made on another model does more harm than the direct one, the model hides its
+gradients, and its measured robustness is not reliable (Carlini et al., 2019).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,17 +25,17 @@ from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
-BATCH = 128  # images a forward pass
+BATCH = 128  # images per forward pass
 PAIR = ("made_on", "scored_by")  # methods
 METRICS = {
     "transferred": Metric("{score} under transferred attack{unit}", SCORE, SCORE, over=PAIR),
-    # From the direct attack's; all intervals hold together at 95 %.
+    # Transferred − direct attack; all intervals hold simultaneously at 95 %.
     "transferred_difference": Metric("Difference from the direct attack", form=SCORE, over=PAIR),
 }
 
 
 class Transfer(MeasuredPart):
-    """Which images are attacked, and how."""
+    """Settings: which images are attacked, and how."""
 
     metrics = METRICS
 
@@ -51,43 +51,44 @@ class Transfer(MeasuredPart):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield text, which has no pixels."""
+        """Refuse text, which has no pixels."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
 
 class TargetsAndAttackedImages(NamedTuple):
-    """The models on the same images, and the images that were attacked on each."""
+    """The models with the same clean images, and the images attacked on each model."""
 
     targets: Mapping[str, Target]
-    images: Callable[[str], Tensor]  # by method: (N, C, H, W)
+    images: Callable[[str], Tensor]  # method → (N, C, H, W)
 
 
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
-    """Score every pair of models by the names of their methods, a part each.
+    """Score every pair of models; each pair is one stored piece.
 
-    facts: what was attacked; score, that of the task; skipped, method → why no image is made on
-    its model; reading, an ``AuditLine``. Raises UserError where the attack makes no sense for the
-    task.
+    facts: the attack's settings; score: of the task; skipped: method → why no image is made on its
+    model; reading: an ``AuditLine``. Raises UserError where the attack does not suit the task.
     """
     task = data.task
     if reason := settings.attack.refuses(task):
-        allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
-        raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
-    made = build_transfer_targets(models, data, settings)
+        raise UserError(
+            f"transfer.attack: {reason}; allowed: fgsm, pgd or apgd with objective task, balance "
+            "or routing_change"
+        )
+    attacked = build_transfer_targets(models, data, settings)
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
-    left = {
-        (source, target): transferred_scores(made, source, target, parts)
+    scores = {
+        (source, target): transferred_scores(attacked, source, target, parts)
         for source in models
         if source not in skipped
         for target in models
     }
     out = Values(METRICS, task, parts)
-    out.people = next(iter(made.targets.values())).people
-    put_transfer(out, left)
+    out.people = next(iter(attacked.targets.values())).people
+    put_transfer(out, scores)
     out.facts |= {
         "score": task.score,
         "attack": settings.attack.name,
@@ -103,7 +104,7 @@ def measure(
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
 ) -> TargetsAndAttackedImages:
-    """The targets; an attack is made when its images are first asked for."""
+    """Return the targets; an attack runs when its images are first read."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
@@ -122,7 +123,7 @@ def build_transfer_targets(
         for name, model in models.items()
     }
 
-    # The pairs come source by source, so the last one's images are enough.
+    # Pairs are scored source by source, so only the last source's images are cached.
     @lru_cache(maxsize=1)
     def attacked(name: str) -> Tensor:
         return targets[name].attacked(settings.attack, settings.epsilon)
@@ -131,53 +132,53 @@ def build_transfer_targets(
 
 
 def transferred_scores(
-    made: TargetsAndAttackedImages, source: str, target: str, parts: PartStore
+    attacked: TargetsAndAttackedImages, source: str, target: str, parts: PartStore
 ) -> Tensor:
-    """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
-    task = made.targets[target].task
-    kept = parts(
+    """Return the scores (N,) of ``target`` on images that were attacked on ``source``."""
+    scorer = attacked.targets[target]
+    encoded = parts(
         f"{source} on {target}",
-        lambda: task.encode_scores(made.targets[target].worse_scores(made.images(source))),
+        lambda: scorer.task.encode_scores(scorer.worse_scores(attacked.images(source))),
     )
-    return task.decode_scores(kept, len(made.targets[target].labels))
+    return scorer.task.decode_scores(encoded, len(scorer.labels))
 
 
-def put_transfer(out: Values, left: Mapping[tuple[str, str], Tensor]) -> None:
-    """left: (source, target) → scores (N,)."""
-    foreign = sum(source != target and (target, target) in left for source, target in left)
-    # Bonferroni: of many pairs one in twenty would lie beyond a single interval by chance alone.
+def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
+    """Put scores and differences; pairs: (source, target) → scores (N,)."""
+    foreign = sum(source != target and (target, target) in pairs for source, target in pairs)
+    # Bonferroni: one pair in twenty would lie outside a single 95 % interval by chance.
     level = 1 - 0.05 / max(foreign, 1)
-    for (source, target), scores in left.items():
+    for (source, target), scores in pairs.items():
         at = {"made_on": source, "scored_by": target}
         out.put("transferred", out.task.interval(scores, out.people), **at)
-        direct = left.get((target, target))
+        direct = pairs.get((target, target))
         if direct is not None:
             change = out.task.difference(scores, direct, level, out.people)
             out.put("transferred_difference", change, **at)
 
 
 def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
-    """No attack from another model does more harm than the direct one, by more than chance."""
+    """Check that no transferred attack does more harm than the direct one, beyond chance."""
     foreign = [
-        one
-        for one in result.all("transferred_difference")
-        if one.at["made_on"] != one.at["scored_by"]
+        value
+        for value in result.all("transferred_difference")
+        if value.at["made_on"] != value.at["scored_by"]
     ]
     if not foreign:
         return unevaluated_audit_line("transfer", "there is no second model that can be attacked")
     stronger = [
-        f"from {one.at['made_on']} on {one.at['scored_by']}"
-        for one in foreign
-        if is_worse_beyond_chance(task, one.interval)
+        f"from {value.at['made_on']} on {value.at['scored_by']}"
+        for value in foreign
+        if is_worse_beyond_chance(task, value.interval)
     ]
     text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
     if stronger:
-        text = f"{text}: {', '.join(stronger)}"
+        text += f": {', '.join(stronger)}"
     return AuditLine(name="transfer", holds=not stronger, text=text)
 
 
 def is_worse_beyond_chance(task: Task, difference: Interval) -> bool:
-    """Return whether the interval of (transferred − direct) is all on the worse side."""
+    """Return whether the interval of (transferred − direct) lies entirely on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
     return value != 0 and is_equal_or_worse(task, value, 0.0)

@@ -1,11 +1,10 @@
-"""What a measurement finds: numbers under the names of its metrics, each at its place.
+"""Values that a measurement finds: numbers of declared metrics, each at its place.
 
-A measurement declares every number once, as a ``Metric`` beside its equation, and puts values under
-that name. Columns of tables, planned names, intervals, tests, claims, charts and MLflow's names
-follow from the declaration; nothing else describes a number.
+A measurement declares every number once, as a ``Metric``, and puts values under that name. Table
+columns, planned names, intervals, tests, claims, charts and MLflow's names follow from it.
 
-Labels, notes and all that ``OnPage`` says change no result: the hash of a measurement's code leaves
-them out (run/inputs.py), so that an edit of them reruns `compare` alone.
+The code hash leaves out labels, notes and ``OnPage`` (run/inputs.py): editing them reruns `compare`
+alone.
 """
 
 import math
@@ -25,7 +24,7 @@ from moecore.statistics.crossed import linearize_by_person
 from moecore.statistics.intervals import Interval, bootstrap_mean, mean_share
 from moecore.tasks.base import Task
 
-SCORE = "score"  # instead of a form, or of what is better: that of the task's score
+SCORE = "score"  # as a form or direction: that of the task's score
 Place = str | int | float
 EVERYWHERE = (-math.inf, math.inf)
 
@@ -33,9 +32,9 @@ EVERYWHERE = (-math.inf, math.inf)
 class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
-    In ``label`` and ``note`` {} stands for the place in words, {score} and {unit} for the words of
-    the task's score, {baseline} for the baseline MoE (all: report's ``fill_words``); in ``name`` {}
-    for the place as in names, {score} for the score's name.
+    ``label`` and ``note`` may contain {} for the place, {score} and {unit} for the task's score,
+    and {baseline} for the baseline MoE (all: report's ``fill_words``). ``name`` may contain {} for
+    the place and {score} for the score's name.
     """
 
     label: str  # "" for a metric that charts alone show
@@ -57,20 +56,20 @@ class Metric(NamedTuple):
     is_fixed: bool = False  # by the settings: the same for every seed and all data
     is_monotone: bool = False  # by construction it only rises, or only falls, along its places
     needs: str = ""  # what a method must have, so that there is a value: a key of report's NEEDED
-    # Instead of a value of its own: computed of a model's values and those of all dense models.
+    # Computes the value instead, from the model's values and the values of all dense models.
     of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
-    # Likewise, of a model's values, all of the baseline MoE, and that of the same seed.
+    # Likewise, from the values of the model, of all baseline MoEs, and of the same seed's.
     of_baseline: Callable[["Found", Sequence["Found"], "Found | None"], float | None] | None = None
-    # Whether such a value is only a bound of what was not seen: no interval or test takes it.
+    # Whether such a value is only a bound: it then has no interval and is not tested.
     is_bound: Callable[["Found", float], bool] | None = None
-    # Which images (N,) bool a share counted, read of all results of a model, by their kind.
+    # Which images (N,) bool a share counted; reads all results of a model, by their kind.
     hits: Callable[[Mapping[type, Any]], np.ndarray | None] | None = None
-    # Instead of a value of its own: computed of two seeds; the method's value is the pairs' mean.
+    # Computes the value instead, from two seeds; a method's value is the mean over its pairs.
     of_pairs: Callable[["Found", "Found"], float] | None = None
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Return the names of the places that it has columns for."""
+        """Names of the places that the metric has columns for."""
         over = (self.over,) if isinstance(self.over, str) else self.over
         return tuple(filter(None, over))
 
@@ -78,7 +77,7 @@ class Metric(NamedTuple):
 class Chart(NamedTuple):
     """A line per method over one place of a metric, with a band over seeds.
 
-    {score} and {unit} in its words stand for those of the task's score.
+    The texts may contain {score} and {unit}, which stand for the words of the task's score.
     """
 
     metric: str
@@ -87,8 +86,8 @@ class Chart(NamedTuple):
     x: str
     y: str
     words: str = ""  # of the caption
-    share: bool | None = False  # the vertical axis is printed as percent; None: as the score is
-    top: float | None = None  # where it ends, if it is a share
+    share: bool | None = False  # whether the vertical axis shows percent; None: as for the score
+    top: float | None = None  # of the vertical axis, if it shows percent
     limits: tuple[float, float] = EVERYWHERE  # of the bands
     height: float = 3.5  # inches
 
@@ -97,10 +96,10 @@ class OnPage(NamedTuple):
     """How the page shows a measurement."""
 
     title: str  # in the list of what was measured
-    place: int = 100  # in the order of the page; of one place, by name
-    heading: str = ""  # of its part; "" for the title
+    place: int = 100  # on the page, ascending; equal places are ordered by name
+    heading: str = ""  # of its section; "" for the title
     charts: tuple[Chart, ...] = ()
-    about: str = ""  # metric, or column, of the part's one line; "" for the first with a direction
+    about: str = ""  # metric or column of the summary line; "" for the first with a direction
 
 
 class Value(Config):
@@ -111,7 +110,7 @@ class Value(Config):
     value: float
     low: float | None = None  # its 95 % limits
     high: float | None = None
-    items: str | None = None  # one value per item, whose mean it is, packed
+    items: str | None = None  # one value per item, packed; their mean is ``value``
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -119,37 +118,33 @@ class Value(Config):
 
     @property
     def interval(self) -> Interval:
-        """Return the value with its limits."""
         return Interval(self.value, self.low, self.high)
 
     @property
     def array(self) -> np.ndarray | None:
-        """Return the values per item, (N,); None where there are none."""
         return None if self.items is None else decode_float_array(self.items)
 
 
 class Found(Config):
-    """All that a measurement found of one model: the file that its stage writes."""
+    """All values of one measurement of one model: the content of its stage's file."""
 
     values: tuple[Value, ...]
-    facts: dict[str, Any] = {}  # JSON: what pages and pictures need besides the values
-    skipped: tuple[str, ...] = ()  # in words: what was not measured, and why
+    facts: dict[str, Any] = {}  # JSON: extra data for pages and pictures
+    skipped: tuple[str, ...] = ()  # sentences: what was not measured, and why
 
     def all(self, metric: str) -> list[Value]:
-        """Return the values of a metric, at whatever place."""
         return [value for value in self.values if value.metric == metric]
 
     def find(self, metric: str, **at: Place) -> Value | None:
-        """Return the value of a metric at exactly this place; None where there is none."""
+        """Return the value of a metric at exactly this place, or None."""
         return next((value for value in self.all(metric) if value.at == at), None)
 
     def interval(self, metric: str, **at: Place) -> Interval | None:
-        """Return the value of a metric at this place, with its limits; None where there is none."""
         value = self.find(metric, **at)
         return None if value is None else value.interval
 
     def curve(self, metric: str, over: str) -> dict[Any, float]:
-        """Return place → value of the values that only ``over`` places."""
+        """Return place → value, for values whose only place is ``over``."""
         return {
             value.at[over]: value.value for value in self.all(metric) if set(value.at) == {over}
         }
@@ -163,21 +158,34 @@ class Found(Config):
 
 
 class PartStore(Protocol):
-    """Keeps the finished pieces of a measurement over a kill, each under a name of its own."""
+    """Stores finished pieces of a measurement under unique names, so that a restart skips them."""
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute`` returns, once it has been JSON; computed once, kills or not."""
+        """Return a piece as decoded from JSON; it is computed unless an earlier process stored it.
+
+        Args:
+            name: Unique name of the piece.
+            compute: Returns the piece, as plain values that JSON can hold.
+        """
         ...
 
 
 class Values:
-    """Collects what a measurement finds of one model."""
+    """Collects the values of a measurement of one model.
+
+    Args:
+        metrics: Declared metrics by name.
+        task: Task of the data; it gives the intervals of scores.
+        parts: Store of finished pieces.
+    """
 
     def __init__(self, metrics: Mapping[str, Metric], task: Task, parts: PartStore) -> None:
         self.metrics = metrics
         self.task = task
         self.parts = parts
-        self.people: np.ndarray | None = None  # (N,), whose item each is, where people have several
+        self.people: np.ndarray | None = (
+            None  # (N,) person of each item, where a person has several
+        )
         self.values: list[Value] = []
         self.facts: dict[str, Any] = {}
         self.skipped: list[str] = []
@@ -190,9 +198,13 @@ class Values:
         /,
         **at: Place,
     ) -> None:
-        """Add a number, or one value per item (N,), whose mean it is; None adds nothing.
+        """Add a value of a metric; None, or a value that is not finite, adds nothing.
 
-        interval: of the mean; None for the metric's own over items, and over people.
+        Args:
+            metric: Name of a declared metric.
+            value: A number, an interval, or one value per item (N,), which are averaged.
+            interval: Of that mean; None for the metric's own interval over items or people.
+            **at: Places by name.
         """
         if isinstance(value, np.ndarray | Tensor):
             items = np.asarray(value, np.float64)
@@ -215,7 +227,7 @@ class Values:
         return mean(items, people=self.people)
 
     def piece(self, name: str, compute: Callable[["Values"], None]) -> None:
-        """Add what ``compute`` puts, or what a killed process kept of it under this name."""
+        """Add the values that ``compute`` puts, or the stored ones of an earlier process."""
 
         def fresh() -> dict[str, Any]:
             part = Values(self.metrics, self.task, self.parts)
@@ -223,18 +235,17 @@ class Values:
             compute(part)
             return part.found().model_dump(mode="json")
 
-        kept = Found.model_validate(self.parts(name, fresh))
-        self.values += kept.values
-        self.facts |= kept.facts
-        self.skipped += kept.skipped
+        stored = Found.model_validate(self.parts(name, fresh))
+        self.values += stored.values
+        self.facts |= stored.facts
+        self.skipped += stored.skipped
 
     def found(self) -> Found:
-        """Return all that was put."""
         return Found(values=self.values, facts=to_jsonable(self.facts), skipped=self.skipped)
 
 
 def place_slug(place: Place) -> str:
-    """Return a place as in names: "translation (0, 0.1)" → translation_0_0_1, -0.5 → -0_5."""
+    """Return a place as part of a name: "translation (0, 0.1)" → translation_0_0_1, -0.5 → -0_5."""
     if isinstance(place, float):
         return f"{place:g}".replace(".", "_")
     return re.sub(r"\W+", "_", str(place)).strip("_")

@@ -1,4 +1,4 @@
-"""Columns: those of a measurement's metrics, before a run their names and after it their values."""
+"""Columns of metrics: planned names before a run, values after it."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,37 +16,36 @@ from moecore.tasks.base import Score, Task
 
 BASELINE = "vmoe"
 DENSE = "dense"
-CEILING = "told"  # routed by the truth of generated data
+CEILING = "told"  # routed by the true kinds of generated data
 
 
 class PlannedMetric(NamedTuple):
-    """What is known of a metric before anything has run: see ``Metric``."""
+    """A column's properties before a run, see ``Metric``."""
 
     form: str
     better: str
     is_fixed: bool = False
     curve: str = ""
     of_pairs: bool = False
-    stage: str = ""  # that writes the result, as ``Display.stage``
-    # why a model has none, in words; None: as the measurement has it
+    stage: str = ""  # the stage that writes the result, as in ``Display``
+    # Returns why a model has no value; None: as the measurement says.
     refusal: Callable[[Any], str | None] | None = None
 
 
 class PlannedPhase(NamedTuple):
-    """What is known of a phase before anything has run."""
+    """A phase before a run."""
 
-    study: Any  # the whole of params.yaml
-    score: str  # as in the names of columns: "accuracy", "mae" or "nats"
-    name: str  # of the phase
+    study: Any  # params.yaml
+    score: str  # as in column names: "accuracy", "mae" or "nats"
+    name: str
 
     @property
     def methods(self) -> list[Any]:
-        """The settings of the methods that are trained."""
         return [self.study.methods[name] for name in self.study.run.methods]
 
     @property
     def layers(self) -> range:
-        """Numbers of the MoE layers, from 1, of the method that has most."""
+        """Numbers of the MoE layers, from 1, of the method with the most."""
         model = self.study.model
         having = [method for method in self.methods if model is not None and method.moe is not None]
         numbers = [
@@ -55,30 +54,32 @@ class PlannedPhase(NamedTuple):
         return range(1, 1 + max(numbers, default=0))
 
     def plan_metric(self, form: str, better: str) -> PlannedMetric:
-        """Return what is known of a metric; SCORE is what the task's score has."""
+        """Return a metric's form and direction, with SCORE resolved by the task's score."""
         is_share = self.score == "accuracy"
-        form = {SCORE: "share" if is_share else "number"}.get(form, form)
-        better = {SCORE: "higher" if is_share else "lower"}.get(better, better)
+        if form == SCORE:
+            form = "share" if is_share else "number"
+        if better == SCORE:
+            better = "higher" if is_share else "lower"
         return PlannedMetric(form, better)
 
 
 class ColumnContext(NamedTuple):
-    """All that the columns of a measurement may depend on besides the result that they read."""
+    """What the columns of a measurement depend on, in addition to the result that they read."""
 
     task: Task
     results: Sequence[Found]  # of all models of a phase
-    baseline: str  # the method that training times are compared with; "" without one
+    baseline: str  # method that training times are compared with; "" without one
     of_baseline: Sequence[Found]  # the results of that method, one per seed
-    of_dense: Sequence[Found]  # those of the dense model
-    beside: Sequence[tuple[Found, Found]] = ()  # a result, and the baseline's of the same seed
+    of_dense: Sequence[Found]  # the results of the dense model
+    pairs: Sequence[tuple[Found, Found]] = ()  # a result and the baseline's of the same seed
 
     def baseline_of(self, result: Found) -> Found | None:
-        """The baseline's result of the seed that this very result is of; None where it has none."""
-        return next((other for one, other in self.beside if one is result), None)
+        """Return the baseline's result of the same seed, or None."""
+        return next((baseline for paired, baseline in self.pairs if paired is result), None)
 
 
 class Column(NamedTuple):
-    """What is read from one kind of results, and how it is shown."""
+    """A value read from one kind of results, and how it is shown."""
 
     name: str  # a key of compare.json, which claims refer to
     label: str
@@ -88,20 +89,20 @@ class Column(NamedTuple):
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     kind: type[MeasuredPart] = MeasuredPart  # of the results that it reads
-    # Which images (N,) bool a share counted, None where that is not known.
+    # Which images (N,) bool a share counted, or None.
     read_hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value per item (N,), whose mean is the value: an image, or a person who has several.
+    # One value per item (N,), an image or a person; the value is their mean.
     read_items: Callable[[Found], np.ndarray | None] | None = None
-    limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
-    detail: bool = False  # in the full table and in compare.json only
-    # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
+    limits: str = "bootstrap"  # of one model: "wilson", "bootstrap", "quartiles", "draws"
+    detail: bool = False  # only in the full table and compare.json
+    # Whether a result's value is only a bound: it then has no interval and is not tested.
     is_bound: Callable[[Found], bool] = lambda result: False
-    # Whether ``read_result`` compares the results of two seeds, the lower place first: a method has
+    # Whether ``read_result`` compares the results of two seeds, in their order. A method's value is
     # the mean over its pairs of seeds, with the jackknife's interval over seeds.
     of_pairs: bool = False
 
     def read(self, model: Measured) -> Interval | None:
-        """Return the value of one model, None where it has no such result or no such value."""
+        """Return the value of one model, or None."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
             return None
@@ -109,31 +110,24 @@ class Column(NamedTuple):
         return Interval(float(value)) if isinstance(value, int | float) else value
 
     def number(self, model: Measured) -> float:
-        """Return the value itself, of a model that has it."""
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
 
     def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
-        """Return the value of each two of a method's S models, (S, S), 0 on the diagonal.
-
-        None of fewer than two, or where one has no such result.
-        """
+        """Return the values (S, S) of all pairs of S ≥ 2 models; None if a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
         if len(results) < max(2, len(models)):
             return None
         values = np.zeros((len(results), len(results)))
-        for one, other in combinations(range(len(results)), 2):
-            pair = self.read_result(results[one], results[other])
+        for first, second in combinations(range(len(results)), 2):
+            pair = self.read_result(results[first], results[second])
             assert isinstance(pair, float), f"{self.name} of two seeds is no float"
-            values[one, other] = values[other, one] = pair
+            values[first, second] = values[second, first] = pair
         return values
 
     def seed_numbers(self, models: Sequence[Measured]) -> np.ndarray:
-        """Return one number of each of a method's models that have it, (S,), to be tested.
-
-        Of a value of pairs the jackknife's, see ``seed_pseudo_values``.
-        """
+        """Return one number per model (S,) for tests; for pairs, jackknife pseudo-values."""
         if self.of_pairs:
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
@@ -141,25 +135,21 @@ class Column(NamedTuple):
         return np.array([self.number(model) for model in models])
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
-        """Return whether the value of any of these models is only a bound."""
         results = [model.of(self.kind) for model in models]
         return any(result is not None and self.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """Return one value per item (N,), whose mean is ``number``; None where it has none."""
+        """Return one value per item (N,), whose mean is ``number``, or None."""
         result = model.of(self.kind)
         return None if result is None or self.read_items is None else self.read_items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
-        """Return which images (N,) bool the share counted; None where that is not known."""
+        """Return which images (N,) bool the share counted, or None."""
         return None if self.read_hits is None else self.read_hits(model)
 
 
 def find_moe_baseline(models: Models) -> str:
-    """``vmoe`` where it is there, else the first method with MoE layers; "" where none has.
-
-    The ceiling only where no other method has them.
-    """
+    """Return ``vmoe``, else the first method with MoE layers, the ceiling last; "" if none has."""
     if BASELINE in models:
         return BASELINE
     routed = [method for method, seeds in models.items() if any(map(has_experts, seeds.values()))]
@@ -167,17 +157,16 @@ def find_moe_baseline(models: Models) -> str:
 
 
 def has_moe_method(models: Models) -> bool:
-    """Whether any method has experts to choose from."""
     return bool(find_moe_baseline(models))
 
 
 def references(models: Models) -> list[str]:
-    """Those of the two that the study has."""
+    """Return the baseline MoE and the dense method, as far as the study has them."""
     return [name for name in dict.fromkeys((find_moe_baseline(models), DENSE)) if name in models]
 
 
 def has_experts(model: Measured) -> bool:
-    """Whether its routing was measured, or a token uses a part of its parameters only."""
+    """Return whether its routing was measured, or a token uses only a part of its parameters."""
     if model.of(Routing) is not None:
         return True
     trained = model.outcome
@@ -185,79 +174,71 @@ def has_experts(model: Measured) -> bool:
 
 
 def column_context(phase: Phase, kind: type) -> ColumnContext:
-    """Return what columns of results of this type may depend on."""
     method = find_moe_baseline(phase.models)
     rivals = phase.models.get(method, {})
-    beside = [
-        (one, other)
+    pairs = [
+        (result, baseline)
         for seeds in phase.models.values()
         for seed, model in seeds.items()
-        if seed in rivals and (one := model.of(kind)) and (other := rivals[seed].of(kind))
+        if seed in rivals and (result := model.of(kind)) and (baseline := rivals[seed].of(kind))
     ]
     of_baseline, of_dense = (
         list_without_none(model.of(kind) for model in phase.models.get(name, {}).values())
         for name in (method, DENSE)
     )
-    return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, beside)
+    return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, pairs)
 
 
-def has_routers(ahead: PlannedPhase) -> bool:
-    """Return whether a method has routers."""
-    return any(method.moe for method in ahead.methods)
+def has_routers(phase: PlannedPhase) -> bool:
+    return any(method.moe for method in phase.methods)
 
 
-def has_settling_routers(ahead: PlannedPhase) -> bool:
-    """Return whether a method has routers that are watched from epoch to epoch: in pretraining."""
-    return ahead.name == "pretrain" and has_routers(ahead)
+def has_settling_routers(phase: PlannedPhase) -> bool:
+    """Return whether routing is compared from epoch to epoch: in pretraining, with routers."""
+    return phase.name == "pretrain" and has_routers(phase)
 
 
-def has_finetuned_routers(ahead: PlannedPhase) -> bool:
-    """Return whether a method has routers that are looked at before and after fine-tuning."""
-    return ahead.name in ("finetune", "adversarial") and has_routers(ahead)
+def has_finetuned_routers(phase: PlannedPhase) -> bool:
+    """Return whether routing is compared before and after fine-tuning."""
+    return phase.name in ("finetune", "adversarial") and has_routers(phase)
 
 
-def has_guided_routers(ahead: PlannedPhase) -> bool:
-    """Return whether a method has routers that learn from a teacher's, or ask it."""
-    return ahead.name == "pretrain" and any(method.guided_routing for method in ahead.methods)
+def has_guided_routers(phase: PlannedPhase) -> bool:
+    """Return whether a method's routers learn from or use a teacher's."""
+    return phase.name == "pretrain" and any(method.guided_routing for method in phase.methods)
 
 
-def has_score_thresholds(ahead: PlannedPhase) -> bool:
-    """Return whether a method has a router whose scores must exceed a threshold."""
-    return any(method.moe and method.router.has_score_threshold for method in ahead.methods)
+def has_score_thresholds(phase: PlannedPhase) -> bool:
+    return any(method.moe and method.router.has_score_threshold for method in phase.methods)
 
 
 def score_slug(score: Score) -> str:
-    """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
-    return {"share": "accuracy"}.get(score.form, score.name)
+    """Return the score's part of column names; precision at 1 is called accuracy, too."""
+    return "accuracy" if score.form == "share" else score.name
 
 
 def score_title(score: Score) -> str:
-    """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
-    return {"mae": "MAE"}.get(score.name, score.label.capitalize())
+    """Return the score as labels begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
+    return "MAE" if score.name == "mae" else score.label.capitalize()
 
 
 def unit_suffix(score: Score) -> str:
-    """What stands behind those words: ", years"."""
+    """Return the unit as labels append it: ", years"."""
     return score.unit and f", {score.unit}"
 
 
-def score_interval_kind(score: Score) -> str:
-    """Return the kind of one model's interval of a score."""
-    return {"share": "wilson"}.get(score.form, "bootstrap")
-
-
-At = Mapping[str, Place]  # place → where on it
-# A metric, its key, the score as in names, and a place → the metric with its name and words there.
+At = Mapping[str, Place]  # place name → place
+# (key, metric, score as in names, places) → the metric with its name and words there.
 FillIn = Callable[[str, Metric, str, At], Metric]
-NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether any method has it
-    "": lambda ahead: True,
+NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether it is fulfilled
+    "": lambda phase: True,
     "routers": has_routers,
     "thresholds": has_score_thresholds,
     "guide": has_guided_routers,
     "settling": has_settling_routers,
     "finetuned": has_finetuned_routers,
-    "text": lambda ahead: ahead.score == "nats",
-    "views": lambda ahead: ahead.score != "nats",  # a text has none
+    "text": lambda phase: phase.score == "nats",
+    "views": lambda phase: phase.score != "nats",  # a text has none
 }
 
 MEANINGS = {  # of scores
@@ -268,41 +249,41 @@ MEANINGS = {  # of scores
 
 
 class MetricColumns(NamedTuple):
-    """The columns of all metrics of a measurement."""
+    """Columns of all metrics of a measurement."""
 
     stage: str  # the measurement's name
     kind: type[MeasuredPart]
-    within: str = ""  # the setting of the measurement that it is a part of
-    fill_in: FillIn | None = None  # where words need more than one place, or the kind of score
+    within: str = ""  # the setting of the measurement, for a part of one
+    fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
-    def columns(self, seen: ColumnContext) -> list[Column]:
-        """Return metric by metric its mean and its places, which are last where they are details
-        of a mean.
-        """
+    def columns(self, context: ColumnContext) -> list[Column]:
+        """Return for each metric its mean and its places; the details of means come last."""
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self._shown.items():
-            if metric.needs == "text" and not seen.task.long:
+            if metric.needs == "text" and not context.task.long:
                 continue
             if metric.mean:
-                first.append(mean_column(seen, self.kind, key, metric))
-            of_mean = metric.detail and metric.mean
-            (details if of_mean else first).extend(self.columns_of(seen, key))
+                first.append(mean_column(context, self.kind, key, metric))
+            columns = details if metric.detail and metric.mean else first
+            columns += self.columns_of(context, key)
         return first + details
 
-    def columns_of(self, seen: ColumnContext, key: str) -> list[Column]:
-        """Return the columns of a metric, place by place."""
+    def columns_of(self, context: ColumnContext, key: str) -> list[Column]:
         metric = self.kind.metrics[key]
-        places = list_places(seen.results, key, metric) if metric.over else [{}]
-        return [self._column(seen, *one, at) for at in places for one in with_chance(key, metric)]
+        places = list_places(context.results, key, metric) if metric.over else [{}]
+        return [
+            self._column(context, name, variant, at)
+            for at in places
+            for name, variant in with_chance(key, metric)
+        ]
 
     @property
     def _shown(self) -> dict[str, Metric]:
-        """Return the metrics that have columns."""
         return {key: metric for key, metric in self.kind.metrics.items() if metric.label}
 
     def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
-        """Return a metric with the column's name and words at a place."""
+        """Return a metric with the column's name and words at these places."""
         if self.fill_in is not None:
             return self.fill_in(key, metric, score, at)
         words = "".join(map(self.kind.place_words, at.values()))
@@ -312,19 +293,19 @@ class MetricColumns(NamedTuple):
             note=metric.note.replace("{}", words),
         )
 
-    def _column(self, seen: ColumnContext, key: str, metric: Metric, at: At) -> Column:
-        """Return the column of a metric at one place, or at none."""
-        score = seen.task.score
+    def _column(self, context: ColumnContext, key: str, metric: Metric, at: At) -> Column:
+        score = context.task.score
         named = self._named(key, metric, score_slug(score), at)
-        of_score = score_interval_kind(score) if metric.form == SCORE else metric.limits
-        limits = of_score if metric.limits else "bootstrap"
-        has_hits = metric.items == "hits" and not seen.task.needs_classes("share")
+        limits = metric.limits or "bootstrap"
+        if metric.limits and metric.form == SCORE:
+            limits = "wilson" if score.form == "share" else "bootstrap"
+        has_hits = metric.items == "hits" and not context.task.needs_classes("share")
 
         def read_value(result: Found) -> float | Interval | None:
             if metric.of_dense:
-                return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
+                return metric.of_dense(result, context.of_dense) if context.of_dense else None
             if metric.of_baseline:
-                return metric.of_baseline(result, seen.of_baseline, seen.baseline_of(result))
+                return metric.of_baseline(result, context.of_baseline, context.baseline_of(result))
             value = find_value(result, key, metric, at)
             if value is None or metric.limits:
                 return None if value is None else value.interval
@@ -349,11 +330,11 @@ class MetricColumns(NamedTuple):
 
         return Column(
             named.name,
-            fill_words(named.label, score, seen.baseline),
+            fill_words(named.label, score, context.baseline),
             metric.of_pairs or read_value,
             score.better if metric.better == SCORE else metric.better,
             score.form if metric.form == SCORE else metric.form,
-            fill_words(named.note, score, seen.baseline),
+            fill_words(named.note, score, context.baseline),
             metric.paper,
             kind=self.kind,
             read_hits=hits if metric.hits or has_hits else None,
@@ -364,54 +345,53 @@ class MetricColumns(NamedTuple):
             of_pairs=metric.of_pairs is not None,
         )
 
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
-        """Return the names of the columns, and what is known of them before anything runs."""
+    def foreseen(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
+        """Return column name → its properties before a run."""
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
-        places = self._planned_places(ahead)
+        places = self._planned_places(phase)
         for key, metric in self._shown.items():
-            if not NEEDED[metric.needs](ahead):
+            if not NEEDED[metric.needs](phase):
                 continue
-            known = ahead.plan_metric(metric.form, metric.better)._replace(
+            column = phase.plan_metric(metric.form, metric.better)._replace(
                 is_fixed=metric.is_fixed,
                 curve=key if metric.is_monotone else "",
                 of_pairs=metric.of_pairs is not None,
             )
             if metric.mean:
-                first[column_name(key, metric, ahead.score)] = known
+                first[column_name(key, metric, phase.score)] = column
             names = [name for name in metric.places if name != metric.last]
+            columns = details if metric.detail and metric.mean else first
             for planned in product(*(places.get(name, ()) for name in names)):
                 at = dict(zip(names, planned, strict=True))
-                for one in with_chance(key, metric):
-                    name = self._named(*one, ahead.score, at).name
-                    (details if metric.detail and metric.mean else first)[name] = known
+                for name, variant in with_chance(key, metric):
+                    columns[self._named(name, variant, phase.score, at).name] = column
         return first | details
 
-    def _planned_places(self, ahead: PlannedPhase) -> dict[str, Iterable[Place]]:
-        """Return place → its values, as the settings of a study have them."""
+    def _planned_places(self, phase: PlannedPhase) -> dict[str, Iterable[Place]]:
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
-        settings = find_settings(ahead.study, self.stage)
+        settings = find_settings(phase.study, self.stage)
         if self.within:
             settings = getattr(settings, self.within)
-        elif not isinstance(settings, self.kind):  # such as of ``calibrate``, whose section differs
+        elif not isinstance(settings, self.kind):  # for ``calibrate``, whose section differs
             settings = self.kind.model_construct()
-        return {"layer": ahead.layers, **settings.places()}
+        return {"layer": phase.layers, **settings.places()}
 
 
 def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
-    """Return a metric with its name, and that of what chance gives, where there is one."""
+    """Return (key, metric) of a metric and, if it has one, of its value by chance."""
     if not metric.chance:
         return [(key, metric)]
-    name = metric.name or key + "_{}" * bool(metric.over)
+    name = metric.name or (f"{key}_{{}}" if metric.over else key)
     label = f"{metric.label}, by chance"
     chance = metric._replace(name=f"{name}_chance", label=label, note=metric.chance, detail=True)
     return [(key, metric), (f"{key}_chance", chance)]
 
 
-def mean_column(seen: ColumnContext, kind: type[MeasuredPart], key: str, metric: Metric) -> Column:
-    """Return the column of the mean over all places of a metric."""
-
+def mean_column(
+    context: ColumnContext, kind: type[MeasuredPart], key: str, metric: Metric
+) -> Column:
     def values(result: Found) -> list[Value]:
         return [value for value in result.all(key) if set(value.at) == {metric.over}]
 
@@ -421,10 +401,10 @@ def mean_column(seen: ColumnContext, kind: type[MeasuredPart], key: str, metric:
 
     def items(result: Found) -> np.ndarray | None:
         arrays = [value.array for value in values(result)]
-        known = [array for array in arrays if array is not None]
-        return np.mean(known, axis=0) if known and len(known) == len(arrays) else None
+        present = list_without_none(arrays)
+        return np.mean(present, axis=0) if present and len(present) == len(arrays) else None
 
-    score = seen.task.score
+    score = context.task.score
     return Column(
         column_name(key, metric, score_slug(score)),
         fill_words(metric.mean, score),
@@ -439,13 +419,13 @@ def mean_column(seen: ColumnContext, kind: type[MeasuredPart], key: str, metric:
 
 
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
-    """Return a column's name: the metric's, followed by the place unless ``name`` says where."""
+    """Return a column's name: the metric's followed by its places, unless ``name`` has a {}."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
     return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
-    """Return a label or a note with the words of the task's score, and the baseline's name."""
+    """Fill in the task's score and the baseline's name; other {words} stay."""
     words = {
         "": "",
         "score": score_title(score),
@@ -457,13 +437,13 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
         "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
         "baseline": baseline,
     }
-    return re.sub(r"{(\w*)}", lambda found: words.get(found[1], found[0]), text)
+    return re.sub(r"{(\w*)}", lambda match: words.get(match[1], match[0]), text)
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
-    """Return the places of a metric's columns, in the order in which results have them.
+    """Return the places of a metric's columns, in the order of the results.
 
-    That on ``metric.last`` is the last one of the first result that has the others.
+    On ``metric.last`` it is the last place of the first result that has the others.
     """
     places: dict[tuple[Place, ...], At] = {}
     for result in results:
@@ -472,12 +452,12 @@ def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
             for value in result.all(key)
             if set(value.at) == set(metric.places)
         }
-        places = places | {known: at for known, at in of_result.items() if known not in places}
+        places |= {place: at for place, at in of_result.items() if place not in places}
     return list(places.values())
 
 
 def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
-    """Return the value of a metric at a place, on ``metric.last`` the last one; None without."""
+    """Return a metric's value at these places (on ``metric.last`` the last one), or None."""
     if not metric.last:
         return result.find(key, **at)
     fixed = {(name, place) for name, place in at.items() if name != metric.last}
@@ -490,7 +470,7 @@ def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
 
 
 def find_settings(study: Any, name: str) -> Any:
-    """Return a study's section of a measurement, ``my_lab.brightness``; None where it has none."""
+    """Return a study's section of a measurement (``my_lab.brightness``), or None."""
     package, _, module = name.partition(".")
     section = getattr(study, package, None)
     return getattr(section, module, None) if module else section

@@ -1,6 +1,6 @@
-"""The headline numbers: one list for the page's first table, MLflow, a run's file, the terminal.
+"""Headline numbers for the page's first table, MLflow, a run's file and the terminal.
 
-And of a phase the four that a person asks for first: score, score under attack, steadiness, cost.
+Also a phase's four main quantities: score, score under attack, steadiness of routing, cost.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,10 +22,10 @@ from moecore.statistics.intervals import Interval
 
 
 class HeadlineColumn(NamedTuple):
-    """A column that is shown first."""
+    """A column of the headline numbers, and where it is shown."""
 
-    name: str  # of the column, a key of compare.json
-    short: str = ""  # its name in the table of all methods; "" where it is not in it
+    name: str  # a key of compare.json
+    short: str = ""  # name in the table of all methods; "" to leave it out
     digits: str = ""  # how that table prints the mean
     first: bool = False  # in the first table of a phase, and of MLflow's parent runs
     run: bool = False  # in the file of a run
@@ -84,37 +84,35 @@ PANELS = {  # titles in the overview
     "active_parameters": "Cost: million\nactive parameters",
     "gflops": "Cost: million\nFLOPs an input",
 }
-STEADY = {  # how steady routing is where nothing was attacked or swapped, in order of preference
+STEADY = {  # steadiness of routing without attacks and swapped words, in order of preference
     "noise_selection_change": "under noise routing overlap is {}",
     "match_top1": "two views of an image share {} of the first experts",
     "agreement_with_final": "{} of the first experts are settled halfway through training",
 }
 SWAPPED = "swapped_change_"
-CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steady is what is left of 1
+CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steadiness is 1 − the change
 SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
 class QuantityByMethod(NamedTuple):
-    """One number of every method that has it."""
+    """A quantity with its value for each method that has one."""
 
-    words: str  # what it is, within a sentence; of steadiness with a place for the values
+    words: str  # phrase within a sentence; for steadiness with {} for the values
     column: Column
     cells: Mapping[str, Cell]
-    unit: str = ""  # of an error
-    remains: bool = False  # shown is what is left of 1: of a change, what stays
+    unit: str = ""
+    remains: bool = False  # whether 1 − value is shown, for changes
 
     @property
     def format(self) -> NumberFormat:
-        """How all its values are printed."""
         return NumberFormat.of(self.column.form, map(self.interval, self.cells))
 
     @property
     def leader(self) -> str | None:
-        """The method that is better than every other, and not by chance."""
+        """The method that is better than all others beyond chance, or None."""
         return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
-        """Return the value to be shown."""
         interval = self.cells[method].interval
         if not self.remains:
             return interval
@@ -125,51 +123,50 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
-        """Return a score of dense and told, where both were trained; {} of what is no score."""
+        """The scores of dense and told where both were trained, else {}."""
         if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def told(self, values: str) -> str:
-        """Its words with the values in their place."""
         return self.words.format(values)
 
     def ends(self) -> tuple[str, str]:
-        """The methods with the smallest and the largest value, the ceiling left out."""
+        """Return the methods with the smallest and the largest value, except the ceiling."""
         methods = [method for method in self.cells if method != CEILING] or self.cells
         values = {method: self.interval(method).value for method in methods}
         return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
 
 
 class PhaseQuantities(NamedTuple):
-    """Those of one phase; None for what was not measured."""
+    """The main quantities of a phase; None if not measured."""
 
     score: QuantityByMethod | None
     attacked: QuantityByMethod | None
     steady: QuantityByMethod | None
     cost: QuantityByMethod | None
-    text: bool = False  # which nothing attacks
+    text: bool = False  # whether the data is text, which is not attacked
 
     def missing(self, routed: bool) -> list[str]:
-        """What the stages did not measure, and which of them would."""
-        wanted = []
+        """Say which quantities were not measured, and by which stage they would be."""
+        missing = []
         if self.attacked is None and not self.text:
-            wanted.append("the score under attack")
+            missing.append("the score under attack")
         if self.steady is None and routed and not self.text:
-            wanted.append("how steady the routing is")
-        return [f"Not measured: {words} (the stage robustness would)." for words in wanted]
+            missing.append("how steady the routing is")
+        return [f"Not measured: {words} (the stage robustness would)." for words in missing]
 
 
 def phase_quantities(
     phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
-    """Return those of a phase, without its controls but the ceiling."""
+    """Return the quantities of a phase, without its controls except the ceiling."""
     columns = {metric.name: metric for metric in compared.metrics}
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
     def choose(words_by_name: Mapping[str, str]) -> QuantityByMethod | None:
-        """Return the first that any method has; words_by_name: a column → its words."""
+        """Return the first quantity that any method has; words_by_name: column → phrase."""
         for name, words in words_by_name.items():
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
             if having:
@@ -184,7 +181,7 @@ def phase_quantities(
     attacked, moved = attacked_score_and_change_names(phase)
     steady = {moved: f"under {describe_last_attack(phase)} routing overlap is {{}}"}
     swaps = [name for name in columns if name.startswith(SWAPPED)]
-    if swaps:  # of most words
+    if swaps:  # the last swaps the most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
         steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
     return PhaseQuantities(
@@ -197,14 +194,13 @@ def phase_quantities(
 
 
 def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
-    """method → its cell, of the methods that have one."""
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
 def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
-    """The columns of the score under attack, and of the change of the routing; "" for none.
+    """Return the columns of the score under attack and of the routing change; "" without attacks.
 
-    Those of the worst case, or else of the last attack; the routing's is of the last attack.
+    The score is of the worst case, if measured, else of the last attack; the change of the last.
     """
     attack = shown_attack(phase)
     if not attack:
@@ -214,7 +210,7 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
 
 
 def shown_attack(phase: Phase) -> str:
-    """Return the worst case, or else the last attack; "" where nothing was attacked."""
+    """Return the worst case, if measured, else the last attack; "" without attacks."""
     names = names_of_attacks(phase)
     if names and any(result.all("worst") for result in phase.results(Robustness)):
         return WORST
@@ -222,25 +218,24 @@ def shown_attack(phase: Phase) -> str:
 
 
 def describe_last_attack(phase: Phase) -> str:
-    """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
+    """Return the last attack as "PGD 10 (ε = 8/255)"; "" without attacks."""
     for name in names_of_attacks(phase)[-1:]:
-        met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
-        epsilon = format_epsilon(float(scores_by_epsilon(met, name)[-1].at["epsilon"]))
+        attacked = next(row for row in phase.results(Robustness) if name in attacks_of(row))
+        epsilon = format_epsilon(float(scores_by_epsilon(attacked, name)[-1].at["epsilon"]))
         return f"{attack_title(name)} (ε\u00a0=\u00a0{epsilon})"
     return ""
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
-    """The attacks that any model of the phase met."""
     results = phase.results(Robustness)
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 
 
 def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
-    """Return which of these columns a phase's first table has, and MLflow's parent runs, too.
+    """Return the columns of a phase's first table and of MLflow's parent runs.
 
-    Under attack those of the worst case, or else of the last attack; of each kind of column about
-    swapped words the last, of most words.
+    For attacks: the worst case, if measured, else the last attack. For swapped words: the last
+    column of each kind, with the most words swapped.
     """
     score, moved = attacked_score_and_change_names(phase)
     swapped = {}

@@ -1,7 +1,4 @@
-"""The files of a report, without its numbers as JSON.
-
-The figures among them are for ``dvc plots show`` and ``diff``: they open without a network.
-"""
+"""Files of a report, except compare.json; its SVG plots are for ``dvc plots show`` and ``diff``."""
 
 import csv
 import io
@@ -28,7 +25,7 @@ INK = "#333"
 
 
 def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -> dict[str, str]:
-    """Path below reports/ → content."""
+    """Return path below reports/ → content."""
     phases = list(results.phases.values())
     files = {
         "index.html": render_report(
@@ -46,7 +43,7 @@ def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -
 
 
 def plot_svg_files(results: Results) -> dict[str, str]:
-    """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
+    """Return path below reports/ → SVG of trainings, scores under attack, and model sizes."""
     pictures = {}
     for phase in results.phases.values():
         trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
@@ -59,7 +56,7 @@ def plot_svg_files(results: Results) -> dict[str, str]:
         for name, figure in sizes.figures(counted):
             pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
     texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
-    ink = f'<svg color="{INK}"'  # alone in a page, a figure has no text colour to take over
+    ink = f'<svg color="{INK}"'  # a single SVG file has no page to inherit a text colour from
     return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
 
 
@@ -70,9 +67,9 @@ NUMBERS = ("mae", "corr", "slope", "intercept")
 
 
 def training_csv(results: Results) -> str:
-    """Every logged point of every training: phase, method, seed, step, epoch, losses and scores."""
-    words = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
-    scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
+    """Return a CSV of all logged points of trainings: step, epoch, losses and scores."""
+    names = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
+    scores = [f"{split}_{name}" for name in names for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
         if trained := model.outcome:
@@ -82,20 +79,20 @@ def training_csv(results: Results) -> str:
 
 
 def robustness_csv(results: Results) -> str:
-    """Every attack of every model: phase, method, seed, attack, epsilon, score with its limits."""
+    """Return a CSV of all attacks: attack, epsilon, score with its limits."""
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
         if attacked := model.of(Robustness):
-            for left in attacked.all("attacked"):
-                score = {phase.task.history_name: left.value}
-                yield left.at | score | {"low": left.low, "high": left.high}
+            for value in attacked.all("attacked"):
+                score = {phase.task.history_name: value.value}
+                yield value.at | score | {"low": value.low, "high": value.high}
 
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
 
 def table_s1_csv(results: Results) -> str:
-    """Every kind of prediction of every model: mae, corr, slope and intercept with their limits."""
+    """Return a CSV of all predictions of ages: mae, corr, slope, intercept with limits."""
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:

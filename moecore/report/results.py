@@ -1,4 +1,4 @@
-"""What the report has to say about one kind of result, and the pictures that measurements share."""
+"""Reads the stages' files, and lists what the report shows of each measurement."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -41,163 +41,159 @@ from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
-PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
+PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
 
 
 def read_values(path: Path, stage: str) -> Found | Skipped:
-    """Return the values in the file that ``stage`` wrote; UserError as of ``read_result``."""
+    """Return the values in the file that ``stage`` wrote; raises as ``read_result``."""
     return read_result(path, Found, stage)
 
 
 class Pictures(NamedTuple):
-    """What no chart of a measurement's page shows: PICTURES of a module."""
+    """A measurement's pictures and blocks in addition to its charts: PICTURES of a module."""
 
-    stage: str  # the measurement's name, "routing", or that of a part, "routing.roles"
+    stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
-    is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    is_on_page: bool = True  # below the charts; False: only on a run's page
     above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
-    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
+    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # after these, all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
-    kind: type[MeasuredPart] | None = None  # of a stage that is no section of measurements
-    applies: Callable[[Task], bool] = lambda task: True  # of such a stage
+    kind: type[MeasuredPart] | None = None  # for a stage that is not a measurement
+    applies: Callable[[Task], bool] = lambda task: True  # for such a stage
     read: Callable[[Path, str], Any] = read_values  # path and stage → values, or ``Skipped``
 
 
 class Display(NamedTuple):
-    """What the report shows of a measurement, of a part of it, or of a stage of its own."""
+    """What the report shows of a measurement, of a part of one, or of another stage."""
 
-    stage: str  # that writes the result, below artifacts/measured; "" for the trainings
+    stage: str  # folder of the results below artifacts/measured; "" for trainings
     kind: type[MeasuredPart]
     pictures: Pictures
-    within: str = ""  # the setting of the measurement that it is a part of
+    within: str = ""  # the setting of the measurement, for a part of one
 
     @property
     def title(self) -> str:
-        """Return its name in the list of what was measured."""
         return self.kind.page.title
 
     @property
     def columns(self) -> MetricColumns:
-        """Return the columns of its metrics."""
         return MetricColumns(self.stage, self.kind, self.within, self.pictures.fill_in)
 
     def applies(self, task: Task) -> bool:
-        """Return whether there are such results of data with these labels."""
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | Skipped | None:
-        """Return the values in the file that ``stage`` wrote, or why there are none.
+        """Return the values that ``stage`` wrote, or why it was skipped; raises as ``read_result``.
 
-        None for a part that was not asked. Raises UserError as ``read_result`` does.
+        None for a part that the settings leave out.
         """
-        whole = self.pictures.read(path, stage)
-        if not self.within or isinstance(whole, Skipped):
-            return whole
-        part = whole.facts.get(self.within)
+        result = self.pictures.read(path, stage)
+        if not self.within or isinstance(result, Skipped):
+            return result
+        part = result.facts.get(self.within)
         if part is None:
             return None
-        return Skipped.model_validate(part) if set(part) == {"skipped"} else whole
+        return Skipped.model_validate(part) if set(part) == {"skipped"} else result
 
     def has_figures_of(self, result: Found | Skipped | None) -> bool:
-        """Return whether values are of this kind; ``calibrate`` has one for ages, and one for
-        classes.
-        """
+        """Return whether values are of this kind: ``calibrate`` writes ages or classes."""
         if result is None or isinstance(result, Skipped):
             return False
         names = {value.metric for value in getattr(result, "values", ())}
         return bool(self.within) or not names or not names.isdisjoint(self.kind.metrics)
 
     def is_asked(self, settings: Any) -> bool:
-        """Return whether these settings of a study ask for it where its stage is."""
+        """Return whether a study's settings include it, given that its stage runs."""
         return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
 
     def blocks(self, phase: Phase) -> list[Block]:
-        """Return the charts of its page, its pictures, and what was not measured."""
+        """Return the charts, the pictures, and the reasons for what was not measured."""
         page, pictures = self.kind.page, self.pictures
-        drawn = [one for chart in page.charts for one in draw_chart(phase, self.kind, chart)]
+        charts: list[Picture] = []
+        for chart in page.charts:
+            charts += draw_chart(phase, self.kind, chart)
         if pictures.is_on_page:
-            drawn += first_seed_pictures(phase, self.kind, pictures.figures)
-        drawn += pictures.draw(phase)
+            charts += first_seed_pictures(phase, self.kind, pictures.figures)
+        charts += pictures.draw(phase)
         results = phase.results(self.kind)
-        skipped = dict.fromkeys(f"{reason}." for one in results for reason in one.skipped)
+        skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or page.title[0].upper() + page.title[1:]
-        block = Block(title, pictures=drawn, below=list(skipped), about=self.about(phase))
+        block = Block(title, pictures=charts, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:
-        """Return the column of the one line: that of the page, the first of its metric, or else the
-        first that is better one way; "" for none.
-        """
-        name, known = self.kind.page.about, column_context(phase, self.kind)
+        """Return the column of the summary line: the page's, else the first with a direction."""
+        name = self.kind.page.about
+        context = column_context(phase, self.kind)
         metric = self.kind.metrics.get(name)
         if metric is not None and metric.name and not metric.mean:
-            name = next((one.name for one in self.columns.columns_of(known, name)), "")
-        directed = (one.name for one in self.columns.columns(known) if one.better)
+            name = next((column.name for column in self.columns.columns_of(context, name)), "")
+        directed = (column.name for column in self.columns.columns(context) if column.better)
         return name or next(directed, "")
 
 
 def list_displays() -> list[Display]:
-    """Return what there is to show, in the order of the page; UserError for a faulty module."""
+    """Return all displays in the order of the page; UserError for a faulty module."""
     try:
-        every = [
-            one
-            for constant in ("PICTURES", "SHOWN")
-            for one in collect_constants_named(PICTURES, constant)
+        declared = [
+            *collect_constants_named(PICTURES, "PICTURES"),
+            *collect_constants_named(PICTURES, "SHOWN"),
         ]
-        pictures = {one.stage: one for one in every}
-        displays = [Display(one.stage, one.kind, one) for one in every if one.kind]
+        by_stage = {pictures.stage: pictures for pictures in declared}
+        displays = [
+            Display(pictures.stage, pictures.kind, pictures)
+            for pictures in declared
+            if pictures.kind
+        ]
         for name in list_measurements_with_values():
             kind = find_class(Measurement, name)
-            displays.append(Display(name, kind, pictures.get(name, Pictures(name))))
+            displays.append(Display(name, kind, by_stage.get(name, Pictures(name))))
             for within, part in kind.parts.items():
-                drawn = pictures.get(f"{name}.{within}", Pictures(name))
-                displays.append(Display(name, part, drawn, within))
+                pictures = by_stage.get(f"{name}.{within}", Pictures(name))
+                displays.append(Display(name, part, pictures, within))
     except ValueError as error:
         raise UserError(f"report: {error}") from None
     return sorted(displays, key=lambda shown: (shown.kind.page.place, shown.stage))
 
 
 def list_measurements_with_values() -> list[str]:
-    """Return the names of the measurements that put values; ValueError for a faulty module."""
+    """Return the measurements that put values; ValueError for a faulty module."""
     names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
     return [name for name in names if find_class(Measurement, name).puts_values()]
 
 
 def defines_measurement(file: Path) -> bool:
-    """Return whether a module from outside holds a measurement."""
     return "(Measurement):" in file.read_text(encoding="utf-8")
 
 
 def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Picture]:
-    """Draw a metric over a place, a line per method."""
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
     title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
-    look = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
+    spec = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
     return draw_method_curves(
         phase,
         kind,
         lambda result: result.curve(chart.metric, chart.over),
-        look,
+        spec,
         chart.words,
         limits=chart.limits,
     )
 
 
 def first_seed_pictures(phase: Phase, kind: type[MeasuredPart], figures: Draw) -> list[Picture]:
-    """The figures of every method's first seed."""
     return [
         picture
-        for of_name in pictures_by_name(phase, kind, figures).values()
-        for picture in of_name
+        for pictures in pictures_by_name(phase, kind, figures).values()
+        for picture in pictures
     ]
 
 
 def pictures_by_name(
     phase: Phase, kind: type[MeasuredPart], figures: Draw
 ) -> dict[str, list[Picture]]:
-    """A figure's name → that figure of every method's first seed; [] for an unknown name."""
+    """Return figure name → the figure of each method's first seed; [] for an unknown name."""
     pictures: dict[str, list[Picture]] = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
@@ -211,15 +207,14 @@ def draw_method_curves(
     phase: Phase,
     kind: type[MeasuredPart],
     read: Callable[[Found], Mapping[float, float | None]],
-    look: ChartSpec,
+    spec: ChartSpec,
     words: str,
     label: str = "",
     limits: Limits = EVERYWHERE,
 ) -> list[Picture]:
-    """Return one chart with a line per method over its seeds, or [] where no method has points.
+    """Return a chart with a line per method over its seeds; [] if no method has points.
 
-    read: x → the value of one result, None where it has none; words: of the caption, before those
-    on the bands; label: the look's title where it is "".
+    read: returns x → value of a result; words: start of the caption; label: "" for the title.
     """
     seeds = phase.of(kind)
     curves = {
@@ -229,7 +224,7 @@ def draw_method_curves(
     if not any(curves.values()):
         return []
     caption = f"{words} {interval_caption(seeds)}"
-    return [Picture(curves_chart(curves, look), f"{phase.name}: {label or look.title}", caption)]
+    return [Picture(curves_chart(curves, spec), f"{phase.name}: {label or spec.title}", caption)]
 
 
 MEASURED = Path("artifacts/measured")
@@ -239,11 +234,10 @@ ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Size
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
 ) -> Results:
-    """Every file that ``run`` asks for, below ``root``.
+    """Read all result files of ``run`` below ``root``.
 
-    settings: the text of params.yaml; stages: of the study's dvc.yaml.
-
-    Raises UserError that names a missing or damaged file, or one that other code wrote.
+    settings: text of params.yaml; stages: of the study's dvc.yaml. Raises UserError for a file that
+    is missing, damaged, or was written by other code.
     """
     measured = stages_and_measurements(stages, run)
     alone = {
@@ -259,7 +253,7 @@ def read_results(
 
 def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:
     card, task = read_card_and_task(root, name)
-    wanted = [
+    displays = [
         shown
         for shown in list_displays()
         if shown.applies(task)
@@ -267,7 +261,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     ]
     models = {
         method: {
-            seed: read_model(root, name, f"{method}/{seed}", wanted, run.measurements)
+            seed: read_model(root, name, f"{method}/{seed}", displays, run.measurements)
             for seed in run.seeds
         }
         for method in run.methods
@@ -282,16 +276,16 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
 
 
 def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
-    """Return the card and task of a phase's data; UserError where missing or damaged."""
+    """Return the card and task of a phase's data; UserError for a missing or damaged file."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:
         return card, parse_card_task(card["task"])
     except (KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())
-        again = "run `dvc repro prepare`"
         raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); {again}"
+            f"{path}: was written by an older version of moecore ({reason}); "
+            "run `dvc repro prepare`"
         ) from None
 
 
@@ -299,16 +293,16 @@ def read_model(
     root: Path,
     phase: str,
     model: str,
-    wanted: Iterable[Display],
+    displays: Iterable[Display],
     measurements: Collection[str] = (),
 ) -> Measured:
-    """Return what was measured of a model, ``vmoe/0``.
+    """Return all results of a model, ``vmoe/0``; raises as ``read_result``.
 
-    measurements: those that the stage ``measure`` writes. Raises UserError as ``read_result`` does.
+    measurements: those that the stage ``measure`` writes.
     """
     results: dict[type[Config], Config] = {}
     skipped = []
-    for shown in wanted:
+    for shown in displays:
         path = root / MEASURED / shown.stage / phase / f"{model}.json"
         stage = shown.stage or phase
         if stage in measurements:

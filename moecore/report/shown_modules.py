@@ -1,4 +1,4 @@
-"""Users' modules with a typed result and SHOWN: results become values, until 0.4."""
+"""Deprecated until 0.4: typed results and SHOWN of users' modules, converted to values."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +15,12 @@ from moecore.report.results import Draw, Pictures
 
 
 class Column(NamedTuple):
-    """What is read from one typed result."""
+    """A value read from a typed result; the other fields are as in ``Metric``.
+
+    Args:
+        read: Returns the value of a result: a number, an ``Estimate``, or None.
+        items: Returns one value per item (N,), or None.
+    """
 
     name: str
     label: str
@@ -35,10 +40,26 @@ def show_typed_result(
     figures: Draw = lambda result: iter(()),
     place: int = 100,
 ) -> Pictures:
-    """Return the page of a typed result, and warn."""
-    instead = "declare metrics and put values (docs/tutorials/own_measurement.md)"
-    warnings.warn(f"{stage}: SHOWN is read until 0.4; {instead}", DeprecationWarning, 2)
-    metrics = {one.name: Metric(one.label, *one[3:7]) for one in columns}
+    """Return the page of a typed result, with a warning that this is deprecated.
+
+    Args:
+        stage: Name of the measurement.
+        title: Title in the list of measurements.
+        result: Class of the result.
+        columns: Values of the result that tables show.
+        figures: Yields (name, figure) of a result.
+        place: Position on the page, ascending.
+    """
+    warnings.warn(
+        f"{stage}: SHOWN is read until 0.4; declare metrics and put values "
+        "(docs/tutorials/own_measurement.md)",
+        DeprecationWarning,
+        2,
+    )
+    metrics = {
+        column.name: Metric(column.label, column.better, column.form, column.note, column.paper)
+        for column in columns
+    }
     fields = {"metrics": metrics, "page": OnPage(title, place)}
     kind = type(MeasuredPart)(stage, (MeasuredPart,), fields)
 
@@ -55,5 +76,5 @@ def show_typed_result(
                 values.append(Value(metric=column.name, items=packed, **limits))
         return Found(values=values, facts={"result": typed})
 
-    draw: Draw = lambda kept: figures(kept.facts["result"])
+    draw: Draw = lambda values: figures(values.facts["result"])
     return Pictures(stage, draw, kind=kind, read=collect_values)

@@ -1,4 +1,4 @@
-"""What the stages wrote of a study, typed: model by model, phase by phase."""
+"""Results of a study, by phase, method and seed."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
@@ -19,22 +19,22 @@ from moecore.training.regularizers.group_sparsity import GroupSparsity
 V = TypeVar("V")
 Kinds = Mapping[type[Config], Any]
 NOTHING: Kinds = MappingProxyType({})
-UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model itself does not train
+UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model does not train
 
 
 class Measured(NamedTuple):
-    """Everything known of one model: its results by their type."""
+    """Results of one model by their type."""
 
     results: Kinds = NOTHING
-    skipped: tuple[str, ...] = ()  # what does not apply to it, and why
+    skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
     def of(self, kind: type[MeasuredPart]) -> Found | None:
-        """Return the values of a measurement or a part; None where it was not made or applied."""
+        """Return the values of a measurement or a part, or None."""
         return self.results.get(kind)
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return what its training came to; None where it was not trained."""
+        """Outcome of its training; None if it was not trained."""
         trained = self.of(Trained)
         return None if trained is None else outcome_of(trained)
 
@@ -43,35 +43,32 @@ Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
 
 
 class Phase(NamedTuple):
-    """The models of one phase, and the data that they were trained on and measured with."""
+    """The models of one phase, and the data that they were trained and measured on."""
 
     name: str
     card: Mapping[str, Any]
     task: Task
     models: Models
-    together: Kinds = NOTHING  # results of all methods at once, as the transfer of attacks
+    together: Kinds = NOTHING  # results of all methods at once, such as transfer
 
     @property
     def seeds(self) -> int:
-        """How many models a method has."""
         return len(next(iter(self.models.values())))
 
     @property
     def first_seed(self) -> str:
-        """What to say below the picture of one model: which of several it is."""
+        """Caption's end for a picture of one of several seeds."""
         return " First seed." if self.seeds > 1 else ""
 
     @property
     def every(self) -> list[Measured]:
-        """All models, method by method."""
         return [model for seeds in self.models.values() for model in seeds.values()]
 
     def results(self, kind: type[MeasuredPart]) -> list[Found]:
-        """Return the values of a measurement of all models that have them."""
         return list_without_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
-        """Return method → the values of all its seeds; [] where a seed has none."""
+        """Return method → the values of all its seeds; [] if a seed has none."""
         results: dict[str, list[Found]] = {}
         for method, seeds in self.models.items():
             of_seeds = list_without_none(model.of(kind) for model in seeds.values())
@@ -79,14 +76,14 @@ class Phase(NamedTuple):
         return results
 
     def first(self, kind: type[MeasuredPart]) -> dict[str, Found]:
-        """Return method → the values of its first seed; without the methods that have none."""
+        """Return method → the values of its first seed, for methods that have them."""
         models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
         results = {method: model.of(kind) for method, model in models.items()}
         return {method: result for method, result in results.items() if result is not None}
 
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
-        """Return method → what the trainings of all its seeds came to; [] where one is missing."""
+        """Method → outcomes of all its seeds; [] if one is missing."""
         return {
             method: [outcome_of(trained) for trained in seeds]
             for method, seeds in self.of(Trained).items()
@@ -94,35 +91,32 @@ class Phase(NamedTuple):
 
     @property
     def first_outcomes(self) -> dict[str, Outcome]:
-        """Return method → what the training of its first seed came to."""
-        return {method: outcome_of(one) for method, one in self.first(Trained).items()}
+        return {method: outcome_of(trained) for method, trained in self.first(Trained).items()}
 
 
 class Results(NamedTuple):
-    """A whole study."""
+    """Results of a study."""
 
     phases: Mapping[str, Phase]
     settings: str = ""  # the text of params.yaml
-    alone: Kinds = NOTHING  # results without a trained model, as the linear experts
+    alone: Kinds = NOTHING  # results without a trained model, such as sizes
 
     @property
     def methods(self) -> list[str]:
-        """The same in every phase; none where nothing is trained."""
+        """Method names, the same in every phase; [] if nothing is trained."""
         return next((list(phase.models) for phase in self.phases.values()), [])
 
     @property
     def simulated(self) -> list[str]:
-        """Names of the data sets that are simulated."""
         cards = [phase.card for phase in self.phases.values()]
         return [card["name"] for card in cards if card.get("simulated")]
 
     @property
     def controls(self) -> frozenset[str]:
-        """Methods that are no candidates: they are never marked, and need not be beaten.
+        """Control methods: never marked as best, and ignored in comparisons.
 
-        With ``permuted: true`` the training labels are dealt out anew, and nothing can be learned;
-        a router that is fixed, is another model's, or is told the truth is steady without having
-        decided anything.
+        With ``permuted: true`` training labels are shuffled, so nothing can be learned. A router
+        that is fixed, another model's, or given the truth is steady without deciding anything.
         """
         return frozenset(
             name
@@ -132,41 +126,40 @@ class Results(NamedTuple):
 
     @property
     def without_experts(self) -> frozenset[str]:
-        """Dense methods, where others have experts: what those are held against."""
+        """Dense methods, in a study that also has methods with experts."""
         dense = {name for name, settings in self._settings.items() if "router" not in settings}
         return frozenset(dense) if dense < set(self._settings) else frozenset()
 
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
-        """The methods whose group sparsity has a σ that changes, with its settings."""
+        """Methods whose group sparsity has a changing σ → its settings."""
         sparsities = {
-            name: GroupSparsity.model_validate(one)
+            name: GroupSparsity.model_validate(regularizer)
             for name, settings in self._settings.items()
-            for one in settings.get("regularizers") or ()
-            if one.get("kind") == "group_sparsity"
+            for regularizer in settings.get("regularizers") or ()
+            if regularizer.get("kind") == "group_sparsity"
         }
-        return {name: one for name, one in sparsities.items() if one.filter == "gaussian"}
+        return {
+            name: sparsity for name, sparsity in sparsities.items() if sparsity.filter == "gaussian"
+        }
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
-        """The settings of the methods that were compared, as far as params.yaml has them."""
+        """Settings of the compared methods that are in params.yaml."""
         methods = parse_methods_section(self.settings)
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
 def parse_methods_section(settings: str) -> Mapping[str, Any]:
-    """The entry ``methods`` of a params.yaml; {} where it has none."""
     return (parse_yaml_document(settings).data or {}).get("methods") or {}
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
-    """Return the stages of a study, and what its stage ``measure`` measures."""
     if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)
 
 
 def list_without_none(values: Iterable[V | None]) -> list[V]:
-    """Those that are not None."""
     return [value for value in values if value is not None]

@@ -1,1 +1,1 @@
-"""What no column and no generic chart shows of a measurement: ``PICTURES`` of each file."""
+"""Pictures of single measurements in addition to columns and charts: ``PICTURES`` per file."""

@@ -42,12 +42,11 @@ COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
-    """What is a softmax over classes is calibrated in another way."""
+    """Return whether ages are predicted; softmaxes over classes are calibrated in another way."""
     return task.needs_classes("label_smoothing") is not None
 
 
 def figures(result: Found) -> Figures:
-    """Predicted age, its difference from the known one, and errors by group."""
     yield "age_scatter", age_scatter(result.facts)
     yield "pad_against_age", pad_against_age(result.facts)
     groups = {name: result.facts[f"by_{name}"] for name in ("decade", "sex", "site")}
@@ -56,31 +55,32 @@ def figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Table S1 and the predicted ages of every method."""
     first = phase.results(AgeCalibration)[0]
     facts = first.facts
     low, high = facts["age_range"]
     median = first.interval("median_mae")
-    takes = (
-        "the known age, so it corrects gaps and predicts none" if facts["uses_age"] else "no age"
-    )
-    words = (
-        f"{facts['n_test']} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
-        f"training's median age has an MAE of {median.value if median else 0:.2f} years. The "
+    takes = "no age"
+    if facts["uses_age"]:
+        takes = "the known age, so it corrects gaps but does not predict ages"
+    text = (
+        f"{facts['n_test']} test volumes, ages {low:.1f} to {high:.1f}. Always answering the "
+        f"median age of training has an MAE of {median.value if median else 0:.2f} years. The "
         f"correction was fitted on: {facts['fit_on'].replace('_', ' ')}; it takes {takes}."
     )
     if facts["diagnosis_gaps"]:
-        words += f" Gaps of a diagnosis are against {facts['diagnosis_gaps'][0]['reference']}."
-    drawn = pictures_by_name(phase, AgeCalibration, figures)
-    block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
+        text += f" Gaps of a diagnosis are relative to {facts['diagnosis_gaps'][0]['reference']}."
+    pictures = pictures_by_name(phase, AgeCalibration, figures)
+    block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
     yield block._replace(below=age_correction_refusals(phase), about="mae_pooled")
-    others = drawn["pad_against_age"] + drawn["errors_by_group"]
-    title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=others, about="corr_raw")
+    yield Block(
+        "Brain-PAD, and errors by decade, sex and site",
+        pictures=pictures["pad_against_age"] + pictures["errors_by_group"],
+        about="corr_raw",
+    )
 
 
 def table_s1(phase: Phase) -> PageTable:
-    """Raw, pooled and per-sex predictions of every method: means over seeds with intervals."""
+    """Return raw, pooled and per-sex predictions of all methods, as means over seeds."""
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in NUMBERS:
@@ -103,7 +103,6 @@ def table_s1(phase: Phase) -> PageTable:
 
 
 def age_correction_refusals(phase: Phase) -> list[str]:
-    """Say which models' ages were not corrected, and why."""
     return [
         f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
         for method, seeds in phase.models.items()
@@ -114,14 +113,14 @@ def age_correction_refusals(phase: Phase) -> list[str]:
 
 @styled_drawing
 def age_scatter(facts: Facts) -> Figure:
-    """Predicted against known age, before and after correction; a colour and a line per sex."""
+    """Draw predicted against known age, before and after correction, by sex."""
     points = facts["points"]
-    figure, panels, known = new_prediction_panels(points, 4.3, "Test split.")
-    every = np.concatenate([points["age"], *known.values()])
-    limits = (float(every.min()) - 2, float(every.max()) + 2)
-    look = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
-    for axes, (name, values) in zip(panels, known.items(), strict=True):
-        axes.plot(limits, limits, **look)
+    figure, panels, predictions = new_prediction_panels(points, 4.3, "Test split.")
+    ages = np.concatenate([points["age"], *predictions.values()])
+    limits = (float(ages.min()) - 2, float(ages.max()) + 2)
+    style = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
+    for axes, (name, values) in zip(panels, predictions.items(), strict=True):
+        axes.plot(limits, limits, **style)
         _by_sex(axes, points, values)
         axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
         axes.set_aspect("equal")
@@ -130,12 +129,12 @@ def age_scatter(facts: Facts) -> Figure:
 
 @styled_drawing
 def pad_against_age(facts: Facts) -> Figure:
-    """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
+    """Draw predicted − known age against known age, with mean and mean ± 1.96 SD, by sex."""
     points = facts["points"]
-    figure, panels, known = new_prediction_panels(
+    figure, panels, predictions = new_prediction_panels(
         points, 3.6, "Grey lines: mean and mean ± 1.96 SD."
     )
-    for axes, (name, values) in zip(panels, known.items(), strict=True):
+    for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         gaps = values - np.asarray(points["age"], float)
         mean = gaps.mean()
         width = 1.96 * gaps.std()
@@ -149,7 +148,7 @@ def pad_against_age(facts: Facts) -> Figure:
 
 @styled_drawing
 def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
-    """MAE as predicted and corrected in each group with its interval; groups: sex → rows."""
+    """Draw the MAE as predicted and corrected in each group; groups: "sex", … → rows."""
     widths = [len(rows) + 1 for rows in groups.values()]
     figure = empty_figure(1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants.")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
@@ -162,7 +161,7 @@ def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figu
 def add_title_and_legend(
     figure: Figure, panels: np.ndarray, title: str, label: str, facts: Facts
 ) -> Figure:
-    """Return the figure with a title that says where volumes are simulated, and one legend."""
+    """Add a title that marks simulated data, and one legend."""
     panels[0].set_ylabel(label)
     add_legend_below(figure, panels[0])
     if facts["simulated"]:
@@ -172,18 +171,17 @@ def add_title_and_legend(
 
 
 def _groups(axes: Axes, rows: Sequence[Facts]) -> None:
-    """Two dots a group, as predicted and corrected."""
     for shift, variant in ((-0.15, "raw"), (0.15, "pooled")):
-        look = {"color": COLOURS[variant]}
+        colour = COLOURS[variant]
         for place, row in enumerate(rows):
             if row[variant] is None:
                 continue
             label = PANELS[variant] if place == 0 else None
             mae = row[variant]["mae"]
-            axes.plot(place + shift, mae["value"], "o", label=label, **look)
+            axes.plot(place + shift, mae["value"], "o", label=label, color=colour)
             if mae["low"] is not None:
                 ends = [mae["low"], mae["high"]]
-                axes.plot([place + shift] * 2, ends, linewidth=1.2, **look)
+                axes.plot([place + shift] * 2, ends, linewidth=1.2, color=colour)
     names = [f"{row['group'] or 'unknown'}\nn {row['n']}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
@@ -191,27 +189,27 @@ def _groups(axes: Axes, rows: Sequence[Facts]) -> None:
 def new_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
-    """Return a figure, a panel per kind of prediction that there is, and the predictions."""
-    given = {name: points[name] for name in PANELS}
-    known = {name: np.asarray(ages, float) for name, ages in given.items() if ages is not None}
-    figure = empty_figure(0.6 + 4.3 * len(known), height, caption)
-    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
-    return figure, panels, known
+    """Return a figure, a panel per kind of prediction, and the predictions by kind."""
+    predictions = {
+        name: np.asarray(points[name], float) for name in PANELS if points[name] is not None
+    }
+    figure = empty_figure(0.6 + 4.3 * len(predictions), height, caption)
+    panels = figure.subplots(1, len(predictions), sharex=True, sharey=True, squeeze=False)[0]
+    return figure, panels, predictions
 
 
 def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
-    """A cloud and its least-squares line for each sex."""
     ages = np.asarray(points["age"], float)
     sexes = np.array(points["sex"], dtype=object)
     for sex, (label, colour, marker) in SEXES.items():
-        own = sexes == sex
-        if not own.any():
+        mask = sexes == sex
+        if not mask.any():
             continue
-        look = {"color": colour, "marker": marker, "alpha": 0.55, "linewidths": 0}
-        axes.scatter(ages[own], values[own], s=16, label=f"{label}, n {own.sum()}", **look)
-        if own.sum() > 2 and np.ptp(ages[own]) > 0:
-            slope, intercept = np.polyfit(ages[own], values[own], 1)
-            ends = np.array([ages[own].min(), ages[own].max()])
+        style = {"color": colour, "marker": marker, "alpha": 0.55, "linewidths": 0}
+        axes.scatter(ages[mask], values[mask], s=16, label=f"{label}, n {mask.sum()}", **style)
+        if mask.sum() > 2 and np.ptp(ages[mask]) > 0:
+            slope, intercept = np.polyfit(ages[mask], values[mask], 1)
+            ends = np.array([ages[mask].min(), ages[mask].max()])
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 

@@ -1,4 +1,4 @@
-"""How sure a model is of its classes, before and after calibration."""
+"""Reliability diagrams of classes, before and after calibration."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,17 +24,16 @@ from moecore.tasks.base import Task
 
 
 def applies(task: Task) -> bool:
-    """Return whether answers are softmaxes over classes; ages are calibrated in another way."""
+    """Return whether classes are predicted; ages are calibrated in another way."""
     return task.needs_classes("label_smoothing") is None
 
 
 def figures(result: Found) -> Figures:
-    """Yield the reliability diagram before and after."""
     yield "reliability", reliability_diagram(result.facts["bins"], "Reliability")
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield the diagrams of all methods, and the temperatures."""
+    """Yield the diagrams of all methods, with the temperatures."""
     first = phase.first(ClassCalibration)
     temperatures = {
         method: format_temperature(value.value, result.facts["at_limit"])
@@ -43,29 +42,26 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     }
     fitted = ", ".join(f"{method} {value}" for method, value in temperatures.items())
     captions = {
-        "before": "A point is a bin of confidence; the larger, the more images.",
+        "before": "A point is a bin of confidence; its area grows with the number of images.",
         "after": f"Temperatures: {fitted}." if fitted else "",
     }
-    drawn = []
+    pictures = []
     for when, caption in captions.items():
         bins = {method: result.facts["bins"][when] for method, result in first.items()}
         title = f"Reliability {when} calibration"
         chart = reliability_diagram(bins, title)
-        drawn.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
-    yield Block("Calibration", pictures=drawn, about="ece_after")
+        pictures.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
+    yield Block("Calibration", pictures=pictures, about="ece_after")
 
 
 def format_temperature(value: float, at_limit: bool) -> str:
-    """With a remark where it is the largest or smallest that is tried."""
-    return f"{value:.2f}{' (at its limit)' if at_limit else ''}"
+    text = f"{value:.2f}"
+    return f"{text} (at its limit)" if at_limit else text
 
 
 @styled_drawing
 def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
-    """Accuracy against confidence in bins; the area of a point grows with its images.
-
-    curves: label → what ``ReliabilityBins`` has.
-    """
+    """Draw accuracy against confidence in bins; curves: label → ``ReliabilityBins`` as JSON."""
     figure = empty_figure(4.8, 4.2)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
@@ -73,14 +69,14 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
         columns = [bins[name] for name in ("confidence", "accuracy", "count")]
         points = np.array(columns, dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
-        look = line_look(index)
-        axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
+        style = line_look(index)
+        axes.plot(x, y, color=style["color"], linestyle=style["linestyle"], linewidth=1.2)
         axes.scatter(
             x,
             y,
             s=14 + 180 * np.sqrt(counts / max(1, counts.sum())),
-            color=look["color"],
-            marker=look["marker"],
+            color=style["color"],
+            marker=style["marker"],
             alpha=0.75,
             linewidths=0,
             label=label,

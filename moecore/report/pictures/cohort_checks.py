@@ -1,4 +1,4 @@
-"""Errors with one tissue left; ages of shells and rescans; what region experts know."""
+"""Errors with single tissues, simulated ageing and rescans, accuracy of region experts."""
 
 from collections.abc import Iterator, Mapping
 from operator import methodcaller
@@ -25,27 +25,27 @@ from moecore.report.tables.cells import NumberFormat
 from moecore.report.typed_results import Models, Phase, list_without_none
 
 PROBE = (
-    "Probe: a linear probe: a new linear head, fitted on such volumes of the training split, reads "
-    "age from a model that stays as it is."
+    "Probe: a new linear head that predicts age from the frozen model, fitted on such volumes of "
+    "the training split."
 )
-ERRORS = {  # words → metric
+ERRORS = {  # label → metric
     "Whole volume": "whole_mae",
-    **{f"{words} alone": f"isolated_{name}" for name, words in TISSUES.items()},
+    **{f"{label} alone": f"isolated_{name}" for name, label in TISSUES.items()},
     "Whole volume, probe": "whole_probe_mae",
-    **{f"{words} alone, probe": f"probe_{name}" for name, words in TISSUES.items()},
+    **{f"{label} alone, probe": f"probe_{name}" for name, label in TISSUES.items()},
     "GM − CSF, probe": "gm_over_csf",
     "WM − GM, probe": "wm_over_gm",
     "Rescan, years apart": "rescan",
 }
 WHOLE_PERCENTS = NumberFormat("share", 0)
 GENERALISED = (
-    "Share of tokens whose first region expert is that of the tissue most of the cube is. On "
-    "isolated volumes of the own generator this was taught, and is no finding; nothing else in the "
-    "table was. Chance: the same decisions against the person's cubes in another order, the best "
-    "answer that is the same everywhere, and the decisions against other people's cubes of the "
-    "same places, which experts that go by the place reach too."
+    "Share of tokens whose first region expert is the expert of the cube's most frequent tissue. "
+    "Isolated volumes of the training's generator were taught, so their row is no finding; the "
+    "other rows were not taught. Chance: the same decisions against the person's cubes in another "
+    "order, the best fixed answer, and the decisions against other people's cubes of the same "
+    "places, which experts that depend only on the place reach, too."
 )
-TRIED = {  # words → volumes
+TRIED = {  # label → volumes
     "Isolated, as taught": "isolated",
     "Two tissues mixed": "mixed",
     "Whole volumes": "whole",
@@ -62,13 +62,12 @@ NUMBERS = {
 
 
 def figures(result: Found) -> Figures:
-    """Yield simulated subjects as they age."""
     if ageing := result.facts.get("ageing"):
         yield "ageing", draw_ageing(ageing)
 
 
 def cohort_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield tissues alone, ageing, rescans, region experts, and what could not be checked."""
+    """Yield single tissues, ageing, rescans, region experts, and what was not checked."""
     reasons: dict[str, str] = {}
     mixtures = []
     for method, result in phase.first(CohortChecks).items():
@@ -76,10 +75,10 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
         if result.find("whole_agreement"):
             mixtures.append(mixture_table(result, method))
     if tried := region_experts_by_volume_kind(phase):
-        reasons.pop("generalisation", None)  # that of the methods without region experts
+        reasons.pop("generalisation", None)  # the reason of methods without region experts
         yield Block(
             "Region experts where they were not taught",
-            words=[f"Mixtures: of one model each.{phase.first_seed}"],
+            words=[f"Mixtures: one model per method.{phase.first_seed}"],
             grids=[tried, *mixtures],
             about="whole_over_chance",
         )
@@ -96,15 +95,14 @@ def cohort_blocks(phase: Phase) -> Iterator[Block]:
 
 
 def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
-    """Return the cells of a metric, one per method."""
     read = methodcaller("interval", metric)
     return cells_of_methods(Column(metric, metric, read, form=form, kind=CohortChecks), models)
 
 
 def tissue_error_table(phase: Phase) -> PageTable | None:
-    """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
-    cells = {words: metric_cells(phase.models, metric) for words, metric in ERRORS.items()}
-    having = {words: items for words, items in cells.items() if set(items) != {NONE}}
+    """Return errors with single tissues of model and probe, and the rescans' difference."""
+    cells = {label: metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
+    having = {label: items for label, items in cells.items() if set(items) != {NONE}}
     if not having:
         return None
     lines = [
@@ -115,67 +113,68 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
 
 
 def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
-    """A group of rows for each method with region experts, a row per sort of volumes."""
+    """Return a group of rows per method with region experts, and a row per kind of volumes."""
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
         if not any(result.find("whole_agreement") for result in measured[method]):
             continue
         lines.append(TableRow(PageCell(method), look="group"))
-        for words, volumes in TRIED.items():
+        for label, volumes in TRIED.items():
             items = []
             for number in NUMBERS:
-                form = {"over_chance": "number"}.get(number, "share")
+                form = "number" if number == "over_chance" else "share"
                 items += metric_cells({method: seeds}, f"{volumes}_{number}", form)
-            lines.append(TableRow(PageCell(words), items))
+            lines.append(TableRow(PageCell(label), items))
     if not lines:
         return None
     return PageTable(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
 
 
 def mixture_table(result: Found, method: str) -> PageTable:
-    """One model: a row per pair of tissues, a column per share that is left of the second."""
+    """Return a row per pair of tissues, and a column per remaining share of the second."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
-    lefts: list[Any] = sorted({value.at["left"] for value in shares})
+    remaining: list[Any] = sorted({value.at["left"] for value in shares})
     items: dict[str, list[PageCell]] = {}
     for share, chance in zip(shares, chances, strict=True):
         pair = " with ".join(str(share.at[name]).upper() for name in ("whole", "thinned"))
-        text, beside = (WHOLE_PERCENTS.value(value.value) for value in (share, chance))
-        items.setdefault(pair, []).append(PageCell(text, f"chance {beside}"))
+        text = WHOLE_PERCENTS.value(share.value)
+        note = f"chance {WHOLE_PERCENTS.value(chance.value)}"
+        items.setdefault(pair, []).append(PageCell(text, note))
     lines = [TableRow(PageCell(pair), of_pair) for pair, of_pair in items.items()]
-    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
+    heads = [f"{WHOLE_PERCENTS.value(value)} of the second" for value in remaining]
     return PageTable(
         ["Mixture", *heads], lines, title=method, below=describe_expert_correlations(result)
     )
 
 
 def describe_expert_correlations(result: Found) -> str:
-    """Say how the score of a tissue's expert follows the tissue's share of a cube."""
+    """Return the correlations of a tissue's share of a cube with its expert's score."""
     number = NumberFormat("number", 2)
     text = "Rank correlation of a tissue's share of a cube and its expert's score"
-    for volumes, words in {"whole": "whole volumes", "other_generator": "other generator"}.items():
+    for volumes, label in {"whole": "whole volumes", "other_generator": "other generator"}.items():
         ranks = [
             f"{str(value.at['tissue']).upper()} {number.value(value.value)}"
             for value in result.all("expert_correlation")
             if value.at["volumes"] == volumes
         ]
-        text += f"; {words}: {', '.join(ranks) or 'none'}"
+        text += f"; {label}: {', '.join(ranks) or 'none'}"
     return f"{text}."
 
 
 @styled_drawing
 def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
-    """Predicted age over age, one line per subject, with the identity."""
+    """Draw predicted age over age, with a line per subject and the identity."""
     ages, predictions = ageing["ages"], ageing["predictions"]
     rising = rising_step_share(np.array(predictions))
     figure = empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
     axes = figure.subplots()
     ends = [ages[0], ages[-1]]
     axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")
-    look = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
+    style = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
     for row in predictions:
-        axes.plot(ages, row, marker="o", markersize=2, **look)
+        axes.plot(ages, row, marker="o", markersize=2, **style)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
     axes.set_title("Simulated subjects, aged")
     add_legend_below(figure, axes)

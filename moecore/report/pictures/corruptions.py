@@ -1,4 +1,4 @@
-"""The error under each corruption at each severity: a table per method."""
+"""Error by corruption and severity, a table per method."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from moecore.report.typed_results import Phase
 
 
 def figures(result: Found) -> Figures:
-    """Yield the table as a heatmap, for a run's own page."""
+    """Yield the table as a heatmap, for a run's page."""
     grid = corruption_by_severity_table(result)
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]
@@ -36,7 +36,6 @@ def corruption_by_severity_table(result: Found) -> PageTable:
 
 
 def corruption_tables(phase: Phase) -> Iterator[Block]:
-    """Yield each method's table."""
     tiles = [
         corruption_by_severity_table(result)._replace(title=name)
         for name, result in phase.first(Corruptions).items()

@@ -1,7 +1,4 @@
-"""What experts are for: who is chosen with whom, who is like whom, what they tell of a token.
-
-And whether the seeds of a method find the same experts.
-"""
+"""Roles of experts: coactivation, similarity, information about tokens, stability over seeds."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,8 +19,8 @@ from moecore.report.results import Figures, Pictures
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
 
-NUMBERED = 20  # experts: with more, the table has colours only
-SURE = 0.05  # p of what experts tell, below which a figure marks it
+NUMBERED = 20  # experts; with more, the table has only colours
+SURE = 0.05  # p-value below which a figure marks the information
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
     "others."
@@ -31,9 +28,7 @@ WORDS = (
 
 
 def figures(result: Found) -> Figures:
-    """Yield what experts tell, by layer, and of each layer who is chosen with whom (where k ≥ 2),
-    who after whom of the layer before, and who is like whom.
-    """
+    """Yield the experts' information by layer, and each layer's coactivation and similarity."""
     layers = read_layers(result)
     if any(layer.labels for layer in layers):
         yield "expert_information", draw_expert_information(layers)
@@ -48,23 +43,24 @@ def figures(result: Found) -> Figures:
 
 
 def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
-    """Draw what experts tell of each label, a row a layer."""
+    """Draw the information of experts about each label, a row per layer."""
     names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
-    told = np.full((len(layers), len(names)), np.nan)
-    texts = np.full(told.shape, "", dtype=object)
-    for (row, column), _ in np.ndenumerate(told):
+    shares = np.full((len(layers), len(names)), np.nan)
+    texts = np.full(shares.shape, "", dtype=object)
+    for (row, column), _ in np.ndenumerate(shares):
         label = layers[row].labels.get(names[column])
         if label is not None:
-            told[row, column] = max(0, label.normalised)
-            texts[row, column] = f"{100 * told[row, column]:.0f}{'*' * (label.p < SURE)}"
+            shares[row, column] = max(0, label.normalised)
+            mark = "*" if label.p < SURE else ""
+            texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     labels = Labels("What an expert tells", rows, [LABELS[name] for name in names], "of a token's")
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
-    return draw_heatmap(told, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
+    return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
 def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
-    """Draw which experts a token chose beside each expert."""
+    """Draw which experts tokens chose in addition to each expert."""
     caption = "Percent of the tokens that chose the row's expert."
     return expert_pair_table(
         layer.together, title, ("Also chose expert", "Chose expert"), caption, 0.005
@@ -72,15 +68,15 @@ def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
 
 
 def draw_follow_ups(after: Sequence[Sequence[float]], number: int) -> Figure:
-    """Draw which experts of a layer of this number tokens chose after each of the one before."""
+    """Draw which experts of this layer tokens chose after each expert of the previous layer."""
     axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
     caption = "Percent of the tokens that chose the row's expert a layer earlier."
     return expert_pair_table(after, f"MoE {number - 1} to {number}", axes, caption, 0.005)
 
 
 def similarity_table(layer: RolesLayer, title: str) -> Figure:
-    """Draw how alike what two experts make of the same tokens is."""
-    caption = "Linear CKA of what two experts make of the same tokens, in percent."
+    """Draw the similarity of experts' outputs for the same tokens."""
+    caption = "Linear CKA of two experts' outputs for the same tokens, in percent."
     return expert_pair_table(layer.cka, f"Similarity, {title}", ("Expert", "Expert"), caption)
 
 
@@ -89,11 +85,11 @@ def expert_pair_table(
     title: str,
     axes: tuple[str, str],
     caption: str,
-    least: float = 0.0,
+    minimum: float = 0.0,
 ) -> Figure:
-    """Draw a share for each pair of experts, (E, E'), as percent from ``least`` on."""
+    """Draw a share per pair of experts, (E, E'), with percentages from ``minimum`` on."""
     values = np.array(pairs, dtype=float)
-    texts = percent_annotations(values, least)
+    texts = percent_annotations(values, minimum)
     if max(values.shape) > NUMBERED:
         texts = np.full(values.shape, "")
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
@@ -101,11 +97,10 @@ def expert_pair_table(
 
 
 def seed_table(phase: Phase) -> Iterator[Block]:
-    """Yield a table of the methods of which several seeds kept their choices."""
-    every = MetricColumns("routing", ExpertRoles, "roles").columns(
-        column_context(phase, ExpertRoles)
-    )
-    columns = [column for column in every if column.of_pairs]
+    """Yield a table of the methods with choices of several seeds."""
+    context = column_context(phase, ExpertRoles)
+    columns = MetricColumns("routing", ExpertRoles, "roles").columns(context)
+    columns = [column for column in columns if column.of_pairs]
     cells = {
         method: {metric.name: cell_over_seeds(metric, list(seeds.values())) for metric in columns}
         for method, seeds in phase.models.items()

@@ -1,4 +1,4 @@
-"""One model's loss over how many experts are removed, and over the rank of a dropped choice."""
+"""Loss over the number of removed experts, and over the rank of a dropped choice."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,30 +10,26 @@ from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:
-    """Yield a line per order of removal, and per way to use a token's other choices."""
-    words = "Loss, 95 % intervals over images"
-    look = ChartSpec("Without more and more experts", "Experts removed from every layer", words)
-    yield (
-        "expert_removal",
-        curves_chart(loss_curves(result, ORDERS, "lost_without", "removed"), look),
-    )
+    """Yield a line per order of removal, and per way to use a token's remaining choices."""
+    label = "Loss, 95 % intervals over images"
+    spec = ChartSpec("Removing experts", "Experts removed from every layer", label)
+    curves = loss_curves(result, ORDERS, "lost_without", "removed")
+    yield "expert_removal", curves_chart(curves, spec)
     curves = loss_curves(result, WAYS, "lost_without_choice", "rank")
     if len(next(iter(curves.values()))) > 1:
-        yield (
-            "dropped_choices",
-            curves_chart(curves, ChartSpec("Without one choice", "Rank", words)),
-        )
+        spec = ChartSpec("Without one choice", "Rank", label)
+        yield "dropped_choices", curves_chart(curves, spec)
 
 
 def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
-    """Return the words of each of ``names`` → the points of that metric."""
+    """Return label of each of ``names`` → the points of the metric."""
     return {
-        words: [
+        label: [
             point_from_interval(float(value.at[over]), value.interval)
             for value in result.all(f"{metric}_{name}")
             if over in value.at
         ]
-        for name, words in names.items()
+        for name, label in names.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""The mean routing of each class (MoGE, figure 2)."""
+"""Mean routing of each class (MoGE, figure 2)."""
 
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class

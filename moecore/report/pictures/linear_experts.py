@@ -1,4 +1,4 @@
-"""Linear experts over the angle of their data: theorems 1 and 2 on drawn data."""
+"""Linear experts on random data: theorems 1 and 2 over the angle between subspaces."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,52 +19,52 @@ TARGETS = {
 
 
 def figures(result: Found) -> Figures:
-    """Yield a picture per kind of targets."""
     curves: dict[Any, dict[Any, dict[Any, float]]] = {}
-    for one in result.all("ratio"):
-        of_targets = curves.setdefault(one.at["targets"], {})
-        of_targets.setdefault(one.at["experts"], {})[one.at["angle"]] = one.value
+    for ratio in result.all("ratio"):
+        of_targets = curves.setdefault(ratio.at["targets"], {})
+        of_targets.setdefault(ratio.at["experts"], {})[ratio.at["angle"]] = ratio.value
     for targets, of_targets in curves.items():
         yield f"ratio_over_angle_{targets}", ratio_over_angle(of_targets, targets)
 
 
 def theorem_failure_blocks(result: Found) -> Iterator[Block]:
-    """Yield what was drawn, and how often the theorems failed."""
-    totals = {one.metric: int(one.value) for one in result.values if not one.at}
-    words = [
+    totals = {value.metric: int(value.value) for value in result.values if not value.at}
+    text = (
         f"{totals['draws']} draws of data for linear experts, without any trained model. Theorem 1 "
-        f"fails {totals['violations']} times. Theorem 2 promises something "
+        f"fails {totals['violations']} times. Theorem 2 promises a bound "
         f"{totals['theorem_2_promises']} times and fails {totals['theorem_2_violations']} times."
-    ]
-    drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
-    yield Block("The experts' Lipschitz constant over the dense model's", words, pictures=drawn)
+    )
+    pictures = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
+    title = "The experts' Lipschitz constant over the dense model's"
+    yield Block(title, [text], pictures=pictures)
 
 
 @styled_drawing
 def ratio_over_angle(curves: Mapping[int, Mapping[float, float]], targets: str) -> Figure:
-    """max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle beside 1/√E.
+    """Draw max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle with 1/√E.
 
     curves: experts → angle → ratio.
     """
     figure = empty_figure(8.2, 3.8, "Means over draws.")
-    left, right = figure.subplots(1, 2)
+    over_angle, over_experts = figure.subplots(1, 2)
     numbers = sorted(curves)
     last = max(angle for curve in curves.values() for angle in curve)
     for index, experts in enumerate(numbers):
         angles, ratios = zip(*sorted(curves[experts].items()), strict=True)
-        left.plot(angles, ratios, label=f"E = {experts}", **line_look(index))
-    left.axhline(1, color=INK, linewidth=0.9, linestyle=":")
-    left.set(xlabel="Angle between subspaces in degrees", ylabel="max ‖wᵢ*‖ / ‖w*‖", ylim=(0, None))
-    left.set_title(f"Linear experts: {TARGETS.get(targets, targets)}")
-    left.legend(loc="best")
+        over_angle.plot(angles, ratios, label=f"E = {experts}", **line_look(index))
+    over_angle.axhline(1, color=INK, linewidth=0.9, linestyle=":")
+    over_angle.set(xlabel="Angle between subspaces in degrees", ylabel="max ‖wᵢ*‖ / ‖w*‖")
+    over_angle.set_ylim(0, None)
+    over_angle.set_title(f"Linear experts: {TARGETS.get(targets, targets)}")
+    over_angle.legend(loc="best")
     promised = [number**-0.5 for number in numbers]
-    right.plot(numbers, promised, color=INK, linestyle="--", linewidth=1.2, label="1 / √E")
+    over_experts.plot(numbers, promised, color=INK, linestyle="--", linewidth=1.2, label="1 / √E")
     measured = [curves[number].get(last, math.nan) for number in numbers]
-    look = {"linestyle": "", "marker": "o", "color": PALETTE[0]}
-    right.plot(numbers, measured, label=f"at {last:g}°", **look)
-    right.set(xscale="log", yscale="log", xlabel="Experts E", ylabel="max ‖wᵢ*‖ / ‖w*‖")
-    right.set_xticks(numbers, [str(number) for number in numbers], minor=False)
-    right.set_yticks(promised, [f"{value:.2f}" for value in promised], minor=False)
-    right.minorticks_off()
-    right.legend(loc="upper right")
+    style = {"linestyle": "", "marker": "o", "color": PALETTE[0]}
+    over_experts.plot(numbers, measured, label=f"at {last:g}°", **style)
+    over_experts.set(xscale="log", yscale="log", xlabel="Experts E", ylabel="max ‖wᵢ*‖ / ‖w*‖")
+    over_experts.set_xticks(numbers, [str(number) for number in numbers], minor=False)
+    over_experts.set_yticks(promised, [f"{value:.2f}" for value in promised], minor=False)
+    over_experts.minorticks_off()
+    over_experts.legend(loc="upper right")
     return figure

@@ -1,4 +1,4 @@
-"""Lemma 1 at real tokens, where the model has layers that it speaks of."""
+"""Lemma 1 at real tokens, for models with layers that it applies to."""
 
 from matplotlib.figure import Figure
 
@@ -14,16 +14,15 @@ from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:
-    """Yield the bound against what it bounds."""
     if layers := result.facts.get("lemma_terms"):
         yield "lemma1", draw_lemma_terms(layers)
 
 
 @styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> Figure:
-    """One point per token and MoE layer: the bound against what it bounds, and the router's term.
+    """Draw a point per token and MoE layer: ‖∇f(x)‖₂ and the router's term over the bound.
 
-    In the upper panel all points lie on or below the diagonal.
+    If the lemma holds, all points of the upper panel lie on or below the diagonal.
     """
     figure = empty_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
@@ -33,9 +32,9 @@ def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> Figure:
         axes.plot(ends, ends, color=INK, linewidth=0.9, linestyle=":", label="the bound")
         axes.set_ylabel(name)
     for index, layer in enumerate(layers):
-        look = {"s": 9, "alpha": 0.6, "color": PALETTE[index % 7], "label": f"MoE {index + 1}"}
-        panels[0].scatter(layer["bound"], layer["jacobian"], **look)
-        panels[1].scatter(layer["bound"], layer["router"], **look)
+        style = {"s": 9, "alpha": 0.6, "color": PALETTE[index % 7], "label": f"MoE {index + 1}"}
+        panels[0].scatter(layer["bound"], layer["jacobian"], **style)
+        panels[1].scatter(layer["bound"], layer["router"], **style)
     for axes in panels:
         axes.set(xlim=(0, None), ylim=(0, None))
     panels[0].set_title("Lemma 1 at real tokens")

@@ -1,4 +1,4 @@
-"""A few images beside their captions, and the experts of the most frequent words."""
+"""Example images with their captions, and the experts of the most frequent words."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,17 +13,16 @@ from moecore.report.typed_results import Phase
 
 
 def figures(result: Found) -> Figures:
-    """Yield a few images beside their captions, where a tower has experts."""
     stored, layers = result.facts.get("overlays"), result.facts["layers"]
     if stored is not None and (stored["grids"] or layers):
         experts = next((len(words[0]["experts"]) for words in layers), 0)
         overlays = Overlays.model_validate(stored)
-        read = result.facts["captions_read"]
-        yield "images_and_words", image_and_caption_experts(overlays, read, experts)
+        captions = result.facts["captions_read"]
+        yield "images_and_words", image_and_caption_experts(overlays, captions, experts)
 
 
 def images_and_words(phase: Phase) -> Iterator[Block]:
-    """Yield the experts of the most frequent words, a table a method and layer, then pictures."""
+    """Yield a table of words' experts per method and layer, then pictures."""
     results = phase.first(Retrieval)
     grids = []
     for method, result in results.items():
@@ -31,17 +30,19 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
             title = f"{method}, layer {number}"
             grids.append(word_expert_table(words, f"{title}{phase.first_seed}", title))
     first = next(iter(results.values()))
-    gallery = f"Gallery: {first.facts['images']:,} images."
-    told = [f"{gallery} A tie counts for the share of its orders that hit."]
+    text = (
+        f"Gallery: {first.facts['images']:,} images. A tie counts as the share of its orders that "
+        "are hits."
+    )
     k = next(iter(first.curve("text_to_image", "k")))
     about = f"text_to_image_r{k}"
-    yield Block("Images and captions", told, grids, about=about, choice=True)
+    yield Block("Images and captions", [text], grids, about=about, choice=True)
     pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]
     yield Block("Experts of patches and words", pictures=pictures)
 
 
 def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
-    """Words down, experts across, deeper where more of the word's occurrences go."""
+    """Return a row per word and a column per expert, shaded by the share of occurrences."""
     experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
     lines = [
         TableRow(

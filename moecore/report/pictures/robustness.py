@@ -1,4 +1,4 @@
-"""Scores and routing under attack, attacked pictures, and whether the attacks can be believed."""
+"""Scores and routing under attack, attacked pictures, and the audit of the attacks."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ Audited = Mapping[str, Any]  # an ``AuditLine``
 def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
     """Return a metric with its name and words at an attack and an epsilon, as ``FillIn``.
 
-    Of the worst case there is no attack; of names that are planned no largest epsilon.
+    The worst case has no attack, and planned names have no largest epsilon.
     """
     attack = str(at.get("attack", WORST))
     epsilon = at.get("epsilon", 0.0)
@@ -57,7 +57,7 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
 
 
 def title_and_note(attack: str, score: str) -> tuple[str, str]:
-    """Return what a column of scores begins with, and its note."""
+    """Return the start of a score column's label, and its note."""
     if score == "accuracy":
         if attack == WORST:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
@@ -74,25 +74,23 @@ def attack_title(name: str) -> str:
 
 
 def attacked_name(score: str, attack: str) -> str:
-    """Return the name of the column of a score, as names of columns have it, under an attack."""
-    beginning = {"accuracy": ""}.get(score, "attacked_")
-    return f"{beginning}{score}_{attack}"
+    return f"accuracy_{attack}" if score == "accuracy" else f"attacked_{score}_{attack}"
 
 
 def attacks_of(result: Found) -> list[str]:
-    """Return the attacks that the model met; a routing attack has nothing for a dense one."""
+    """Return the attacks that were run on the model; routing attacks need experts."""
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
-    """Return an attack's values by epsilon, or the worst case's; [] of one that was not run."""
+    """Return the values of an attack, or of the worst case, by epsilon; [] if not run."""
     if attack == WORST:
         return result.all("worst")
     return [value for value in result.all("attacked") if value.at["attack"] == attack]
 
 
 def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float, float]:
-    """Return ε in 1/255 → the change of the routing in a MoE layer from 1; 0: mean over layers."""
+    """Return ε in 1/255 → routing change of a MoE layer (from 1), or the mean of all layers (0)."""
     return {
         float(value.at["epsilon"]) * PIXEL: value.value
         for value in result.all("routing_change_layer" if layer else "routing_change")
@@ -101,13 +99,11 @@ def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float
 
 
 def count_changed_layers(result: Found) -> int:
-    """Return how many MoE layers have a change of the routing."""
     layers = (value.at["layer"] for value in result.all("routing_change_layer"))
     return max(map(int, layers), default=0)
 
 
 def figures(result: Found) -> Figures:
-    """Yield the score over epsilon, a line per attack."""
     score = parse_card_task(result.facts["task"]).score
     curves = {
         name: attack_points([scores_by_epsilon(result, name)], score)
@@ -117,20 +113,20 @@ def figures(result: Found) -> Figures:
 
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
-    """Yield the score over epsilon for each attack and their worst, and the routing's change."""
+    """Yield the score over epsilon for each attack and the worst case, and the routing change."""
     results = phase.results(Robustness)
     attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
     if all(result.all("worst") for result in results):
         yield draw_attack_curve(phase, WORST)
-    for draw in (draw_changes, draw_routing_change_by_layer):
-        for attack in attacks:
-            yield from draw(phase, attack)
+    for attack in attacks:
+        yield from draw_changes(phase, attack)
+    for attack in attacks:
+        yield from draw_routing_change_by_layer(phase, attack)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield attacked pictures, and the audit."""
     about = attacked_name(score_slug(phase.task.score), WORST)
     yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
     yield audit_block(phase)
@@ -142,27 +138,31 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
         method: attack_points([scores_by_epsilon(result, attack) for result in of_method], score)
         for method, of_method in phase.of(Robustness).items()
     }
-    what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
+    name = "the worst attack for each image" if attack == WORST else attack_title(attack)
     number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
     return Picture(
-        draw_score_over_epsilon(curves, what, score),
+        draw_score_over_epsilon(curves, name, score),
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
     )
 
 
 def draw_changes(phase: Phase, attack: str) -> list[Picture]:
-    """Draw the change of the routing under one attack; [] where no method has it."""
-    look = change_chart_spec(attack)
-    label = f"routing under {attack}"
-    words = "Mean over MoE layers."
-    read = lambda result: changes_by_epsilon(result, attack)
-    return draw_method_curves(phase, Robustness, read, look, words, label, (0.0, 1.0))
+    """Draw the routing change under an attack; [] if no method has it."""
+    return draw_method_curves(
+        phase,
+        Robustness,
+        lambda result: changes_by_epsilon(result, attack),
+        change_chart_spec(attack),
+        "Mean over MoE layers.",
+        label=f"routing under {attack}",
+        limits=(0.0, 1.0),
+    )
 
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
-    """Draw the change of the routing of each MoE layer; [] where nothing moved."""
+    """Draw the routing change of each MoE layer; [] without MoE layers."""
     seeds = phase.of(Robustness)
     panels = {
         f"MoE {layer}": {
@@ -175,8 +175,8 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     }
     if not panels:
         return []
-    drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
-    caption = f"By MoE layer{drawn}. {interval_caption(seeds)}"
+    source = FIGURES.get(re.split("[-_]", attack)[0], "")
+    caption = f"By MoE layer{source}. {interval_caption(seeds)}"
     chart = panels_chart(panels, change_chart_spec(attack))
     return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
 
@@ -187,7 +187,7 @@ def change_chart_spec(attack: str) -> ChartSpec:
 
 
 def draw_attacked_images(phase: Phase) -> list[Picture]:
-    """Draw a few images under the strongest attack, of the baseline and the dense model."""
+    """Draw example images under the strongest attack, of the baseline and the dense model."""
     pictures = []
     first = phase.first(Robustness)
     for method in references(phase.models):
@@ -195,11 +195,10 @@ def draw_attacked_images(phase: Phase) -> list[Picture]:
             continue
         shown = AttackedGallery.model_validate(first[method].facts["attacked"])
         tiles = [
-            [Tile(displayable_image(one)) for one in row.pictures.array()] for row in shown.rows
+            [Tile(displayable_image(image)) for image in row.pictures.array()] for row in shown.rows
         ]
         names = [
-            {0.0: "clean"}.get(row.epsilon, f"ε = {format_epsilon(row.epsilon)}")
-            for row in shown.rows
+            f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean" for row in shown.rows
         ]
         title = f"{attack_title(shown.attack)} on {method}"
         figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
@@ -210,28 +209,29 @@ def draw_attacked_images(phase: Phase) -> list[Picture]:
 
 
 def audit_block(phase: Phase) -> Block:
-    """Return a table with a row per question."""
     lines = {
         method: [line for result in seeds for line in result.facts["audit"]]
         for method, seeds in phase.of(Robustness).items()
     }
-    every = [line for of_method in lines.values() for line in of_method]
+    all_lines = [line for of_method in lines.values() for line in of_method]
     rows = [
         TableRow(
             PageCell(name.replace("_", " ")),
             [
-                worst_audit_verdict_cell([line for line in one if line["name"] == name])
-                for one in lines.values()
+                worst_audit_verdict_cell([line for line in of_method if line["name"] == name])
+                for of_method in lines.values()
             ],
         )
-        for name in dict.fromkeys(line["name"] for line in every)
+        for name in dict.fromkeys(line["name"] for line in all_lines)
     ]
     grids = [PageTable(["Question", *lines], rows)] if rows else []
-    return Block("Can the attacks be believed?", grids=grids, finding=describe_audit_tally(every))
+    return Block(
+        "Can the attacks be believed?", grids=grids, finding=describe_audit_tally(all_lines)
+    )
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
-    """Return what all seeds say of a question: the worst verdict, with its words."""
+    """Return the worst verdict of all seeds on a question, with its text."""
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
@@ -243,10 +243,9 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
 
 
 def describe_audit_tally(audited: Sequence[Audited]) -> str:
-    """Return how many of the questions that could be told hold."""
     verdicts = [line["holds"] for line in audited]
-    told = len(verdicts) - verdicts.count(None)
-    return f"{verdicts.count(True)} of {told} lines of the audit hold"
+    judged = len(verdicts) - verdicts.count(None)
+    return f"{verdicts.count(True)} of {judged} lines of the audit hold"
 
 
 PICTURES = Pictures(

@@ -1,4 +1,4 @@
-"""The load of experts, patches with their experts, and how much time more experts a token take."""
+"""Load of experts, experts of patches, and step time over the number of experts per token."""
 
 from collections.abc import Iterator, Mapping
 
@@ -38,7 +38,6 @@ TEACHER = Chart(
 
 
 def figures(result: Found) -> Figures:
-    """Yield the load of each layer, and a few images with their patches' experts."""
     if result.facts["load"]:
         yield "expert_load", expert_load(result.facts["load"])
     overlays = Overlays.model_validate(result.facts["overlays"])
@@ -47,21 +46,23 @@ def figures(result: Found) -> Figures:
 
 
 def loads_and_patches(phase: Phase) -> Iterator[Block]:
-    """Yield load and patches of the methods with MoE layers, and their agreement with a teacher."""
-    drawn = pictures_by_name(phase, Routing, figures)
-    yield Block("Load of the experts", pictures=drawn["expert_load"], about="load_cv2")
+    """Yield load and patches of methods with MoE layers, and agreement with a teacher."""
+    pictures = pictures_by_name(phase, Routing, figures)
+    yield Block("Load of the experts", pictures=pictures["expert_load"], about="load_cv2")
     results = phase.first(Routing)
     yield Block(
         "Which expert sees which patch",
-        pictures=drawn["expert_overlays"],
+        pictures=pictures["expert_overlays"],
         finding=describe_adjacent_patches(results),
     )
     crops = []
-    for pair in [result.facts["corresponding"] for result in results.values()][:1]:
-        if pair:  # the same for every method
-            figure = draw_patch_correspondence(MatchedCrops.model_validate(pair))
-            label = f"{phase.name}: corresponding patches"
-            crops.append(Picture(figure, label, getattr(figure, "caption", "")))
+    first = next(iter(results.values()), None)  # the crops are the same for every method
+    if first is not None and first.facts["corresponding"]:
+        figure = draw_patch_correspondence(
+            MatchedCrops.model_validate(first.facts["corresponding"])
+        )
+        label = f"{phase.name}: corresponding patches"
+        crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield Block("Corresponding patches", pictures=crops, about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
@@ -71,9 +72,9 @@ def loads_and_patches(phase: Phase) -> Iterator[Block]:
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
-    """Say how often patches side by side have the same expert in the last layer.
+    """Say how often adjacent patches have the same expert in the last layer; "" without patches.
 
-    first: method → the result whose patches are shown; "" where none are.
+    first: method → the result whose patches are shown.
     """
     shares = {}
     for method, result in first.items():
@@ -84,24 +85,23 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
             shares[method] = float(np.mean(same))
     if not shares:
         return ""
-    least = min(shares, key=shares.__getitem__)
-    most = max(shares, key=shares.__getitem__)
-    ends = [f"{100 * shares[one]:.0f} % ({one})" for one in dict.fromkeys((least, most))]
+    lowest = min(shares, key=shares.__getitem__)
+    highest = max(shares, key=shares.__getitem__)
+    ends = [f"{100 * shares[name]:.0f} % ({name})" for name in dict.fromkeys((lowest, highest))]
     return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
 def time_over_k(phase: Phase) -> Iterator[Block]:
-    """Yield the time of a batch over the number of experts a token."""
-    look = ChartSpec(
+    spec = ChartSpec(
         "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
     )
-    words = "Forward passes of this machine (ERMoE, figure S5)."
-    drawn = draw_method_curves(phase, Cost, time_relative_to_top_1, look, words)
-    yield Block("Step time over k", pictures=drawn)
+    caption = "Forward passes on this machine (ERMoE, figure S5)."
+    pictures = draw_method_curves(phase, Cost, time_relative_to_top_1, spec, caption)
+    yield Block("Step time over k", pictures=pictures)
 
 
 def time_relative_to_top_1(result: Found) -> dict[float, float]:
-    """k → the time of a batch, as a multiple of that with one expert per token."""
+    """Return k → time of a batch, as a multiple of the time for k = 1."""
     times = result.curve("batch_ms", "k")
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 

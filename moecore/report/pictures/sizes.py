@@ -1,4 +1,4 @@
-"""Models of the papers' sizes: ours beside what the papers print."""
+"""Models of the papers' sizes: moecore's numbers and the printed ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +12,9 @@ from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Pi
 from moecore.report.results import Figures
 from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
 
-LIMIT = 0.01  # a difference beyond it is explained
+LIMIT = 0.01  # larger relative differences are explained
 
-
-# Metric → what it is multiplied by to be shown, and decimals that are shown.
+# Metric → (factor for display, decimals).
 UNITS = {
     "parameters": (1e-6, 2),
     "active_parameters": (1e-6, 2),
@@ -23,7 +22,7 @@ UNITS = {
     "routing_gflops": (1, 3),
     "training_memory_mb": (1e-3, 2),
 }
-Model = Mapping[str, str]  # what the settings say of a model in words
+Model = Mapping[str, str]  # texts of a model in the settings
 TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
 
 
@@ -32,25 +31,26 @@ def figures(result: Found) -> Figures:
 
 
 def paper_size_blocks(result: Found) -> Iterator[Block]:
-    yield Block("Ours beside the papers'", grids=[size_table(result)])
-    drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
-    yield Block("Difference from the papers' numbers", pictures=drawn)
+    yield Block("Our numbers and the papers'", grids=[size_table(result)])
+    pictures = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
+    yield Block("Difference from the papers' numbers", pictures=pictures)
 
 
 def describe_reproduction(result: Found) -> str:
-    """Say how many of the papers' numbers come out."""
     deviations = [
-        one["difference"] for row in size_differences(result).values() for one in row.values()
+        numbers["difference"]
+        for by_metric in size_differences(result).values()
+        for numbers in by_metric.values()
     ]
     near = sum(abs(difference) <= LIMIT for difference in deviations)
     unbuilt = sum(bool(model["needs"]) for model in result.facts["models"])
-    words = f"{near} of {len(deviations)} printed numbers come out to within 1 %; the others have"
+    words = f"{near} of {len(deviations)} printed numbers are reproduced to within 1 %; the others"
     missing = f" Not built here: {unbuilt}." if unbuilt else ""
-    return f"{words} a word beside them.{missing} Built without memory, nothing is trained."
+    return f"{words} have a reason next to them.{missing} Built without memory, nothing is trained."
 
 
 def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
-    """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
+    """Return model → metric → ours, the paper's, and the relative difference."""
     comparisons: dict[str, dict[str, dict[str, float]]] = {}
     for model in result.facts["models"]:
         comparisons[model["name"]] = {}
@@ -64,13 +64,13 @@ def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def find_paper_numbers(model: Model) -> PaperModelNumbers:
-    """Return what the paper prints of the model; KeyError for a name that it does not have."""
+    """Return the paper's numbers of a model; KeyError for an unknown name."""
     name = model["reported"]
     return COSTS[name] if name else PaperModelNumbers("cost", model["name"], "", {})
 
 
 def find_size(result: Found, model: Model, metric: str) -> float | None:
-    """Return a number in the paper's unit; None where the model was not built."""
+    """Return a number in the metric's unit; None if the model was not built."""
     value = result.find(metric, model=model["name"])
     if value is None:
         return None
@@ -78,7 +78,7 @@ def find_size(result: Found, model: Model, metric: str) -> float | None:
 
 
 def size_table(result: Found) -> PageTable:
-    """Return a row per model: each number, the paper's below it, and how far apart they are."""
+    """Return a row per model: each number, with the paper's and the difference below it."""
     lines = [
         TableRow(
             PageCell(model["name"], note=find_paper_numbers(model).source.partition(":")[0]),
@@ -92,16 +92,16 @@ def size_table(result: Found) -> PageTable:
 
 
 def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
-    """Return ours; below it the paper's and the difference."""
+    """Return our number, with the paper's and the difference below it."""
     value = find_size(result, model, metric)
     paper = find_paper_numbers(model).values.get(metric)
-    told = "" if paper is None else f"paper {format_size(paper, metric)}"
+    note = "" if paper is None else f"paper {format_size(paper, metric)}"
     if value is None:
-        return PageCell("–", small=told) if told else NONE
+        return PageCell("–", small=note) if note else NONE
     if paper is not None:
         apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
-        told = f"{told}, {apart}"
-    return PageCell(format_size(value, metric), small=told, value=value)
+        note += f", {apart}"
+    return PageCell(format_size(value, metric), small=note, value=value)
 
 
 def deviation_reason(model: Model) -> PageCell:
@@ -117,7 +117,7 @@ def format_size(value: float, metric: str) -> str:
 
 @styled_drawing
 def draw_paper_deviations(result: Found) -> Figure:
-    """Ours over the paper's − 1 for every model and number, a row per model."""
+    """Draw ours / paper's − 1 for all numbers, a row per model."""
     comparisons: Mapping[str, Mapping[str, Any]] = {
         name: numbers for name, numbers in size_differences(result).items() if numbers
     }
@@ -128,8 +128,8 @@ def draw_paper_deviations(result: Found) -> Figure:
         having = [name for name in names if key in comparisons[name]]
         values = [100 * comparisons[name][key]["difference"] for name in having]
         places = [names.index(name) for name in having]
-        look = {"linestyle": "", "marker": "osD^v"[index], "color": PALETTE[index]}
-        axes.plot(values, places, label=metric.label, **look)
+        style = {"linestyle": "", "marker": "osD^v"[index], "color": PALETTE[index]}
+        axes.plot(values, places, label=metric.label, **style)
     axes.axvline(0, color=GUIDE, linewidth=0.9)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(-200, 200)
@@ -146,16 +146,16 @@ def draw_paper_deviations(result: Found) -> Figure:
 def terminal_size_rows(
     compared: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[Sequence[str]]:
-    """The entry ``sizes`` of compare.json as rows of text, the head first."""
+    """Return the entry ``sizes`` of compare.json as rows of text, the head first."""
     rows: list[Sequence[str]] = [("model", *(metric.label for metric in METRICS.values()))]
     for name, numbers in compared.items():
         texts = []
         for metric in METRICS:
-            one = numbers.get(metric)
-            if one is None:
+            pair = numbers.get(metric)
+            if pair is None:
                 texts.append("–")
                 continue
-            ends = (format_size(one["ours"], metric), format_size(one["paper"], metric))
-            texts.append(f"{ends[0]} / {ends[1]} ({100 * one['difference']:+.1f} %)")
+            ours, paper = (format_size(pair[name], metric) for name in ("ours", "paper"))
+            texts.append(f"{ours} / {paper} ({100 * pair['difference']:+.1f} %)")
         rows.append((name, *texts))
     return rows

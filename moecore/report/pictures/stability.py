@@ -28,7 +28,6 @@ from moecore.report.typed_results import Phase
 
 
 def figures(result: Found) -> Figures:
-    """Yield a few images' ramps, and their patches' experts."""
     if result.facts["ramp"]["shown"]:
         yield "noise_ramp", draw_probability_ramp(result.facts["ramp"])
     rows = {
@@ -40,20 +39,21 @@ def figures(result: Found) -> Figures:
 
 
 def ramps_and_patches(phase: Phase) -> Iterator[Block]:
-    """Yield the pictures of each method."""
-    drawn = first_seed_pictures(phase, Stability, figures)
-    yield Block("Predictions along a ramp, and patches under noise", pictures=drawn, about="jumps")
+    yield Block(
+        "Predictions along a ramp, and patches under noise",
+        pictures=first_seed_pictures(phase, Stability, figures),
+        about="jumps",
+    )
 
 
 @styled_drawing
 def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
-    """The true class's probability of a few images over noise; a cross where it changes."""
-    caption = "A few images. A cross: another class is predicted."
-    figure = empty_figure(4.8, 3.5, caption)
+    """Draw the probability of the true class over noise; crosses mark changed predictions."""
+    figure = empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
     for number, curve in enumerate(ramp["shown"]):
-        look = line_look(number) | {"marker": ""}
-        axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **look)
+        style = line_look(number) | {"marker": ""}
+        axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **style)
         predicted = np.array(curve["predicted"])
         changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
         axes.plot(
@@ -61,7 +61,7 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
             np.array(curve["probability"])[changed],
             linestyle="",
             marker="x",
-            color=look["color"],
+            color=style["color"],
         )
     axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
     set_percent_axis(axes, "Probability of the true class")
@@ -70,9 +70,9 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
 
 
 def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figure:
-    """Images with the number of each patch's expert in one MoE layer; a row per sigma, clean first.
+    """Draw images with each patch's expert in one MoE layer, a row per sigma, clean first.
 
-    A patch is tinted where its expert is not that of the clean image.
+    A patch is tinted where its expert differs from the clean image's.
     """
     clean = next(iter(rows.values()))
     tiles = []
@@ -81,11 +81,11 @@ def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figu
         for number, image in enumerate(row.images()):
             grid = parse_expert_grid(row.grids[layer][number])
             changed = grid != parse_expert_grid(clean.grids[layer][number])
-            words = np.where(grid < 0, "–", grid.astype(str))
+            texts = np.where(grid < 0, "–", grid.astype(str))
             tint = patch_expert_colours(np.where(changed, 0, -1), (PALETTE[1],))
-            line.append(Tile(displayable_image(image), tint, words))
+            line.append(Tile(displayable_image(image), tint, texts))
         tiles.append(line)
-    names = [{0.0: "clean"}.get(sigma, f"σ = {sigma:g}") for sigma in rows]
+    names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
     frame = SheetLabels("Experts under noise: changed ones are tinted", names, caption=caption)
     return sheet(tiles, frame, 1.5, 1.5)

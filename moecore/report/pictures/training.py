@@ -1,4 +1,4 @@
-"""Pictures of trainings: curves, how the routing settles, mistakes, tissues' experts."""
+"""Pictures of trainings: curves, settling of the routing, confusions, experts of tissues."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,16 +40,15 @@ from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.typed_results import Phase
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
-LISTED = 10  # mistakes of a method with many classes
+LISTED = 10  # confusions of a method with many classes
 TISSUE_WORDS = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
-    "Control: as many tokens drawn at random from the brain. An expert knows its tissue where its "
+    "Control: equally many random tokens of the brain. An expert knows its tissue if its "
     "share of the tokens is well above the control's."
 )
 
 
 def figures(result: Found) -> Figures:
-    """Curves, confusion, and how each class is routed."""
     outcome = outcome_of(result)
     if outcome.curve:
         yield "training_curves", training_curves({"": [outcome]})
@@ -64,14 +63,14 @@ def class_routing_figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Loss and score over the epochs, how the routing settles, and each method's classes."""
+    """Yield curves, settling of the routing, warnings, experts of tissues and classes."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
         chart = training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
-        drawn = Picture(chart, f"{phase.name}: training", caption)
+        picture = Picture(chart, f"{phase.name}: training", caption)
         score = f"test_{score_slug(phase.task.score)}"
-        yield Block("Training", pictures=[drawn], about=score)
+        yield Block("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
     yield warnings_block(phase)
     yield from tissue_blocks(phase)
@@ -89,18 +88,16 @@ def agreement_block(phase: Phase) -> Block:
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
         return Block(title)
-    what = (
-        "Share of tokens with the same first expert as at the end, and as an epoch before; "
-        "saturation: share of a token's experts at the end. Mean over MoE layers."
+    caption = (
+        "Share of tokens with the same first expert as at the end, and as one epoch before; "
+        "saturation: share of a token's final experts. Mean over MoE layers. "
+        f"{interval_caption(phase.outcomes)}"
     )
-    caption = f"{what} {interval_caption(phase.outcomes)}"
-    drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
-    about = "agreement_with_final"
-    return Block(title, pictures=[drawn], about=about)
+    picture = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
+    return Block(title, pictures=[picture], about="agreement_with_final")
 
 
 def warnings_block(phase: Phase) -> Block:
-    """Return what the monitors of the trainings warned of."""
     lines = [
         f"{method}, seed {seed}: {line}."
         for method, seeds in phase.models.items()
@@ -108,12 +105,12 @@ def warnings_block(phase: Phase) -> Block:
         if model.outcome is not None
         for line in model.outcome.routing_warnings
     ]
-    told = f"warnings while training: {len(lines)}"
-    return Block("Experts without tokens, loads that collapsed", below=lines, finding=told)
+    finding = f"warnings while training: {len(lines)}"
+    return Block("Experts without tokens, loads that collapsed", below=lines, finding=finding)
 
 
 def confusion_block(phase: Phase) -> Block:
-    """Share of each true class that was predicted as each class, method by method."""
+    """Return each method's share of each true class that was predicted as each class."""
     tables = {
         method: row_shares(result.confusion)
         for method, result in phase.first_outcomes.items()
@@ -133,50 +130,49 @@ def confusion_block(phase: Phase) -> Block:
 
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> PageTable:
-    """One method's table; shares: (true, predicted)."""
+    """Return a method's table; shares: (true, predicted)."""
     if len(classes) <= NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return percent_grid("True, predicted", rows, classes)
     lines = [
         TableRow(
             PageCell(classes[true]),
-            [PageCell(classes[taken], look="words"), PageCell(f"{100 * share:.0f}")],
+            [PageCell(classes[predicted], look="words"), PageCell(f"{100 * share:.0f}")],
         )
-        for share, true, taken in list_confusions(shares)
+        for share, true, predicted in list_confusions(shares)
     ]
     return PageTable(["True class", "Taken for", "Percent"], lines)
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """The commonest ones: share, true class, predicted class; shares: (true, predicted)."""
+    """Yield the commonest (share, true class, predicted class); shares: (true, predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
-    for true, taken in zip(*np.unravel_index(order, wrong.shape), strict=True):
-        if wrong[true, taken] > 0:
-            yield float(wrong[true, taken]), int(true), int(taken)
+    for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        if wrong[true, predicted] > 0:
+            yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
 def commonest_mistake(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
-    """The commonest mistake of all methods; "" where none was made."""
+    """Describe the commonest confusion, averaged over methods."""
     worst = next(list_confusions(np.mean(tables, axis=0)), None)
     if worst is None:
         return "no test image was taken for another class"
-    share, true, taken = worst
+    share, true, predicted = worst
     methods = ", mean over methods" if len(tables) > 1 else ""
-    return (
-        f"{classes[true]} is taken for {classes[taken]} most often ({100 * share:.0f} %{methods})"
-    )
+    pair = f"{classes[true]} is taken for {classes[predicted]}"
+    return f"{pair} most often ({100 * share:.0f} %{methods})"
 
 
 def tissue_blocks(phase: Phase) -> Iterator[Block]:
-    """The two best experts of each tissue at three epochs, and the choices at the last."""
+    """Yield the two best experts of each tissue at three epochs, and the last choices."""
     probed = {
         method: result.region_routing
         for method, result in phase.first_outcomes.items()
         if result.region_routing
     }
     grids = [tissue_experts_by_epoch(probes, method) for method, probes in probed.items()]
-    drawn = [
+    pictures = [
         Picture(
             region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows),
             f"{phase.name}: regions of {method}",
@@ -188,13 +184,13 @@ def tissue_blocks(phase: Phase) -> Iterator[Block]:
         "Which expert answers for which tissue",
         [TISSUE_WORDS + phase.first_seed],
         grids,
-        drawn,
+        pictures,
         about="own_expert_gain",
     )
 
 
 def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> PageTable:
-    """A row per tissue, two columns per epoch."""
+    """Return a row per tissue, with two columns per epoch."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]
@@ -212,7 +208,7 @@ def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -
 
 
 def tissue_experts_cell(row: TissueRoutingRow | None) -> PageCell:
-    """The experts with their scores, and the share of the tokens that choose them."""
+    """Return the experts with their scores, and the share of tokens that choose them."""
     if row is None:
         return NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
@@ -221,7 +217,7 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> PageCell:
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
-    """Share of the tokens of each tissue, and of its control, that choose each expert."""
+    """Draw the share of tokens of each tissue and control that choose each expert."""
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]
@@ -231,7 +227,6 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
 
 
 def read_outcome(path: Path, stage: str) -> Found | Skipped:
-    """Return the values of the outcome that ``stage`` wrote; UserError as of ``read_result``."""
     outcome = read_result(path, Outcome, stage)
     return outcome if isinstance(outcome, Skipped) else collect_outcome_values(outcome)
 

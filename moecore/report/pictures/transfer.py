@@ -1,4 +1,4 @@
-"""Images that were made on one method's model, scored by another's: a matrix of methods."""
+"""Transfer of attacks: a matrix of the attacked and the scoring methods."""
 
 from collections.abc import Iterator
 
@@ -23,27 +23,32 @@ def figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """The matrix as numbers and in colour, and what it says of the attacks."""
+    """Yield the matrix as numbers and in colour, with the verdict on the attacks."""
     result: Found | None = phase.together.get(Transfer)
     if result is None:
         return
     facts = result.facts
     reading = facts["reading"]
     verdict = f"{MARKS[reading['holds']]}: {shorten_epsilons(reading['text'])}"
-    words = [
+    text = (
         f"{attack_title(facts['attack'])} at ε = {format_epsilon(facts['epsilon'])} on "
         f"{facts['images']} test images. A row: the model on which the images were made. "
-        "A column: the model that scores them. On the diagonal stands the direct attack; below the "
-        "other scores their difference from it, with an interval that holds for the whole matrix "
-        "at 95 %. An attack from elsewhere that does more harm than the direct one says that the "
-        "direct one is too weak to be believed (Carlini et al., 2019)."
-    ]
-    drawn = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
+        "A column: the model that scores them. The diagonal is the direct attack; the other scores "
+        "have their difference from it below, with intervals that hold simultaneously at 95 %. If "
+        "a transferred attack does more harm than the direct one, the direct one is too weak to be "
+        "believed (Carlini et al., 2019)."
+    )
+    pictures = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
     notes = [f"No image is made on {name}: {reason}." for name, reason in facts["skipped"].items()]
     if phase.seeds > 1:
         notes.append("First seed.")
     yield Block(
-        "Transfer of attacks", words, [transfer_table(result)], drawn, below=notes, finding=verdict
+        "Transfer of attacks",
+        [text],
+        [transfer_table(result)],
+        pictures,
+        below=notes,
+        finding=verdict,
     )
 
 
@@ -58,7 +63,6 @@ def transfer_table(result: Found) -> PageTable:
 
 
 def transfer_cell(result: Found, source: str, target: str) -> PageCell:
-    """Return a score, and how far it lies from the direct attack's."""
     at = {"made_on": source, "scored_by": target}
     form = result.facts["score"]["form"]
     score = result.find("transferred", **at)
@@ -78,7 +82,7 @@ def transfer_cell(result: Found, source: str, target: str) -> PageCell:
 
 
 def draw_transfer_matrix(result: Found) -> Figure:
-    """Scores in colour: dark where much of the score is left, or where the error is large."""
+    """Draw the scores in colour: dark for a high score, or a large error."""
     lines = transfer_table(result).lines
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
     texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]

@@ -1,4 +1,4 @@
-"""Whether experts are what the data says they should be, on data whose truth is known."""
+"""Experts compared with the true kinds of tokens, on generated data."""
 
 from collections.abc import Iterator
 
@@ -22,11 +22,11 @@ from moecore.statistics.crossed import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
-NUMBERED = 20  # dialects: with more, the table has colours only
+NUMBERED = 20  # kinds; with more, the table has only colours
 
 
 def figures(result: Found) -> Figures:
-    """Yield a table for each MoE layer: which kinds each expert sees."""
+    """Yield a table per MoE layer of the kinds that each expert gets."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = row_shares(counts)
         texts = percent_annotations(shares, 0.005)
@@ -41,15 +41,15 @@ def figures(result: Found) -> Figures:
 
 
 def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
-    """Return how much of what routing is worth a method finds: 0 as dense, 1 as told the truth.
+    """Return a method's share of the gain of true routing: 0 as dense, 1 as routed by the truth.
 
-    None where one of the three was not trained, or routing is worth nothing that can be seen.
+    None if one of the three methods was not trained, or true routing has no visible gain.
     """
     trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
-        scores = [one.find("test_score") for one in trained.get(name, [])]
+        scores = [result.find("test_score") for result in trained.get(name, [])]
         items = list_without_none(score.array for score in scores if score)
         if len(items) < phase.seeds:
             return None
@@ -58,7 +58,7 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
 
 
 def describe_routings_worth(phase: Phase, method: str) -> str | None:
-    """Say how much of what routing is worth a method finds; None where that has no interval."""
+    """Describe a method's share of the gain of true routing; None without an interval."""
     share = share_of_routings_worth(phase, method)
     if share is None or (half := share.half()) is None:
         return None
@@ -70,35 +70,35 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
 
 
 def purity_curves(phase: Phase) -> list[Picture]:
-    """Return the purity after each epoch, under noise and under attack, a line per method."""
-    words = "Mean over MoE layers."
-    drawn = draw_method_curves(
+    """Draw the purity after each epoch, under noise and under attack, a line per method."""
+    caption = "Mean over MoE layers."
+    pictures = draw_method_curves(
         phase,
         Trained,
         lambda result: dict(enumerate(outcome_of(result).purity, 1)),
         ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
-        words,
+        caption,
         limits=LIMITS,
     )
     for kind, unit in UNITS.items():
-        drawn += draw_method_curves(
+        pictures += draw_method_curves(
             phase,
             Truth,
             lambda result, kind=kind: result.curve("changed_purity", kind),
             ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
-            words,
+            caption,
             limits=LIMITS,
         )
-    return drawn
+    return pictures
 
 
 def truth_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield what of routing's worth each method finds, and which kinds each expert sees."""
-    words = list_without_none(
+    """Yield each method's share of the gain of true routing, and the kinds of each expert."""
+    sentences = list_without_none(
         describe_routings_worth(phase, method) for method in phase.first(Truth)
     )
     pictures = [*purity_curves(phase), *first_seed_pictures(phase, Truth, figures)]
-    yield Block("Experts and truth", words, pictures=pictures, about="purity")
+    yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
 
 
 PICTURES = Pictures("truth", figures, is_on_page=False, more=truth_blocks)

@@ -1,4 +1,4 @@
-"""How well prompts classify images of each class."""
+"""Zero-shot accuracy of each class."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from moecore.report.typed_results import Phase
 
 
 def class_share_table(phase: Phase) -> Iterator[Block]:
-    """The share of right images of each class, a row per method's first seed."""
+    """Yield the share of correct images per class, a row per method's first seed."""
     facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
     first = next(iter(facts.values()))
     names = [row["name"] for row in first["classes"]]
@@ -17,15 +17,16 @@ def class_share_table(phase: Phase) -> Iterator[Block]:
         TableRow(PageCell(method), [_cell(row["correct"], row["images"]) for row in of["classes"]])
         for method, of in facts.items()
     ]
-    below = f"Right images, in percent; chance {100 * first['chance']:.0f}.{phase.first_seed}"
+    below = f"Correct images, in percent; chance {100 * first['chance']:.0f}.{phase.first_seed}"
     unknown = [f"{row['name']} ({row['unknown']})" for row in first["classes"] if row["unknown"]]
-    words = [f"{first['data']}, {first['images']:,} images, {first['templates']} prompts a class."]
+    data, images, prompts = first["data"], first["images"], first["templates"]
+    texts = [f"{data}, {images:,} images, {prompts} prompts per class."]
     if unknown:
-        words.append(f"Words that the vocabulary does not have, by class: {', '.join(unknown)}.")
+        texts.append(f"Words that are not in the vocabulary, by class: {', '.join(unknown)}.")
     grid = PageTable(
         ["method", *names], lines, title="Zero-shot, by class", below=below, small=True
     )
-    yield Block("Zero-shot", words=words, grids=[grid], about="zero_shot_accuracy")
+    yield Block("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
 
 
 def _cell(correct: int, images: int) -> PageCell:
