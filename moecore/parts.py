@@ -53,13 +53,11 @@ from moecore.training.upcycling_kinds import Granular as Granular
 
 if TYPE_CHECKING:
     from moecore.report.shown_modules import Column as Column
-    from moecore.report.shown_modules import show_typed_result
-
-    Shown = show_typed_result
+    from moecore.report.shown_modules import Shown as Shown
 else:  # for the page of your own measurement; importing them loads matplotlib
     _PAGES = {
         "Column": "moecore.report.shown_modules:Column",
-        "Shown": "moecore.report.shown_modules:show_typed_result",
+        "Shown": "moecore.report.shown_modules:Shown",
     }
 
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")

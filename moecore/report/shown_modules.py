@@ -78,3 +78,6 @@ def show_typed_result(
 
     draw: Draw = lambda values: figures(values.facts["result"])
     return Pictures(stage, draw, kind=kind, read=collect_values)
+
+
+Shown = show_typed_result  # its name in users' modules

@@ -240,7 +240,7 @@ def test_loss_is_the_mean_of_nats():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_is_that_of_torchs_cross_entropy(dtype, smoothing, monkeypatch):
-    monkeypatch.setattr(next_token, "LOGITS", 15)  # three rows at a time, of twelve
+    monkeypatch.setattr(next_token, "CHUNK_SIZE", 15)  # three rows at a time, of twelve
     prediction, labels = made()
     prediction = (9 * prediction).to(dtype)
     ours, theirs = (prediction.clone().requires_grad_() for _ in range(2))

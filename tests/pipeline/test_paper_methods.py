@@ -178,7 +178,7 @@ MEASURED = {
     "few_shot": lambda found: 0 < min(numbers(found, "few_shot")) <= 1,
     "lipschitz": lambda found: numbers(found, "lemma1_violations") == [0],
     "cost": lambda found: numbers(found, "routing_gflops") < numbers(found, "gflops"),
-    "explorer": lambda found: len(found["layers"]) == 2,
+    "explorer": lambda found: len(found["facts"]["layers"]) == 2,
 }
 
 

@@ -190,7 +190,7 @@ def test_a_word_is_explained_where_it_stands(browser, written, width):
         assert "decides which experts" in shown.locator("#word-router").inner_text()
         shown.keyboard.press("Escape")
         shown.locator("#words summary").click()
-        assert "decides which experts see a token" in shown.locator("#words").inner_text()
+        assert "decides which experts process a token" in shown.locator("#words").inner_text()
 
 
 def test_a_table_says_that_it_scrolls(browser, written):

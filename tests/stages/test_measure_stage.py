@@ -175,7 +175,7 @@ def test_folds_split_no_participant_and_have_old_and_young():
     assert not np.array_equal(folds, assign_folds(people, ages, 5, 1)) and np.array_equal(
         folds, assign_folds(people, ages, 5, 0)
     )
-    with pytest.raises(UserError, match="at most the 30 participants"):
+    with pytest.raises(UserError, match="at most 30, the participants"):
         assign_folds(people, ages, 31, 0)
 
 
