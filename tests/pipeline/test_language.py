@@ -117,4 +117,4 @@ def test_twenty_updates(folder, tmp_path):
     found = json.loads(metrics.read_text(encoding="utf-8"))
     assert found["ppl"] == pytest.approx(result["ppl"], rel=1e-4) and "load_cv2" in found
     page = (folder / "reports/index.html").read_text(encoding="utf-8")
-    assert "Validation perplexity" in page and "momentum_moge errs by" in page
+    assert "Validation perplexity" in page and "momentum_moge has an error of" in page

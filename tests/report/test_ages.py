@@ -148,8 +148,11 @@ def test_a_control_is_never_the_best(tmp_path):
         assert marked(plain, name) == [True, False, False]
     text, label = render_report(found), '<th scope="row">shuffled<span class="note">control</span>'
     assert text.count(label) == 3, "the headline, and a table a paper"
-    assert "Marks leave out shuffled (control)" in text and "Without shuffled (control)." in text
-    assert label not in render_report(plain) and "Marks leave out" not in render_report(plain)
+    assert (
+        "Not compared: shuffled (control, trained" in text
+        and "Not shown: shuffled (control)." in text
+    )
+    assert label not in render_report(plain) and "Not compared" not in render_report(plain)
     assert compare_methods(found) == compare_methods(plain), "it stays in the table"
 
 

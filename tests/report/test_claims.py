@@ -243,7 +243,7 @@ def test_a_claim_that_holds_excludes_nothing():
 def test_seeds_that_are_all_alike_leave_no_interval():
     (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
     assert one.verdict == "open" and one.p is None and one.p_holm is None
-    assert "no interval: all seeds are alike" in claims_markdown([one])
+    assert "no interval: identical for all seeds" in claims_markdown([one])
 
 
 def test_holm_counts_the_claims_of_one_paper():

@@ -91,7 +91,7 @@ def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch
     monkeypatch.setattr("moecore.report.claims.records.MOST_BYTES", 1000)
     path = write_result(tmp_path / "one.json", drawn_items(0))
     assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {RESULT}
-    assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err
+    assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
     assert verify_kept_items(path) == 0
 
 
@@ -148,7 +148,7 @@ def test_what_is_open_with_holm_or_was_not_run_is_planned():
         "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
     )
     start = "one: question, pretrain: match_top1 of prc higher than of vmoe: "
-    assert lines[2].startswith(start) and lines[2].endswith("no interval: all seeds are alike")
+    assert lines[2].startswith(start) and lines[2].endswith("no interval: identical for all seeds")
     assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
 
 

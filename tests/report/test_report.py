@@ -88,7 +88,7 @@ def test_dense_alone_and_several_seeds(tmp_path):
     dense = render_report(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
     assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
-    assert "nobody decides" in dense and re.search("dense has [0-9.]+.% ", dense)
+    assert "no expert is chosen" in dense and re.search("dense gets [0-9.]+.% ", dense)
     many = render_report(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
     assert_self_contained(many)
     assert "Student" in many and "Wilson" not in many
@@ -231,7 +231,7 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
 @pytest.mark.usefixtures("undrawn")
 def test_what_does_not_apply_is_told(one_seed):
     text = render_report(one_seed)
-    assert "What does not apply to a method" in text
+    assert "Measurements that do not apply to a method" in text
     assert "dense, routing: the model has no MoE layers." in text
 
 

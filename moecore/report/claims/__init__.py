@@ -1,6 +1,6 @@
-"""Claims and questions: tests of a difference, verdicts, and their tables.
+"""Claims and questions: tests, verdicts and their tables.
 
-``significance`` and ``evaluation`` decide those of a study, ``claims_table`` prints them,
-``records`` says what a result keeps of them; ``answers`` has those of all studies, and ``pages``
-joins these with what the papers print.
+``significance`` and ``evaluation`` judge the claims of a study, ``claims_table`` prints them, and
+``records`` stores their items and dates. ``answers`` judges the claims of all studies; ``pages``
+writes them beside the papers' numbers.
 """

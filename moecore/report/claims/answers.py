@@ -1,6 +1,7 @@
-"""The answers of all studies: what each claim and question found, judged by the claims as they are
-now, with Holm's correction over studies; and what would decide the open ones: seeds, or items, and
-how long the seeds would train (docs/methods.md, Statistics).
+"""The answers of all studies to claims and questions, and the sample that would decide open ones.
+
+Stored results are judged by the claims as they are now, with Holm's correction over all studies.
+Sample sizes: docs/methods.md, Statistics.
 """
 
 import math
@@ -34,15 +35,15 @@ from moecore.study.settings import extract_declared_settings
 from moecore.study.stages import PHASES
 from moecore.study.study import read_study
 
-VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
-Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} where it was not run
+VERDICTS = {"open": "not significant"}  # verdict → its text, if that is not its name
+Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} if it was not run
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
-MORE_ITEMS = 10
+MORE_ITEMS = 10  # factor
 
 
 class DeclaredClaims(Config):
-    """What of a study's params.yaml is judged."""
+    """The sections of a params.yaml that claims depend on."""
 
     run: Selection
     claims: tuple[Claim, ...] = ()
@@ -53,16 +54,16 @@ class Answer(NamedTuple):
     """A claim or question of a study, and its entry in compare.json, if any."""
 
     study: str
-    command: str  # that runs it
+    command: str  # that runs the round
     claim: Claim | Question
-    entry: dict[str, Any]  # of compare.json; {} where nothing was found
-    state: str  # of what was not found: not run yet
-    changed: bool  # whether settings were changed since
-    good: str = ""  # "higher" or "lower", what is better for the metric of a no_worse
+    entry: dict[str, Any]  # of compare.json; {} if it has none
+    state: str  # why there is no entry: "not run yet"
+    changed: bool  # whether settings changed after the run
+    good: str = ""  # for no_worse: whether "higher" or "lower" is better for the metric
 
     @property
     def words(self) -> Mapping[str, str]:
-        """verdict → how it is printed, if not by its name."""
+        """Return verdict → text, where that is not the verdict's name."""
         if isinstance(self.claim, Question):
             return VERDICTS | ANSWERS
         if self.claim.margin:
@@ -71,53 +72,51 @@ class Answer(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict as it is printed; "not run yet" where nothing was found."""
+        """Return the verdict's text; "not run yet" without an entry."""
         verdict = self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
 
     @property
     def verdict_holm(self) -> str:
-        """The verdict as it is printed, after Holm's correction where there is one."""
+        """Return the verdict's text, with Holm's correction where there is one."""
         verdict = self.entry.get("verdict_holm")
         return self.words.get(verdict, verdict) if verdict else self.verdict
 
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return what the last run of every round found, and all answers, judged by the claims as they
-    are now, with Holm's correction over all claims of a paper.
-    """
+    """Return the result of each round, and all answers, with Holm's correction paper by paper."""
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
-    for one in rounds:
-        compared = read_comparison(one.results) if one.results.exists() else {}
-        studies[one.name] = compared
-        answers += _answers_of_round(one, compared)
+    for study in rounds:
+        compared = read_comparison(study.results) if study.results.exists() else {}
+        studies[study.name] = compared
+        answers += _answers_of_round(study, compared)
     return studies, _with_holm(answers)
 
 
-def _answers_of_round(one: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
-    composed = one.compose()
-    asked = extract_declared_settings(DeclaredClaims, composed.document)
+def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
+    composed = study.compose()
+    declared = extract_declared_settings(DeclaredClaims, composed.document)
     entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
     measured = {
         compared_quantity_key(entry["asked"]): entry for entry in entries if _has_all(entry)
     }
     state = "not run yet with this claim" if compared else "not run yet"
-    for claim in (*asked.claims, *asked.questions):
+    for claim in (*declared.claims, *declared.questions):
         entry = measured.get(compared_quantity_key(claim.model_dump()), {})
         changed = has_changed_settings(entry.get("settings"), composed.document.data, claim)
         good = ""
         if entry and claim.better == "no_worse":
-            study = read_study(composed.document)
-            metrics = expected_metrics(study, composed.all_stages, claim.phase)
+            settings = read_study(composed.document)
+            metrics = expected_metrics(settings, composed.all_stages, claim.phase)
             good = metrics[claim.metric].better
         if entry:
             entry = judge_again(entry, claim, good)
-        yield Answer(one.name, one.command, claim, entry, state, changed, good)
+        yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
 def _has_all(entry: Mapping[str, Any]) -> bool:
-    """Return whether a verdict follows from an entry; from those of older versions it does not."""
+    """Return whether an entry has all that a verdict needs; older versions wrote less."""
     return entry.keys() >= {"asked", "form"} and (
         "interval" not in entry["difference"] or "variances" in entry["difference"]
     )
@@ -126,35 +125,37 @@ def _has_all(entry: Mapping[str, Any]) -> bool:
 def judge_again(
     entry: Mapping[str, Any], claim: Claim | Question, good: str = ""
 ) -> dict[str, Any]:
-    """Return an entry of ``claims`` or ``questions`` with the verdict on ``claim``, uncorrected.
-
-    entry: of the same quantity (``compared_quantity_key``); good: what is better for the metric.
-    """
+    """Return an entry of the same quantity with the uncorrected verdict on ``claim``."""
     difference = difference_from_json(entry)
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)
-    kept = {key: entry[key] for key in ("method", "against", "form", "settings") if key in entry}
+    measured = {
+        key: entry[key] for key in ("method", "against", "form", "settings") if key in entry
+    }
     judged = verdict_to_json(difference, entry["form"], verdict, p, None)
-    return kept | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
+    return measured | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
 
 
 def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
-    corrected = correct_by_paper([(one.claim, one.entry.get("p")) for one in answers])
-    entries = [
-        one.entry and one.entry | {"verdict_holm": verdict_after_holm(one.entry["verdict"], p)}
-        for one, p in zip(answers, corrected, strict=True)
-    ]
-    return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
+    ps = correct_by_paper([(answer.claim, answer.entry.get("p")) for answer in answers])
+    corrected = []
+    for answer, p in zip(answers, ps, strict=True):
+        entry = answer.entry
+        if entry:
+            entry = entry | {"verdict_holm": verdict_after_holm(entry["verdict"], p)}
+        corrected.append(answer._replace(entry=entry))
+    return corrected
 
 
 def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without those that another study judges, too: one quotation, direction and
-    printed effect are one fact, which counts in the first study that answers it, if any does.
+    """Return the claims without those that repeat a fact of an earlier, preferably run, study.
+
+    A fact is one quotation with its direction and printed effect.
     """
     studies: dict[tuple[Any, ...], str] = {}
-    for answer in sorted(claims, key=lambda one: not one.entry):
+    for answer in sorted(claims, key=lambda answer: not answer.entry):
         studies.setdefault(_fact_key(answer.claim), answer.study)
-    return [one for one in claims if studies[_fact_key(one.claim)] == one.study]
+    return [answer for answer in claims if studies[_fact_key(answer.claim)] == answer.study]
 
 
 def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
@@ -163,7 +164,7 @@ def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
 
 
 class RequiredSampleSizes(NamedTuple):
-    """The least seeds, and the least items, each with as many of the other as there are."""
+    """The smallest sufficient number of seeds, and of items, with the other number as it is."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
     items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
@@ -173,10 +174,10 @@ class RequiredSampleSizes(NamedTuple):
 def needed_sample(
     difference: Difference, asked: Comparison, good: str, tests: int = 1
 ) -> RequiredSampleSizes:
-    """Return what decides with 80 % power where the true difference is the measured one.
+    """Return the sample that decides with 80 % power if the measured difference is the true one.
 
-    good: "higher" or "lower", what is better for the metric; tests: at a level of 5 % over so many,
-    which is enough for Holm's correction, whatever the others find.
+    good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
+    which suffices for Holm's correction over ``tests`` claims whatever the others find.
     """
     gap, level = verdict_gap_and_level(difference, asked, good)
     level = 1 - (1 - level) / tests
@@ -189,24 +190,27 @@ def needed_sample(
     seeds, items = difference.seeds, difference.items
     numbers = range(seeds, MOST_SEEDS + 1) if seeds > 1 else ()
     enough, fewer = (
-        next((number for number in numbers if decides(number, there)), None)
-        for there in (items, MORE_ITEMS * items)
+        next((number for number in numbers if decides(number, item_count)), None)
+        for item_count in (items, MORE_ITEMS * items)
     )
     if not items or not decides(seeds, MOST_ITEMS):
         return RequiredSampleSizes(enough, None, fewer)
     low, high = items - 1, MOST_ITEMS  # too few, enough
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if decides(seeds, middle) else (middle, high)
+        if decides(seeds, middle):
+            high = middle
+        else:
+            low = middle
     return RequiredSampleSizes(enough, high, fewer)
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line for each question that is open and each claim that is with Holm's correction,
-    quickest first, then for those that have no interval, and those that were not run.
+    """Return a line per open claim or question: shortest training first, then without an interval,
+    then not run.
     """
-    claims = [one for one in answers if isinstance(one.claim, Claim)]
-    families = Counter(one.claim.paper for one in claims if "p" in one.entry)
+    claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
+    families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
     lines = []
     for answer in answers:
         if not answer.entry:
@@ -215,26 +219,26 @@ def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[s
             lines.append(
                 _describe_plan(answer, studies[answer.study], families[answer.claim.paper])
             )
-    return [line for _, line in sorted(lines, key=lambda one: one[0])]
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 
 def _describe_plan(
     answer: Answer, compared: Mapping[str, Any], tests: int
 ) -> tuple[tuple[int, float], str]:
-    """Return the order and the line of an answer; tests: how many claims of its paper have one."""
+    """Return sort key and line of an answer; tests: number of tested claims of its paper."""
     difference = difference_from_json(answer.entry)
     row = build_claim_row(answer.entry)
     if not difference.sources:
         return (1, 0.0), f"{_describe_comparison(answer)}: {row.difference}: {row.over}"
-    minutes = _minutes_of_a_seed(compared, answer.claim)
+    minutes = _minutes_per_seed(compared, answer.claim)
     ways = []
     sample = needed_sample(difference, answer.claim, answer.good)
     if answer.entry["verdict"] == "open":
         ways.append(_describe_ways(difference, sample, minutes))
     if isinstance(answer.claim, Claim) and tests > 1:
         sample = needed_sample(difference, answer.claim, answer.good, tests)
-        words = _describe_ways(difference, sample, minutes)
-        ways.append(f"with Holm's correction over {tests} claims: {words}")
+        way = _describe_ways(difference, sample, minutes)
+        ways.append(f"with Holm's correction over {tests} claims: {way}")
     order = math.inf
     if sample.seeds is not None:
         order = (sample.seeds - difference.seeds) * minutes
@@ -243,7 +247,6 @@ def _describe_plan(
 
 
 def _describe_comparison(answer: Answer) -> str:
-    """Return study, paper, table and phase, and what is compared."""
     claim = answer.claim
     source = claim.source if isinstance(claim, Claim) else "question"
     place = ", ".join(filter(None, (claim.paper, source, claim.phase)))
@@ -251,9 +254,9 @@ def _describe_comparison(answer: Answer) -> str:
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
-    """Return the difference that a sample of this size would have, of the same scatter.
+    """Return the difference with the variances of a sample of this size.
 
-    A = var(seed means)/S goes with 1/S, B = var(item means)/n with 1/n.
+    A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     """
     numbers = [(difference.seeds, seeds), (difference.items, items)]
     if len(difference.sources) == 1:
@@ -265,8 +268,8 @@ def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
     return difference._replace(sources=sources, seeds=seeds, items=items)
 
 
-def _minutes_of_a_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
-    """Return how long both methods trained with one seed, in all phases up to that asked about."""
+def _minutes_per_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
+    """Return the minutes of training per seed: both methods, all phases up to the asked one."""
     phases = PHASES[: PHASES.index(asked.phase) + 1]
     methods = dict.fromkeys((asked.method, asked.against))
     cells = [compared[name].get(phase, {}).get("seconds") for name in methods for phase in phases]
@@ -274,14 +277,14 @@ def _minutes_of_a_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
 
 
 def _describe_ways(difference: Difference, sample: RequiredSampleSizes, minutes: float) -> str:
-    """Return the seeds or items in words; minutes: of a seed."""
+    """Return the sufficient seeds or items as text; minutes: of training per seed."""
     ways = []
     if sample.seeds is not None:
         more = sample.seeds - difference.seeds
         ways.append(f"{sample.seeds} seeds ({more} more, {more * minutes:.0f} min of training)")
     if sample.items is not None:
-        ways.append(f"{sample.items:,} items in place of {difference.items:,}")
+        ways.append(f"{sample.items:,} items instead of {difference.items:,}")
     if not ways and sample.seeds_of_more_items is not None:
-        items = f"{MORE_ITEMS * difference.items:,} items in place of {difference.items:,}"
+        items = f"{MORE_ITEMS * difference.items:,} items instead of {difference.items:,}"
         ways.append(f"{sample.seeds_of_more_items} seeds with {items}")
     return " or ".join(ways) or f"no number of seeds up to {MOST_SEEDS}"

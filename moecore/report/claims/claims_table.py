@@ -1,4 +1,4 @@
-"""The evaluated claims and questions for readers: rows of the page, of claims.md and others."""
+"""Evaluated claims and questions as rows of the page, of claims.md and of other tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ from moecore.study.sections import Claim
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (
-    "Difference: the claimed method minus the other, with its 95 % interval. "
-    "It is paired by seed and by item, which is a test image, or a person where people have "
-    "several; below it stands what the interval is over. A claim of a direction holds where the "
-    "interval lies on its side, differs here where it lies on the other, and is open where it "
-    "includes 0. A claim that two methods are equivalent within a margin holds where the 90 % "
-    "interval lies within it (two one-sided tests at 5 %), and differs here where the 95 % "
-    "interval lies wholly outside; that one is no worse, where the one-sided 95 % limit lies "
-    "within the margin. “With Holm”: the same after Holm's correction over the claims of one paper "
-    "in this study; docs/claims.md corrects over those of all studies. An open row tells the "
-    "smallest difference that this design could have seen with 80 % power at 5 %: (t(0.975) + "
-    "t(0.8)) · standard error; a row that does not hold says where its interval excludes the size "
-    "that the paper prints. Data and sizes are not those of the papers."
+    "Difference: the claimed method minus the other, with its 95 % interval. Values are paired by "
+    "seed and by item: a test image, or a person with several images. The line below a difference "
+    "says what the interval is over. A claim of a direction holds if the interval lies on the "
+    "claimed side of 0, differs here if it lies on the other side, and is open if it includes 0. A "
+    "claim that two methods are equivalent within a margin holds if the 90 % interval lies within "
+    "the margin (two one-sided tests at 5 %), and differs here if the 95 % interval lies wholly "
+    "outside. A claim that a method is no worse holds if the one-sided 95 % limit lies within the "
+    "margin. “With Holm”: the verdict with Holm's correction over the claims of the same paper in "
+    "this study; docs/claims.md corrects over all studies. For an open claim the table has the "
+    "smallest difference that this design detects with 80 % power at 5 %: (t(0.975) + t(0.8)) · "
+    "standard error. For a claim that does not hold, it says if the interval excludes the effect "
+    "that the paper prints. Data and model sizes differ from the papers'."
 )
 EFFECT_PLACES = {"share": 2}  # decimals of what a paper prints
 TITLE = "What the papers claim"
@@ -42,25 +42,26 @@ ASKED_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
 
 
 class ClaimRow(NamedTuple):
-    """What is printed of a claim or question; texts without a value are ""."""
+    """The texts of a claim or question; "" for a missing value."""
 
     verdict: str  # holds, differs or open
-    verdict_holm: str  # what Holm's correction leaves of it
-    values: tuple[str, str]  # of the method, and of the one that it is held against
-    limits: tuple[str, str]  # of these, without a unit
+    verdict_holm: str  # with Holm's correction
+    values: tuple[str, str]  # of ``method`` and ``against``
+    limits: tuple[str, str]  # of these values, without a unit
     difference: str
     difference_limits: str  # −0.6 to +1.7
-    over: str  # what the interval is over, "items × seeds"; without an interval why there is none
+    over: str  # what the interval is over, "items × seeds", or why there is no interval
     counts: str  # 3 seeds, 170 items
-    detectable: str  # of an open verdict, the smallest difference that could have been seen
+    detectable: str  # for an open verdict: the smallest detectable difference
     effect: str  # the difference that the paper prints
-    excludes: str  # of a verdict that does not hold with Holm, whose interval excludes the effect
+    excludes: str  # set if the interval excludes the effect of a claim that does not hold
 
-    def holm_note(self, words: Mapping[str, str]) -> str:
-        """Return Holm's verdict where it is another, else ""; words: how verdicts are printed."""
+    def holm_note(self, verdict_texts: Mapping[str, str]) -> str:
+        """Return the verdict with Holm's correction if it is another, else ""."""
         if self.verdict_holm in ("", self.verdict):
             return ""
-        return f"{words.get(self.verdict_holm, self.verdict_holm)} with Holm's correction"
+        verdict = verdict_texts.get(self.verdict_holm, self.verdict_holm)
+        return f"{verdict} with Holm's correction"
 
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
@@ -73,10 +74,10 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     difference_format = NumberFormat.of(entry["form"], [interval])
     over = "one seed, no interval"
     if difference["seeds"] > 1:
-        over = "no interval: all seeds are alike"
+        over = "no interval: identical for all seeds"
     counts = f"{difference['seeds']} seeds"
     if difference.get("items"):
-        over = "no interval: all items are alike"
+        over = "no interval: identical for all items"
         counts += f", {difference['items']:,} items"
     detectable = ""
     if entry["verdict"] == "open" and "smallest" in entry:
@@ -85,8 +86,8 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     if (printed := entry["asked"].get("effect")) is not None:
         effect = NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(printed)
         low, high = interval.limits or (printed, printed)
-        kept = entry.get("verdict_holm") or entry["verdict"]
-        if kept != "holds" and not low <= printed <= high:
+        verdict = entry.get("verdict_holm") or entry["verdict"]
+        if verdict != "holds" and not low <= printed <= high:
             excludes = f"excludes the paper's {effect}"
     return ClaimRow(
         entry["verdict"],
@@ -104,7 +105,6 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
 
 
 def claims_section(evaluated: Sequence[EvaluatedClaim]) -> Section:
-    """Return the section of the page."""
     blocks = []
     if claims := drop_questions(evaluated):
         blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
@@ -116,7 +116,7 @@ def claims_section(evaluated: Sequence[EvaluatedClaim]) -> Section:
 
 
 def claims_markdown(evaluated: Sequence[EvaluatedClaim]) -> str:
-    """Return the content of reports/claims.md: the page's tables, their small print after ";"."""
+    """Return the content of reports/claims.md: the tables of the page's section."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
     section = claims_section(evaluated)
@@ -125,7 +125,7 @@ def claims_markdown(evaluated: Sequence[EvaluatedClaim]) -> str:
         if block.title:
             lines += ["", f"## {block.title}"]
         for grid in block.grids:
-            rows = [[_plain_text(item) for item in (one.head, *one.items)] for one in grid.lines]
+            rows = [[_plain_text(item) for item in (row.head, *row.items)] for row in grid.lines]
             lines += ["", *markdown_table(grid.columns, rows)]
     return "\n".join(lines) + "\n"
 
@@ -140,8 +140,9 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
     detectable = fasten_unit(row.detectable)
     if isinstance(claim, Claim):
         head = PageCell(claim.paper, note=f"{claim.source}: {claim.says} “{claim.quote}”")
-        look = f"verdict {row.verdict}"
-        marks = [PageCell(MARKS[row.verdict], detectable, fasten_unit(row.excludes), look)]
+        excludes = fasten_unit(row.excludes)
+        style = f"verdict {row.verdict}"
+        marks = [PageCell(MARKS[row.verdict], detectable, excludes, look=style)]
         marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
         head = PageCell(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
@@ -157,12 +158,12 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
 
 
 def fasten_unit(text: str) -> str:
-    """Return the same words, in which no number stands on another line than its unit."""
+    """Return the text with no line break between a number and its unit."""
     return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))
 
 
 def _statement(evaluated_claim: EvaluatedClaim) -> str:
-    """Return what is claimed or asked of the metric, and where."""
+    """Return what is claimed or asked about the metric, and the phase."""
     claim = evaluated_claim.claim
     better = claim.better
     if claim.margin is not None:

@@ -1,4 +1,4 @@
-"""What is said or asked of two methods, and whether the runs bear it out."""
+"""Verdicts on claims and questions about two methods."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,21 +31,20 @@ class EvaluatedClaim(NamedTuple):
     theirs: Cell
     difference: Difference
     verdict: str  # "holds", "differs" or "open"
-    p: float | None  # of the verdict's test; None where there is no interval
-    values: tuple[np.ndarray, np.ndarray]  # of both sides, what the difference was taken of
-    p_holm: float | None = None  # corrected over the claims of its paper; questions have none
+    p: float | None  # of the verdict's test; None without an interval
+    values: tuple[np.ndarray, np.ndarray]  # of both sides, (S, N) or (S,), before the difference
+    p_holm: float | None = None  # corrected over the claims of a paper; None for questions
 
     @property
     def verdict_holm(self) -> str:
-        """The verdict that the corrected p leaves; "" where there is none."""
         return verdict_after_holm(self.verdict, self.p_holm)
 
 
 def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
-    """Every claim and question with its verdict; claims with Holm's correction paper by paper.
+    """Return every claim and question with its verdict; claims with Holm's correction per paper.
 
-    Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
-    and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
+    Raises UserError for an unknown phase, method or metric, for a method without the metric, and
+    for different items of two methods.
     """
     if not asked:
         return []
@@ -57,12 +56,12 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
         metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
         models = results.phases[claim.phase].models
         evaluated.append(_evaluate(claim, place, metrics, models))
-    corrected = correct_by_paper([(one.claim, one.p) for one in evaluated])
-    return [one._replace(p_holm=p) for one, p in zip(evaluated, corrected, strict=True)]
+    corrected = correct_by_paper([(answer.claim, answer.p) for answer in evaluated])
+    return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
 def describe_missing_metric(asked: Comparison, results: Results) -> str:
-    """Return which method lacks the metric that is asked of it; "" where both have theirs."""
+    """Return which method lacks the metric of a comparison; "" if both have theirs."""
     phase = results.phases[asked.phase]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     for method, name in (
@@ -75,19 +74,17 @@ def describe_missing_metric(asked: Comparison, results: Results) -> str:
 
 
 def drop_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
-    """What papers claim."""
-    return [one for one in evaluated if isinstance(one.claim, Claim)]
+    return [answer for answer in evaluated if isinstance(answer.claim, Claim)]
 
 
 def keep_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
-    """What no paper claims."""
-    return [one for one in evaluated if isinstance(one.claim, Question)]
+    return [answer for answer in evaluated if isinstance(answer.claim, Question)]
 
 
 def correct_by_paper(
     claims: Sequence[tuple[Claim | Question, float | None]],
 ) -> list[float | None]:
-    """Return the p of each with Holm's correction over the claims of its paper that have one."""
+    """Return each p with Holm's correction over the tested claims of its paper; else None."""
     families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
     for place, (claim, p) in enumerate(claims):
         if isinstance(claim, Claim) and p is not None:
@@ -100,13 +97,13 @@ def correct_by_paper(
 
 
 def judge_difference(difference: Difference, asked: Comparison, good: str = "") -> str:
-    """holds, differs or open; good: "higher" or "lower", what is better for the metric.
+    """Return "holds", "differs" or "open"; "open" without an interval.
 
-    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
+    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
     equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
     interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
-    side of −margin; the 95 % interval wholly on the bad side; else open. Without an interval it is
-    open.
+    side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher" or
+    "lower" is better for the metric.
     """
     p = p_of(difference, asked, good)
     if p is None or p >= LEVEL:
@@ -117,10 +114,10 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
 
 
 def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:
-    """The p-value behind the verdict: below 5 % exactly where that is not open.
+    """Return the verdict's p-value, below 5 % exactly if the verdict is not open.
 
-    Two-sided for a direction. With a margin one-sided where the difference lies on its good side
-    (for an equivalence, of the larger of two one-sided tests), else two-sided of lying beyond it.
+    A direction has a two-sided test. With a margin the test is one-sided if the difference lies on
+    the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     """
     if asked.margin is None:
         return difference.p
@@ -132,9 +129,7 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
 def verdict_gap_and_level(
     difference: Difference, asked: Comparison, good: str
 ) -> tuple[float, float]:
-    """Return how far the difference lies from where the verdict turns, below 0 beyond a margin; and
-    the level of the interval that decides where it does not reach that far.
-    """
+    """Return the distance from 0 or the margin (negative beyond it), and the interval's level."""
     if asked.margin is None:
         return abs(difference.value), LEVEL_OF_INTERVALS
     gap = _distance_to_margin(difference, asked, good)
@@ -142,7 +137,6 @@ def verdict_gap_and_level(
 
 
 def _distance_to_margin(difference: Difference, asked: Comparison, good: str) -> float:
-    """How far the difference lies from the margin; below 0 beyond it."""
     assert asked.margin is not None  # as Comparison requires
     if asked.better == "equivalent":
         return asked.margin - abs(difference.value)
@@ -152,21 +146,24 @@ def _distance_to_margin(difference: Difference, asked: Comparison, good: str) ->
 def compare_json_claims(
     evaluated: Sequence[EvaluatedClaim], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said
-    → values, verdict, and of which settings. study: params.yaml as plain data.
+    """Return the entries ``claims`` and ``questions`` of compare.json, without empty ones.
+
+    study: params.yaml as plain data, whose digest each entry then has.
     """
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
-    for one in evaluated:
-        claim = one.claim
+    for answer in evaluated:
+        claim = answer.claim
         entries = sections[SECTIONS[type(claim)]]
         start = ", ".join(filter(None, (claim.paper, claim.phase)))
-        behind = {} if study is None else {"settings": answer_settings_digest(study, claim)}
-        entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
+        entry = claim_entry(answer)
+        if study is not None:
+            entry["settings"] = answer_settings_digest(study, claim)
+        entries[f"{len(entries)}: {start}: {claim.words}"] = entry
     return dict(sections)
 
 
 def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
-    """Return what compare.json says of one claim or question, but for the settings behind it."""
+    """Return the entry of a claim or question in compare.json, without the settings' digest."""
     form = evaluated_claim.metric.form
     return {
         "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
@@ -186,12 +183,12 @@ def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
 def verdict_to_json(
     difference: Difference, form: str, verdict: str, p: float | None, p_holm: float | None
 ) -> dict[str, Any]:
-    """Return what an entry of compare.json says of a difference."""
+    """Return the part of an entry of compare.json that follows from the difference."""
     cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
     variances, freedoms = zip(*difference.sources, strict=True) if difference.sources else ((), ())
-    behind = {"variances": list(variances), "freedoms": list(freedoms)} if variances else {}
+    sources = {"variances": list(variances), "freedoms": list(freedoms)} if variances else {}
     entry = {
-        "difference": cell | {"items": difference.items} | behind,
+        "difference": cell | {"items": difference.items} | sources,
         "verdict": verdict,
         "p": p,
         "p_holm": p_holm,
@@ -202,7 +199,7 @@ def verdict_to_json(
 
 
 def difference_from_json(entry: Mapping[str, Any]) -> Difference:
-    """Return the difference of an entry of compare.json, see ``verdict_to_json``."""
+    """Return the difference of an entry that ``verdict_to_json`` wrote."""
     stored = entry["difference"]
     pairs = zip(stored.get("variances", ()), stored.get("freedoms", ()), strict=True)
     sources = tuple(VarianceSource(*pair) for pair in pairs)
@@ -211,14 +208,13 @@ def difference_from_json(entry: Mapping[str, Any]) -> Difference:
 
 
 def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
-    """Return the verdict that a corrected p leaves; "" without one."""
+    """Return the verdict at a corrected p; "" without one."""
     if p_holm is None:
         return ""
     return verdict if p_holm < LEVEL else "open"
 
 
 def drop_zero_width_interval(difference: Difference) -> Difference:
-    """Return it without an interval where that is of no width."""
     half = difference.half()
     if half is not None and half < ROUNDING_WIDTH:
         return difference._replace(sources=(), kind="")
@@ -234,14 +230,15 @@ def _evaluate(
     if claim.against_metric:
         rivals = models
         other = _choose(metrics, claim.against_metric, f"{place}.against_metric")
-        form = metric.form
-        if other.form != form:
-            problem = f"{other.name} is a {other.form}, and {metric.name} a {form}"
-            allowed = "allowed: a metric of the same unit"
-            raise UserError(f"{place}.against_metric: found {problem}; {allowed}")
+        if other.form != metric.form:
+            raise UserError.at(
+                f"{place}.against_metric",
+                found=f"{other.name} is a {other.form}, and {metric.name} a {metric.form}",
+                allowed="a metric of the same unit",
+            )
     ours = _choose(models, claim.method, f"{place}.method")
     theirs = _choose(rivals, claim.against, f"{place}.against")
-    # Whether both have their metric is seen before their difference is taken.
+    # Checked before the difference, whose message for a missing metric would be worse.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
     values = paired_values(ours, metric, theirs, other, f"{place}.metric")
@@ -265,5 +262,5 @@ def _require_cell(metric: Column, models: Models, method: str, place: str) -> Ce
 
 def _choose(allowed: Mapping[str, T], name: str, place: str) -> T:
     if name not in allowed:
-        raise UserError(f"{place}: found {name!r}; allowed: {', '.join(allowed) or 'none'}")
+        raise UserError.at(place, found=repr(name), allowed=", ".join(allowed) or "none")
     return allowed[name]

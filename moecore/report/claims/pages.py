@@ -1,9 +1,8 @@
-"""Pages in Markdown that join the papers, the questions of pipelines/ and pipelines/results/.
+"""Pages in Markdown from the papers, the questions of pipelines/ and pipelines/results/.
 
-docs/claims.md: every table and figure of the papers beside what the studies found of it.
+docs/claims.md: every table and figure of the papers, with what the studies found.
 pipelines/README.md: the questions of each folder, with answers and commands. README.md of a folder:
-tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``. A
-study is one round of a question; those that were not run are said to be so.
+tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``.
 """
 
 import re
@@ -41,7 +40,7 @@ NUMBER = re.compile(
     r"\{(?P<metric>[^\s{}]+) (?P<method>\w+)(?: - (?:(?P<other>[^\s{}]+) )?(?P<against>\w+))?"
     r"(?: @(?P<phase>\w+))?(?: of (?P<study>[\w/.]+))?(?::(?P<digits>\.\df))?\}"
 )
-SAID = {"not significant": "open"}  # of questions
+SAID = {"not significant": "open"}  # texts of a question's verdict
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 SIZES = "ours/sizes"
 STATES = {
@@ -65,33 +64,33 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 def render_claims_page(root: Path = Path()) -> str:
     """Return the text of docs/claims.md."""
-    rounds = [one for question in load_questions(root) for one in question.rounds]
-    commands = {one.name: one.command for one in rounds}
+    rounds = [study for question in load_questions(root) for study in question.rounds]
+    commands = {study.name: study.command for study in rounds}
     studies, answers = evaluate_results(rounds)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
-    others = claims
+    unlisted = claims
     for paper in load_papers(root).values():
         cells = []
         for row in paper.tables:
             of_row = [answer for answer in claims if _stands_in(row, paper.name, answer.claim)]
-            others = [answer for answer in others if answer not in of_row]
+            unlisted = [answer for answer in unlisted if answer not in of_row]
             state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
             states[state] += 1
             cells += lines
         tables[paper.name] = markdown_table(HEAD, cells)
-    if others:
+    if unlisted:
         cells = [
             [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
-            for answer in others
+            for answer in unlisted
             if isinstance(answer.claim, Claim)
         ]
         tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
-    asked = [answer for answer in answers if isinstance(answer.claim, Question)]
-    if asked:
+    questions = [answer for answer in answers if isinstance(answer.claim, Question)]
+    if questions:
         head = ("question", "difference", "answer", "study")
-        cells = [_answer_cells(answer) for answer in asked]
+        cells = [_answer_cells(answer) for answer in questions]
         tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
     facts = count_facts_once(claims)
     verdicts = Counter(answer.verdict_holm for answer in facts)
@@ -100,23 +99,28 @@ def render_claims_page(root: Path = Path()) -> str:
     numbers = {
         "facts": facts,
         "told": told,
-        "excluding": sum(bool(build_claim_row(one.entry).excludes) for one in facts if one.entry),
+        "excluding": sum(
+            bool(build_claim_row(answer.entry).excludes) for answer in facts if answer.entry
+        ),
         "changed": sum(answer.changed for answer in facts),
-        "changed_questions": sum(answer.changed for answer in asked),
+        "changed_questions": sum(answer.changed for answer in questions),
         "states": states,
     }
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
 def _stands_in(row: PaperTable, paper: str, claim: Claim | Question) -> bool:
-    sources = {row.number, *(one["source"] for one in row.claims.values() if "source" in one)}
+    sources = {
+        row.number,
+        *(claimed["source"] for claimed in row.claims.values() if "source" in claimed),
+    }
     return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
 
 
 def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str:
-    """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
+    """Return ``vmoe 55.0 %, prc 57.1 %`` for each metric that the study measured."""
     compared = studies.get(printed.study, {})
-    words = []
+    texts = []
     for metric in printed.metrics:
         cells = {}
         for method in printed.methods:
@@ -125,27 +129,27 @@ def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str
         if cells:
             form = next(iter(cells.values()))["form"]
             number_format = NumberFormat.of(form, map(interval_from_json, cells.values()))
-            values = [f"{name} {number_format.value(one['mean'])}" for name, one in cells.items()]
-            words.append(f"`{metric}`: {', '.join(values)}")
-    return "; ".join(words)
+            values = [f"{name} {number_format.value(cell['mean'])}" for name, cell in cells.items()]
+            texts.append(f"`{metric}`: {', '.join(values)}")
+    return "; ".join(texts)
 
 
 def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``.
 
-    compared: the entry ``sizes`` of that study's compare.json.
+    compared: entry ``sizes`` of the study's compare.json.
     """
-    words = []
+    texts = []
     for key, metric in METRICS.items():
         pair = [compared.get(name, {}).get(key) for name in asked.models]
         if not all(pair) or (asked.metrics and key not in asked.metrics):
             continue
         ours, theirs = (pair[1][whose] / pair[0][whose] for whose in ("ours", "paper"))
-        there, here = (format_size(one["ours"], key) for one in pair)
+        first, second = (format_size(model["ours"], key) for model in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
-        words.append(f"{metric.label}: {there} → {here}, {ratios}")
-    return f"{' → '.join(asked.models)}: {'; '.join(words)}"
+        texts.append(f"{metric.label}: {first} → {second}, {ratios}")
+    return f"{' → '.join(asked.models)}: {'; '.join(texts)}"
 
 
 def paper_item_state_and_rows(
@@ -154,16 +158,18 @@ def paper_item_state_and_rows(
     studies: Studies,
     commands: Mapping[str, str],
 ) -> tuple[str, list[list[str]]]:
-    """Return what is known of a row, a key of STATES, and its lines.
+    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
 
-    A line for each claim, else one for what is printed, drawn or absent.
+    A row per claim or size comparison, else one row.
     """
     values = [
-        (one, words) for one in row.columns if (words := describe_unjudged_metrics(one, studies))
+        (column, text)
+        for column in row.columns
+        if (text := describe_unjudged_metrics(column, studies))
     ]
     sizes = studies.get(SIZES, {}).get("sizes", {})
     computed = [describe_model_size_ratios(asked, sizes) for asked in row.sizes if sizes]
-    named = [*row.drawn, *(one.study for one in row.columns)]
+    named = [*row.drawn, *(column.study for column in row.columns)]
     verdict = "–"
     if row.scheme:
         state = "scheme"
@@ -183,37 +189,36 @@ def paper_item_state_and_rows(
         state = verdict = "not run yet"
     else:
         state = verdict = "no study yet"
-    here = ""
+    measured = ""
     if values:
-        here = "; ".join(f"{printed.phase}, {words}" for printed, words in values)
+        measured = "; ".join(f"{printed.phase}, {text}" for printed, text in values)
         verdict = "no claim"
         named = [printed.study for printed, _ in values]
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
     shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
-    lines += [["″", "", "", words, "", "computed", f"`{commands[SIZES]}`"] for words in computed]
+    lines += [["″", "", "", text, "", "computed", f"`{commands[SIZES]}`"] for text in computed]
     if lines:
         lines[0][:3] = start
-    return state, lines or [[*start, here, "", verdict, shown]]
+    return state, lines or [[*start, measured, "", verdict, shown]]
 
 
 class AnswerTexts(NamedTuple):
-    """An answer in words, as a table of Markdown has them; "" for what was not found."""
+    """The texts of an answer for tables in Markdown; "" for missing ones."""
 
     said: str  # the claim or question
     measured: str = ""
     difference: str = ""  # with its interval
-    over: str = ""  # what the interval is over; why there is none
+    over: str = ""  # what the interval is over, or why there is no interval
     effect: str = ""  # what the paper prints
     verdict: str = ""
 
 
 def describe_answer(answer: Answer) -> AnswerTexts:
-    """Return the words of docs/claims.md and of the READMEs."""
     claim = answer.claim
-    said = claim.says if isinstance(claim, Claim) else claim.asks
+    statement = claim.says if isinstance(claim, Claim) else claim.asks
     if not answer.entry:
-        return AnswerTexts(said, verdict=answer.state)
+        return AnswerTexts(statement, verdict=answer.state)
     row = build_claim_row(answer.entry)
     other = claim.against_metric and f"`{claim.against_metric}` "
     measured = f"`{claim.metric}` {claim.method} {row.values[0]}, "
@@ -231,16 +236,16 @@ def describe_answer(answer: Answer) -> AnswerTexts:
     if answer.changed:
         verdict += " ‡"
     effect = row.effect and f"the paper: {row.effect}"
-    return AnswerTexts(said, measured, difference, over, effect, verdict)
+    return AnswerTexts(statement, measured, difference, over, effect, verdict)
 
 
 def _answer_cells(answer: Answer) -> list[str]:
-    """Return here, difference, verdict, study."""
+    """Return the cells ``here``, ``difference``, ``verdict`` and ``study``."""
     texts = describe_answer(answer)
-    here = texts.said
+    statement = texts.said
     if isinstance(answer.claim, Claim):
-        here += f" (“{answer.claim.quote}”)"
-    here = ": ".join(filter(None, (here, texts.measured)))
+        statement += f" (“{answer.claim.quote}”)"
+    here = ": ".join(filter(None, (statement, texts.measured)))
     difference = ", ".join(filter(None, (texts.difference, texts.over)))
     difference = "; ".join(filter(None, (difference, texts.effect)))
     return [here, difference, texts.verdict, f"`{answer.command}`"]
@@ -255,12 +260,12 @@ def answers_table(answers: Sequence[Answer]) -> str:
     for answer, texts in zip(answers, described, strict=True):
         claim = answer.claim
         source = claim.source if isinstance(claim, Claim) else ""
-        where = ", ".join(filter(None, (claim.paper, source)))
+        place = ", ".join(filter(None, (claim.paper, source)))
         over = "" if shared else texts.over
         difference = ", ".join(filter(None, (texts.difference, over)))
         difference = "; ".join(filter(None, (difference, texts.effect)))
-        said = ": ".join(filter(None, (where, texts.said)))
-        rows.append((said, texts.verdict, difference, texts.measured))
+        statement = ": ".join(filter(None, (place, texts.said)))
+        rows.append((statement, texts.verdict, difference, texts.measured))
     head = ("asked", "answer", f"difference [95 %] {shared}".strip(), "measured")
     return "\n".join(markdown_table(head, rows))
 
@@ -268,8 +273,8 @@ def answers_table(answers: Sequence[Answer]) -> str:
 def write_study_pages(root: Path = Path()) -> list[Path]:
     """Write pipelines/README.md and the tables in the READMEs of its folders below ``root``.
 
-    Raises UserError, and writes nothing, where a folder has no README, or a text names a number or
-    a round that does not exist.
+    Raises UserError, and writes nothing, if a folder has no README, or a text names an unknown
+    number or round.
     """
     pages = render_study_pages(root)
     for path, text in pages.items():
@@ -280,21 +285,27 @@ def write_study_pages(root: Path = Path()) -> list[Path]:
 def render_study_pages(root: Path) -> dict[Path, str]:
     """Return path → text of pipelines/README.md and of the READMEs of its folders."""
     questions = load_questions(root)
-    studies, answers = evaluate_results(one for question in questions for one in question.rounds)
+    studies, answers = evaluate_results(
+        study for question in questions for study in question.rounds
+    )
     folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
     readmes = {folder: _read_readme(root, folder) for folder in folders}
     sections = [
         {
             "title": _folder_title(folder, readmes[folder]),
-            "verdicts": _count_verdicts([one for one in answers if _is_in(one.study, folder)]),
-            "table": _table_of([one for one in questions if _is_in(one.name, folder)], studies),
+            "verdicts": _count_verdicts(
+                [answer for answer in answers if _is_in(answer.study, folder)]
+            ),
+            "table": _table_of(
+                [question for question in questions if _is_in(question.name, folder)], studies
+            ),
         }
         for folder in sorted(folders, key=lambda name: name == "ours")
     ]
     headlines = sorted(
-        (asked, fill_in_numbers(answer, question, studies), _link(question))
+        (headline, fill_in_numbers(answer, question, studies), _link(question))
         for question in questions
-        for asked, answer in (question.document.data.get("headlines") or {}).items()
+        for headline, answer in (question.document.data.get("headlines") or {}).items()
     )
     worlds = [
         (f"[{path.stem}]({WORLDS}/{path.name})", _leading_comment(path))
@@ -314,15 +325,17 @@ def render_study_pages(root: Path) -> dict[Path, str]:
 
 
 def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence[Answer]) -> str:
-    """Return a README with the tables between its markers. Raises UserError for no such round."""
+    """Return a README with the tables between its markers; UserError for an unknown round."""
 
     def table(match: re.Match[str]) -> str:
         name = match["study"]
         if name not in studies:
             line = readme.count("\n", 0, match.start()) + 1
-            hint = did_you_mean(name, list(studies))
-            allowed = "allowed: rounds of questions, such as tgr/table_3 and moge/swin.2"
-            raise UserError(f"{path}:{line}: answers: found {name!r}{hint}; {allowed}")
+            raise UserError.at(
+                f"{path}:{line}: answers",
+                found=f"{name!r}{did_you_mean(name, list(studies))}",
+                allowed="rounds of questions, such as tgr/table_3 and moge/swin.2",
+            )
         of_round = [answer for answer in answers if answer.study == name]
         return f"{match['start']}\n{answers_table(of_round)}\n{match['end']}"
 
@@ -330,15 +343,15 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
 
 
 def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
-    """Return a text with the numbers that it names: ``{test_accuracy tgr - vmoe @finetune}``.
+    """Return a text with numbers in place of names like ``{test_accuracy tgr - vmoe @finetune}``.
 
-    One mean, or the size of a difference of two; shares in percent. They are of the last round that
-    has them, or of the round ``of tgr/table_3`` at the end; ``:.2f`` says the digits. Raises
-    UserError for a number that no result has.
+    A number is a mean, or the absolute difference of two; shares are in percent. It comes from the
+    last round that has it, or from ``of tgr/table_3``; ``:.2f`` sets the digits. Raises UserError
+    for a number that no result has.
     """
 
     def number(match: re.Match[str]) -> str:
-        rounds = [match["study"]] if match["study"] else [one.name for one in question.rounds]
+        rounds = [match["study"]] if match["study"] else [study.name for study in question.rounds]
         phase = match["phase"] or "pretrain"
         sides = [(match["metric"], match["method"])]
         if match["against"]:
@@ -347,11 +360,14 @@ def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
             methods = studies.get(name, {})
             cells = [methods.get(side, {}).get(phase, {}).get(metric) for metric, side in sides]
             if all(cells):
-                first, *others = (cell["mean"] for cell in cells)
-                size = abs(first - others[0]) if others else first
+                means = [cell["mean"] for cell in cells]
+                size = abs(means[0] - means[1]) if match["against"] else means[0]
                 return format(size * SCALES.get(cells[0]["form"], 1.0), match["digits"] or ".1f")
-        problem = f"found {match[0]}, which no result of {' or '.join(rounds)} has"
-        raise UserError(f"{question.path}: {problem}; allowed: metric method - against @phase")
+        raise UserError.at(
+            question.path,
+            found=f"{match[0]}, which no result of {' or '.join(rounds)} has",
+            allowed="metric method - against @phase",
+        )
 
     return NUMBER.sub(number, text)
 
@@ -364,9 +380,9 @@ def _read_readme(root: Path, folder: str) -> str:
 
 
 def _folder_title(folder: str, readme: str) -> str:
-    """The heading of a folder's README, with a link to it."""
-    name, _, words = readme.splitlines()[0].removeprefix("# ").partition(": ")
-    return f"[{name}]({folder}/README.md): {words}"
+    """Return the heading of a folder's README, with a link to it."""
+    name, _, title = readme.splitlines()[0].removeprefix("# ").partition(": ")
+    return f"[{name}]({folder}/README.md): {title}"
 
 
 def _is_in(name: str, folder: str) -> bool:
@@ -374,7 +390,7 @@ def _is_in(name: str, folder: str) -> bool:
 
 
 def _leading_comment(path: Path) -> str:
-    """The comment with which a file begins, as one line."""
+    """Return the comment at the start of a file, as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = list(takewhile(lambda line: line.startswith("#"), lines))
     return " ".join(line.removeprefix("#").strip() for line in comment)
@@ -386,29 +402,34 @@ def _link(question: QuestionFile) -> str:
 
 
 def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
-    """The table of a folder: question, answer, and the command that runs the last round."""
+    """Return the table of a folder: question, answer, and the command that runs it."""
     rows = []
     for question in questions:
         folder, _, name = question.name.partition("/")
-        asked = f"[{name}]({folder}/README.md#{name}): {question.text('question')}"
+        link = f"[{name}]({folder}/README.md#{name}): {question.text('question')}"
         command = f"`moecore study run {question.name}`"
         if len(question.rounds) > 1:
             command += f", {len(question.rounds)} rounds"
         answer = fill_in_numbers(question.text("answer"), question, studies)
-        rows.append((asked, answer or "not answered yet", command))
+        rows.append((link, answer or "not answered yet", command))
     return markdown_table(("question", "answer", "command"), rows)
 
 
 def _count_verdicts(answers: Sequence[Answer]) -> str:
-    """What became of a folder's claims, with Holm's correction, and of its questions, in words."""
-    claims = Counter(one.verdict_holm for one in answers if isinstance(one.claim, Claim))
-    asked = Counter(one.verdict for one in answers if not isinstance(one.claim, Claim))
+    """Return the verdicts on a folder's claims, with Holm's correction, and questions, counted."""
+    claims: Counter[str] = Counter()
+    questions: Counter[str] = Counter()
+    for answer in answers:
+        if isinstance(answer.claim, Claim):
+            claims[answer.verdict_holm] += 1
+        else:
+            questions[answer.verdict] += 1
     lines = []
     if claims:
         counted = ", ".join(f"{claims[name]} {name}" for name in ORDER if claims[name])
         lines.append(f"Claims of papers, after Holm's correction: {counted}.")
-    if asked:
-        words = (*ANSWERS.values(), "not significant", "not run yet")
-        told = [f"{asked[name]} {SAID.get(name, name)}" for name in words if asked[name]]
+    if questions:
+        verdicts = (*ANSWERS.values(), "not significant", "not run yet")
+        told = [f"{questions[name]} {SAID.get(name, name)}" for name in verdicts if questions[name]]
         lines.append(f"Questions of ours: {', '.join(told)}.")
     return " ".join(lines)

@@ -1,13 +1,13 @@
-"""What a result keeps beside its numbers: items from which its intervals follow, and who asked.
+"""Records of a result: the items behind its intervals, and the commits that asked and answered.
 
-items.safetensors beside compare.json, and beside each of pipelines/results/, has of every metric
-and method that a claim or question compares each seed's value of each test item: (S, N) as bits
-where a seed has two values, as bytes for up to 256, else as fp16 deviations from the mean; or one
-number per seed, (S,), where a metric has no items. Means stay exact.
+items.safetensors, in the folder of compare.json or of pipelines/results/, has the values of each
+seed and test item for every metric and method of a claim or question: (S, N) as bits if a seed has
+two different values, as bytes for up to 256, else as fp16 deviations from the exact mean; (S,) for
+a metric without items.
 
-Under ``asked`` a result says which commit and file asked: the question's file as it was committed
-when the run's folder was written, or null where it was not. Results of moecore 0.2 also say in
-which commit they were answered, and which of their entries were asked elsewhere, or late.
+Under ``asked`` a result has the commit and file of the question when the run's folder was written,
+or null if it was not committed. Results of moecore 0.2 also have the commit of the answer, and
+which entries were asked elsewhere, or late.
 """
 
 import hashlib
@@ -51,38 +51,41 @@ from moecore.study.sections import Comparison, compared_quantity_key, has_change
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
 NUMBERS = Path("reports/compare.json")
 MOST_BYTES = 2_000_000  # of a study's file
-RESULT = "result"  # the tensor that says of which numbers these are the items
-VALUES = ":values"  # behind a name: of each seed the coded values, or mean and largest distance
-TOLERANCE = 1e-3  # of half an interval: what fp16 may change
-VARIANCES = ("variances", "freedoms")  # of a difference; items of moecore 0.2 had none
+RESULT = "result"  # tensor: digest of the numbers that the items belong to
+VALUES = ":values"  # suffix of a name: coded values of each seed, or mean and largest deviation
+TOLERANCE = 1e-3  # of half an interval's width: error of fp16
+VARIANCES = ("variances", "freedoms")  # of a difference; not in items of moecore 0.2
 ASKED = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-SHORT = 8  # letters of a commit that are printed
+SHORT = 8  # characters of a printed commit
 
 
 def pack_items(
     evaluated: Sequence[EvaluatedClaim], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the items of what was judged, as tensors to be written; says on stderr of which claims
-    and questions they would be too many bytes. numbers: the content of compare.json.
+    """Return the items of the claims as tensors; print those that exceed ``MOST_BYTES`` to stderr.
+
+    numbers: content of compare.json.
     """
     tensors = {RESULT: _result_digest(numbers)}
-    for one in evaluated:
-        names = _value_names(one.claim.model_dump())
+    for answer in evaluated:
+        names = _value_names(answer.claim.model_dump())
         new: dict[str, Tensor] = {}
-        for name, values in zip(names, one.values, strict=True):
-            new |= {} if name in tensors else _pack_values(name, values)
+        for name, values in zip(names, answer.values, strict=True):
+            if name not in tensors:
+                new |= _pack_values(name, values)
         if sum(tensor.nbytes for tensor in (tensors | new).values()) > MOST_BYTES:
-            print(f"items are not kept, for their size: {one.claim.words}", file=sys.stderr)
+            print(f"items are too large to be stored: {answer.claim.words}", file=sys.stderr)
         else:
             tensors |= new
     return tensors
 
 
 def verify_kept_items(results: Path) -> int:
-    """Return how many differences of a result follow from the items that lie beside it; 0 where
-    there are none. Raises UserError where one does not, or the items are of another result.
+    """Return how many differences of a result were recomputed from its items; 0 without items.
+
+    Raises UserError if a difference is another, or the items belong to another result.
     """
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
@@ -100,9 +103,10 @@ def verify_kept_items(results: Path) -> int:
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
             difference = drop_zero_width_interval(crossed_or_paired_difference(ours, theirs))
             if not _agrees(difference, entry):
-                problem = f"{section}: {key}: found {difference.value:.6g} of these items"
-                there = f"in {results.name} {stored['mean']:.6g}"
-                raise UserError(f"{path}: {problem}, {there}; {again}")
+                raise UserError(
+                    f"{path}: {section}: {key}: found {difference.value:.6g} from these items, "
+                    f"{stored['mean']:.6g} in {results.name}; {again}"
+                )
             number += 1
     if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
         raise UserError(f"{path}: found the items of another result; {again}")
@@ -110,7 +114,7 @@ def verify_kept_items(results: Path) -> int:
 
 
 def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the tensors of a comparison's two sides."""
+    """Return the names of the tensors of a comparison's two sides."""
     phase, metric = asked["phase"], asked["metric"]
     other = asked.get("against_metric") or metric
     return f"{phase}/{metric}/{asked['method']}", f"{phase}/{other}/{asked['against']}"
@@ -120,12 +124,12 @@ def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
     if values.ndim == 1:
         return {name: torch.from_numpy(values)}
     tables = [np.unique(row, return_inverse=True) for row in values]
-    most = max(len(known) for known, _ in tables)
-    if most <= 256:
+    width = max(len(different) for different, _ in tables)
+    if width <= 256:
         codes = np.stack([positions for _, positions in tables]).astype(np.uint8)
-        packed = np.packbits(codes, axis=1) if most <= 2 else codes
-        known = np.stack([np.pad(row, (0, most - len(row)), "edge") for row, _ in tables])
-        return {name: torch.from_numpy(packed), name + VALUES: torch.from_numpy(known)}
+        packed = np.packbits(codes, axis=1) if width <= 2 else codes
+        table = np.stack([np.pad(row, (0, width - len(row)), "edge") for row, _ in tables])
+        return {name: torch.from_numpy(packed), name + VALUES: torch.from_numpy(table)}
     mean = values.mean(axis=1)
     apart = values - mean[:, None]
     largest = np.abs(apart).max(axis=1)
@@ -149,105 +153,109 @@ def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.n
 
 
 def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
-    """Return whether a difference is that of an entry of compare.json, up to fp16, and whether its
-    limits follow from the variances there.
-    """
+    """Return whether a difference equals an entry's, within fp16, in its value and its limits."""
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
     ours, theirs = difference.interval(), interval_from_json(stored)
-    if theirs.limits is None:  # of no spread, or of values that are bounds
+    if theirs.limits is None:  # identical values, or bounds
         return math.isclose(ours.value, theirs.value, abs_tol=1e-12)
     half = (theirs.limits[1] - theirs.limits[0]) / 2
     for interval in (ours, difference_from_json(entry).interval()):
         limits = interval.limits
         if limits is None:
             return False
-        gaps = [abs(one - other) for one, other in zip(limits, theirs.limits, strict=True)]
+        gaps = [abs(a - b) for a, b in zip(limits, theirs.limits, strict=True)]
         if max(gaps) > TOLERANCE * half:
             return False
     return True
 
 
 def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
-    """Return the sha256 (32,) of all that was judged, but for the variances behind its limits."""
+    """Return the sha256 (32,) of the claims and questions, without variances."""
     judged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
     for section, entries in judged.items():
         for name, entry in numbers.get(section, {}).items():
-            kept = {k: v for k, v in entry["difference"].items() if k not in VARIANCES}
-            entries[name] = entry | {"difference": kept}
+            stored = {k: v for k, v in entry["difference"].items() if k not in VARIANCES}
+            entries[name] = entry | {"difference": stored}
     text = json.dumps(judged, sort_keys=True).encode()
     return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
 
 
 class DatedQuestion(NamedTuple):
-    """A claim or question, with the commits that asked it and that have its answer."""
+    """A claim or question, with the commits of the question and of the answer."""
 
     words: str
     asked: str  # "" for no commit
     answered: str
-    is_late: bool  # in no commit before that of the answer
-    is_refused: bool  # late, not known to be so, and answered under the settings as they are
+    is_late: bool  # asked in no commit before the answer
+    is_refused: bool  # late, not recorded as late, and answered with the present settings
 
     @property
     def line(self) -> str:
-        """Return what it asks, and when."""
-        asked, answered = (one[:SHORT] or "no commit" for one in (self.asked, self.answered))
-        late = ", not before" if self.is_late else ""
+        asked = self.asked[:SHORT] or "no commit"
+        answered = self.answered[:SHORT] or "no commit"
+        late = ", not asked before the answer" if self.is_late else ""
         return f"{self.words}: asked in {asked}, answered in {answered}{late}"
 
 
 def has_whole_history(folder: Path) -> bool:
-    """Return whether ``folder`` lies in a git repository that was not cloned in part."""
+    """Return whether ``folder`` is in a git repository that is no shallow clone."""
     return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
 
 
 def committed_at(root: Path, *paths: Path) -> str | None:
-    """Return the last commit of a project where it has these files as they are, else None."""
+    """Return the last commit of a project if its files equal the present ones, else None."""
     for path in paths:
-        shown = run_git(root, "show", f"HEAD:./{path.as_posix()}")
-        if not shown or shown != (root / path).read_text(encoding="utf-8").strip():
+        committed = run_git(root, "show", f"HEAD:./{path.as_posix()}")
+        if not committed or committed != (root / path).read_text(encoding="utf-8").strip():
             return None
     return run_git(root, "rev-parse", "HEAD")
 
 
-def date_questions(one: Round) -> list[DatedQuestion]:
-    """Return the claims and questions that a round's result answers, in the order of its file.
+def date_questions(study: Round) -> list[DatedQuestion]:
+    """Return the claims and questions of a round's result, in the order of its file.
 
-    The project lies in a repository that ``has_whole_history``.
+    The project must be in a repository that ``has_whole_history``.
     """
-    if not one.results.is_file():
+    if not study.results.is_file():
         return []
-    root, numbers = one.question.root, read_json(one.results)
+    root, numbers = study.question.root, read_json(study.results)
     record = numbers.get(ASKED) or {}
-    path = str(one.results.relative_to(root))
+    path = str(study.results.relative_to(root))
     is_committed = not run_git(root, "status", "--porcelain", "--", path)
     answered = run_git(root, "log", "-1", "--format=%H", "--", path) if is_committed else ""
     entries = {
         compared_quantity_key(DEFAULTS | entry["asked"]): (name, entry)
         for section in ("claims", "questions")
         for name, entry in numbers.get(section, {}).items()
-        if "asked" in entry  # others are of older versions
+        if "asked" in entry  # older versions wrote none
     }
     dated = []
-    data = one.compose().document.data
+    data = study.compose().document.data
     for question in _list_comparisons(data):
         if compared_quantity_key(question) not in entries:
             continue
         name, entry = entries[compared_quantity_key(question)]
-        own = {"answered": answered} | record | record.get("entries", {}).get(name, {})
-        is_late = not _is_asked_before(root, own, question)
+        dates = {"answered": answered} | record | record.get("entries", {}).get(name, {})
+        is_late = not _is_asked_before(root, dates, question)
         asked = Comparison.model_validate({key: question[key] for key in DEFAULTS})
-        is_new = is_late and own.get("commit") and not own.get("late")
+        is_new = is_late and dates.get("commit") and not dates.get("late")
         is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, asked)
-        words = f"{asked.phase}: {asked.words}"
-        commits = (own.get("commit") or "", own["answered"] or "")
-        dated.append(DatedQuestion(words, *commits, is_late, is_refused))
+        dated.append(
+            DatedQuestion(
+                words=f"{asked.phase}: {asked.words}",
+                asked=dates.get("commit") or "",
+                answered=dates["answered"] or "",
+                is_late=is_late,
+                is_refused=is_refused,
+            )
+        )
     return dated
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
-    """Return whether the commit of a record has the question, and is older than the answer."""
+    """Return whether a record's commit has the question, and is older than the answer."""
     commit, answered = record.get("commit"), record["answered"]
     if not commit or commit == answered:
         return False
@@ -258,19 +266,19 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
 
 @lru_cache
 def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
-    """Return what a file of a commit asks: what decides a verdict."""
+    """Return the verdict keys of all claims and questions in a committed file."""
     data = _read_committed(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
-    asked = [one for part in parts for one in part.get(ASKS) or ()]
-    named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, asked)]
-    own = [one for part in parts for one in _list_comparisons(part)]
-    return frozenset(map(_verdict_key, named + own))
+    references = [reference for part in parts for reference in part.get(ASKS) or ()]
+    named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, references)]
+    written = [comparison for part in parts for comparison in _list_comparisons(part)]
+    return frozenset(map(_verdict_key, named + written))
 
 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the claims that a question asked for by name, as the papers' files had them then."""
-    for asked in asks:
-        folder, name, changes = split_asked(asked)
+    """Yield the claims that a question refers to by name, from the papers' files of the commit."""
+    for reference in asks:
+        folder, name, changes = split_asked(reference)
         paper = _read_committed(root, commit, (PIPELINES / folder / PAPER_FILE).as_posix())
         path = find_paper_file(root, folder)
         if not paper and root not in path.parents and path.is_file():  # of the installed version
@@ -287,28 +295,30 @@ def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
 def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the claims, then the questions, of a file as plain data, with defaults."""
     for section in ("claims", "questions"):
-        yield from (DEFAULTS | one for one in data.get(section) or ())
+        yield from (DEFAULTS | comparison for comparison in data.get(section) or ())
 
 
 def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*compared_quantity_key(question), question["better"], question["margin"])
 
 
-def run_git(folder: Path, *words: str) -> str:
-    """Return what git prints; "" where it fails or is not installed."""
-    done = _start_git(folder, words)
+def run_git(folder: Path, *arguments: str) -> str:
+    """Return git's output; "" if it fails or is not installed."""
+    done = _start_git(folder, arguments)
     return done.stdout.strip() if done is not None and done.returncode == 0 else ""
 
 
-def _exits_well(folder: Path, *words: str) -> bool:
-    done = _start_git(folder, words)
+def _exits_well(folder: Path, *arguments: str) -> bool:
+    done = _start_git(folder, arguments)
     return done is not None and done.returncode == 0
 
 
-def _start_git(folder: Path, words: tuple[str, ...]) -> subprocess.CompletedProcess | None:
-    """Run git in a folder, whatever repository the environment of a hook names."""
+def _start_git(folder: Path, arguments: tuple[str, ...]) -> subprocess.CompletedProcess | None:
+    # A git hook sets GIT_DIR and others, which would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(["git", *words], cwd=folder, env=env, capture_output=True, text=True)
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, env=env, capture_output=True, text=True
+        )
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Whether two methods differ: on the same items, over the same seeds, or both; corrected."""
+"""Tests between two methods, paired by items, seeds or both, with Holm's correction."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,13 +21,11 @@ from moecore.statistics.paired import count_paired_hits, holm, mcnemar, paired_s
 LEVEL = 0.05
 Seeds = Mapping[int, Measured]
 WORDS = {
-    "mcnemar": "shares of images by McNemar's exact test of what two methods get right on the same "
-    "images, Holm's correction over the column",
-    BOTH: "over test items and seeds at once (docs/intervals.md), Holm's correction over the "
-    "column",
-    SEEDS: "where no items are kept, by Student's paired test over the seeds, with the same "
-    "correction",
-    "intervals": "where there is no paired test, by intervals that do not overlap",
+    "mcnemar": "McNemar's exact test for shares of images, with Holm's correction over the column",
+    BOTH: "a test over test items and seeds together (docs/intervals.md), with Holm's correction "
+    "over the column",
+    SEEDS: "Student's paired test over seeds for values without items, with the same correction",
+    "intervals": "intervals that do not overlap for values without a paired test",
 }
 
 
@@ -36,23 +34,23 @@ class TestedDifference(NamedTuple):
 
     difference: Interval
     p: float
-    holm: float  # p, corrected for the family of tests that it is one of
-    test: str  # "mcnemar", BOTH, SEEDS, or "" where several seeds leave no interval
-    # Images that the first method alone gets right, and the second alone.
+    holm: float  # p with Holm's correction over its family of tests
+    test: str  # "mcnemar", BOTH, SEEDS, or "" if several seeds give no interval
+    # Images that only the first method gets right, and only the second.
     only: tuple[int, ...] = ()
 
 
 def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """The test that can be made between these methods; "" where neither direction is better.
+    """Return the test that these results allow; "" if neither direction is better.
 
-    Of several seeds BOTH where the results keep one value per item, else SEEDS; "mcnemar" for one
-    seed with hits, else "intervals".
+    Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if all
+    have hits, else "intervals".
     """
     if not metric.better:
         return ""
     models = [model for seeds in methods for model in seeds.values()]
-    least = 3 if metric.of_pairs else 2  # one pair of seeds says nothing of their scatter
-    if all(len(seeds) >= least for seeds in methods):
+    min_seeds = 3 if metric.of_pairs else 2  # two seeds are one pair, without a variance
+    if all(len(seeds) >= min_seeds for seeds in methods):
         return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
     if all(metric.hits(model) is not None for model in models):
         return "mcnemar"
@@ -62,33 +60,31 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
 def differences_from(
     metric: Column, models: Mapping[str, Seeds], reference: str
 ) -> dict[str, TestedDifference]:
-    """Every other method tested against ``reference``; {} where no test can be made.
+    """Return the tests of every other method against ``reference``; {} if none is possible.
 
-    models: those that have the metric. The p-values are corrected by Holm's method over these
-    comparisons. A method with a value that is only a bound is not tested.  Raises UserError where
-    two methods met different images or seeds.
+    models: methods with the metric; those with a value that is only a bound are not tested. Holm's
+    correction is over these tests. Raises UserError for different images or seeds.
     """
     models = {name: seeds for name, seeds in models.items() if not metric.has_bound(seeds.values())}
-    others = [method for method in models if method != reference]
+    rivals = [method for method in models if method != reference]
     test = possible_test(metric, list(models.values()))
-    if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
+    if reference not in models or not rivals or test not in ("mcnemar", BOTH, SEEDS):
         return {}
     compare = {"mcnemar": _by_images}.get(test, _by_seeds)
-    tests = [compare(metric, method, models[method], models[reference]) for method in others]
+    tests = [compare(metric, method, models[method], models[reference]) for method in rivals]
     corrected = holm([tested.p for tested in tests])
     return {
         method: tested._replace(holm=p)
-        for method, tested, p in zip(others, tests, corrected, strict=True)
+        for method, tested, p in zip(rivals, tests, corrected, strict=True)
     }
 
 
 def find_leader(
     metric: Column, models: Mapping[str, Seeds], values: Mapping[str, float]
 ) -> str | None:
-    """The method that is better than every other one by tests, or None.
+    """Return the method with the best mean if it is significantly better than every other.
 
-    values: the mean of each method of ``models``. The method with the best mean is tested against
-    each of the others; it leads where all corrected p-values are below 5 %.
+    values: mean of each method of ``models``. All corrected p-values must be below 5 %.
     """
     sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
@@ -99,10 +95,7 @@ def find_leader(
 
 
 def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
-    """Return difference, its limits, p, p_holm and the test.
-
-    Of McNemar's also how many images one of the two alone gets right.
-    """
+    """Return the entry of compare.json; for McNemar's test with the images only one gets right."""
     names = ("difference", "low", "high", "p", "p_holm", "test")
     numbers = (*tested.difference, tested.p, tested.holm, tested.test)
     only = zip(("only_first", "only_second"), tested.only, strict=False)
@@ -110,7 +103,7 @@ def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
 
 
 def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:
-    """Return ours minus theirs, of ``paired_values``: over items and seeds, or seeds alone."""
+    """Return ours minus theirs, both (S, N): over items and seeds; or (S,): over seeds."""
     if ours.ndim == 1:
         return paired_seed_difference((ours - theirs).tolist())
     return crossed_difference(ours - theirs)
@@ -119,9 +112,9 @@ def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Differ
 def paired_values(
     ours: Seeds, metric: Column, theirs: Seeds, against_metric: Column, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return both sides' values, (S, N) of seeds and items; (S,) where there are no items.
+    """Return both sides' values: (S, N) of seeds and items, or (S,) without items.
 
-    Raises UserError where the two sides' items differ, or only some results keep theirs.
+    Raises UserError for different items, or if only some results have items.
     """
     sides = [(metric.items(ours[seed]), against_metric.items(theirs[seed])) for seed in ours]
     arrays = [items for pair in sides for items in pair if items is not None]
@@ -134,8 +127,11 @@ def paired_values(
         raise UserError(f"{place}: only some results keep the items of {names}; {again}")
     counts = sorted({len(items) for items in arrays})
     if len(counts) > 1:
-        problem = f"{names} is of {' and of '.join(map(str, counts))} items"
-        raise UserError(f"{place}: found {problem}; allowed: the same items of all; {again}")
+        raise UserError.at(
+            place,
+            found=f"{names} is of {' and of '.join(map(str, counts))} items",
+            allowed=f"the same items of all; {again}",
+        )
     return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
@@ -158,6 +154,6 @@ def _by_seeds(metric: Column, method: str, ours: Seeds, theirs: Seeds) -> Tested
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
     values = paired_values(ours, metric, theirs, metric, f"compare: {method}")
     difference = crossed_or_paired_difference(*values)
-    # Values that are all alike leave no interval, and nothing to tell the two apart by.
+    # Identical differences have no variance: no interval, and no test.
     p = 1.0 if difference.p is None else difference.p
     return TestedDifference(difference.interval(), p, p, difference.kind)

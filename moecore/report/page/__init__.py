@@ -1,4 +1,5 @@
-"""The page and the routing explorer: sections, their rows, the first sentence, and the templates.
+"""The report's page and the routing explorer.
 
-``report_page`` puts the page together; ``view`` holds what the templates know.
+``report_page`` and ``explorer_page`` render them, ``sections`` writes the page's sentences and
+sections, ``view`` has the objects that the templates lay out.
 """

@@ -1,7 +1,7 @@
-"""What other measurements know of a model's experts, as the routing explorer says it.
+"""The routing explorer's page, and what other measurements found about the experts.
 
-Nothing is computed anew: an answer is read from a result, or a line names the measurement that
-gives it.
+Nothing is measured here: an answer is read from a result, or a line names the measurement that
+would give it.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 from moecore.training.outcome import Outcome
 
-PARTNERS = 4  # experts that are most often chosen beside, before or after an expert
+PARTNERS = 4  # experts most often chosen with, before or after an expert
 SHARE = NumberFormat("share", 0)
 P = NumberFormat("number", 3)
 QUESTIONS = {
@@ -48,8 +48,8 @@ QUESTIONS = {
 
 def display_of(kind: type[MeasuredPart]) -> Display:
     """Return how the page shows results of this type."""
-    (shown,) = [one for one in list_displays() if one.kind is kind]
-    return shown
+    (display,) = [display for display in list_displays() if display.kind is kind]
+    return display
 
 
 def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
@@ -61,31 +61,29 @@ def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
 def expert_answers(
     measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return what is known of each of the MoE layers, and a line for each question that is open.
+    """Return facts about the experts of each MoE layer, and lines for what was not measured.
 
-    images: the places in the test split of those that are shown.
+    images: indices in the test split of the images that are shown.
     """
-    known: list[dict[str, Any]] = [{} for _ in range(layers)]
+    facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        known = roles_answers(read_layers(roles))
+        facts = roles_answers(read_layers(roles))
     if worth := measured.of(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
-        for layer, answers in enumerate(known, 1):
+        for layer, answers in enumerate(facts, 1):
             experts = [value.interval for value in values if value.at["layer"] == layer]
             answers["without"] = worth_words(experts, score)
     if regret := measured.of(RouterRegret):
-        for layer, answers in enumerate(known, 1):
+        for layer, answers in enumerate(facts, 1):
             answers["regret"] = regret_words(regret, layer)
-        for best, answers in zip(best_by_token(regret, images), known, strict=True):
+        for best, answers in zip(best_by_token(regret, images), facts, strict=True):
             answers["best"] = best
-    return {"layers": known, "open": open_questions(measured)}
+    return {"layers": facts, "open": open_questions(measured)}
 
 
 def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
-    """Return of each layer which experts go together, ``most`` of each at most, what they tell, and
-    how sure the router was.
-    """
-    known: list[dict[str, Any]] = [
+    """Return per layer each expert's partners, what the choices tell, and the router's margin."""
+    facts: list[dict[str, Any]] = [
         {
             "together": list_partners(layer.together, most),
             "earlier": list_partners(layer.before, most),
@@ -94,13 +92,13 @@ def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[di
         }
         for layer in layers
     ]
-    for layer, before in zip(layers[1:], known[:-1], strict=True):
+    for layer, before in zip(layers[1:], facts[:-1], strict=True):
         before["later"] = list_partners(layer.after, most)
-    return known
+    return facts
 
 
 def open_questions(measured: Measured) -> list[str]:
-    """Return sentences: what did not apply, and what to ask for in params.yaml for an answer."""
+    """Return which measurements did not apply, and which to add in params.yaml."""
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
         display, reason = display_of(kind), skip_reason(measured, kind)
@@ -108,8 +106,9 @@ def open_questions(measured: Measured) -> list[str]:
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")
         elif measured.of(kind) is None:
-            (unset if display.within else unnamed).append(f"{name} for {question}")
-    ways = [f"set {one}" for one in unset]
+            missing = unset if display.within else unnamed
+            missing.append(f"{name} for {question}")
+    ways = [f"set {setting}" for setting in unset]
     if unnamed:
         ways.append(f"name in run.measurements: {', '.join(unnamed)}")
     if ways:
@@ -120,7 +119,7 @@ def open_questions(measured: Measured) -> list[str]:
 def list_partners(
     shares: Sequence[Sequence[float]], most: int = PARTNERS
 ) -> list[list[tuple[int, float]]]:
-    """Return for each expert, a row of P(they | it), those most often chosen with it, with P."""
+    """Return each expert's most frequent partners with P(partner | expert); shares: (E, E)."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
     return [
         [(expert, round(share, 4)) for expert, share in row[:most] if share > 0] for row in rows
@@ -128,16 +127,18 @@ def list_partners(
 
 
 def information_words(layer: RolesLayer) -> str:
-    """Return what the layer's experts tell of a token."""
+    """Return how much the layer's choice of experts tells about a token's labels."""
     told = [
         f"{LABELS.get(name, name)} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
         for name, label in layer.labels.items()
     ]
-    return f"This layer's experts tell of a token, above chance: {', '.join(told)}."
+    return (
+        f"What this layer's choice of expert tells about a token, above chance: {', '.join(told)}."
+    )
 
 
 def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
-    """Return for each expert of a layer what the score loses without it."""
+    """Return how much worse the score is without each expert of a layer."""
     form = NumberFormat.of(score.form, intervals)
     return [
         f"Without it the {score.label} is worse by "
@@ -148,7 +149,7 @@ def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
 
 
 def regret_words(result: Found, layer: int) -> str:
-    """Return what the best sets of experts of a layer's tokens would save."""
+    """Return by how much the best experts of a layer's tokens would lower the loss."""
     regret, better = (
         result.curve(name, "layer")[layer] for name in ("router_regret", "better_sets")
     )
@@ -162,53 +163,54 @@ def regret_words(result: Found, layer: int) -> str:
 def best_by_token(
     regret: Found, images: Sequence[int]
 ) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
-    """Return of each layer and image, at places in the test split, tokens' best experts and what
-    these would save; no experts where the router chose the best. Empty where none were tried.
+    """Return per layer and image: token → its best experts and the loss that they would save.
+
+    No experts where the router chose the best ones; images: indices in the test split.
     """
     form = NumberFormat("number", 3)
     layers = []
     for choices in regret.facts["best"]:
         rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
-        for one in choices:
-            if one["image"] in images:
-                saved = f"{form.value(one['saved'])} {regret.facts['unit']}"
-                best = (tuple(one["experts"]), saved)
-                rows[images.index(one["image"])] |= dict.fromkeys(one["tokens"], best)
+        for choice in choices:
+            if choice["image"] in images:
+                saved = f"{form.value(choice['saved'])} {regret.facts['unit']}"
+                best = (tuple(choice["experts"]), saved)
+                rows[images.index(choice["image"])] |= dict.fromkeys(choice["tokens"], best)
         layers.append(rows)
     return layers
 
 
-FILE = "explorer.html"  # beside the page
+FILE = "explorer.html"  # in the page's folder
 PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 NOT_MEASURED = (
-    "There is nothing to explore yet: no method's single images were measured. Name explorer in "
-    "run.measurements of params.yaml and run `moecore run`; the stage measure then writes "
-    "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and compare this page."
+    "There is nothing to explore yet: the measurement explorer has not run. Add explorer to "
+    "run.measurements in params.yaml and run `moecore run`: the stage measure then writes "
+    "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and the stage compare this page."
 )
-NO_EXPERTS = "There is nothing to see: no method of this study has experts."
+NO_EXPERTS = "There is nothing to explore: no method of this study has experts."
 
 
 class PageHead(NamedTuple):
-    """What stands above: a question, how to read the page, and where more is."""
+    """The top of the page: a question, how to read the page, and a link."""
 
     question: str
     words: str
     address: str
-    more: str  # the address in words
+    more: str  # text of the link
 
 
 HEAD = PageHead(
     "Which expert sees which patch?",
-    "Every patch is tinted and numbered by the expert that weighs most in it. Point at a patch, or "
-    "move with the arrow keys, to see what the router thinks of it. The slider disturbs the image, "
-    "or goes back in the training: patches whose expert differs are framed.",
+    "Each patch has the colour and number of its expert with the largest weight. Point at a patch, "
+    "or use the arrow keys, to see how the router weighs the experts there. The slider changes the "
+    "image, or goes back to earlier epochs: patches whose expert then differs are framed.",
     "index.html",
     "All results",
 )
 
 
 def explorer(results: Results) -> str:
-    """The whole page, with all that was measured; the same results give the same text."""
+    """Return the whole page; the same results give the same text."""
     phases = [
         phase
         for phase in results.phases.values()
@@ -230,30 +232,27 @@ def render_explorer(
     head: PageHead,
     missing: str = "",
 ) -> str:
-    """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``.
-
-    phases: or their JSON as a packed text.
-    """
+    """Return the page; phases: of ``explorer_phase_data``, or their JSON as a packed text."""
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(missing=missing, data=data, head=head)
 
 
 def has_explorer_images(results: Results) -> bool:
-    """Whether any model's images can be looked at."""
+    """Return whether the explorer was measured for any model."""
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
 class ExploredModel(NamedTuple):
-    """A model under the name by which a reader chooses it."""
+    """A model and its name in the page's list."""
 
-    name: str  # the method; of further seeds with the seed
-    is_first: bool  # of the method's seeds
+    name: str  # the method; from the second seed on also the seed
+    is_first: bool  # whether it is the method's first seed
     measured: Measured
 
 
 def list_explored_models(phase: Phase) -> list[ExploredModel]:
-    """Return each method's first seed, measured or not; then the further seeds that were."""
+    """Return each method's first seed, measured or not; then the other measured seeds."""
     models = []
     for method, seeds in phase.models.items():
         for place, (seed, measured) in enumerate(seeds.items()):
@@ -265,7 +264,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
 
 
 def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
-    """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
+    """Return a phase's data for the page; packed texts become indices in ``pool``, which grows."""
     models = list_explored_models(phase)
     return {
         "name": phase.name,
@@ -284,7 +283,7 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
 def explored_model_data(
     explored: ExploredModel, phase: Phase, pool: dict[str, int]
 ) -> dict[str, Any]:
-    """A model, or why there is none to look at. Of further seeds only the clean images."""
+    """Return a model's data, or why there is none; after the first seed only clean images."""
     name, is_first, measured = explored
     measurement = measured.of(Explorer)
     if measurement is None:
@@ -296,23 +295,24 @@ def explored_model_data(
     outcome = measured.outcome
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
-    seen = len(result.layers), model["images"]
-    answers = expert_answers(measured, phase.task.score, *seen)
+    score = phase.task.score
+    answers = expert_answers(measured, score, len(result.layers), model["images"])
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
 def clean_images_alone(result: Result) -> Result:
-    """Return a result without changed images and favourite patches, which are most of its size."""
+    """Return a result without changed images and favourite patches, most of its size."""
     layers = []
     for layer in result.layers:
-        experts = [one.model_copy(update={"favourites": ()}) for one in layer.experts]
+        experts = [expert.model_copy(update={"favourites": ()}) for expert in layer.experts]
         layers.append(layer.model_copy(update={"experts": tuple(experts), "crops": None}))
     return result.model_copy(update={"layers": tuple(layers), "shown": result.shown[:1]})
 
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
-    """Return of each two models that can be matched their names and the second's partners of the
-    first's experts, layer by layer: one to one, from the choices that ``routing.roles`` kept.
+    """Return pairs of models with the second's match of each of the first's experts, per layer.
+
+    Experts are matched one to one, from the choices that ``routing.roles`` stored.
     """
     choices = {
         model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
@@ -320,21 +320,21 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
         if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
     }
     matches = []
-    for (one, ours), (other, theirs) in combinations(choices.items(), 2):
+    for (first, ours), (second, theirs) in combinations(choices.items(), 2):
         if [layer.shape for layer in ours] == [layer.shape for layer in theirs]:
             pairs = zip(ours, theirs, strict=True)
-            matches.append((one, other, [match_choices(*pair) for pair in pairs]))
+            matches.append((first, second, [match_choices(*pair) for pair in pairs]))
     return matches
 
 
 def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
-    """Return the second's partner of each expert of the first; both (images, tokens, experts)."""
+    """Return the match in ``theirs`` of each expert of ``ours``; both (images, tokens, experts)."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
     return match_experts(indicator_correlation(*sides)).tolist()
 
 
 def image_traces_by_epoch(outcome: Outcome, result: Result) -> list[dict[str, Any]]:
-    """The same images after epochs of the training, where it looked at these."""
+    """Return traces of the same images after epochs of training, if training stored them."""
     number = len(result.images)
     return [
         {
@@ -350,7 +350,7 @@ def image_traces_by_epoch(outcome: Outcome, result: Result) -> list[dict[str, An
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
-    """``value`` with every packed text replaced by its place in ``pool``."""
+    """Return ``value`` with every packed text replaced by its index in ``pool``."""
     if isinstance(value, dict):
         return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):

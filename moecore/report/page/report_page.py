@@ -1,7 +1,4 @@
-"""The report: one HTML file that needs nothing else, light or dark, readable on a phone.
-
-What it shows is built here, as the objects of ``view``; the templates lay it out.
-"""
+"""The report: one self-contained HTML file, built from the objects of ``view``."""
 
 import base64
 import io
@@ -51,16 +48,24 @@ from moecore.report.tables.cells import keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.typed_results import Phase, Results
 
-NAMED = 20  # classes of data: of more only their number is told
+NAMED = 20  # classes, at most, whose names are listed
 
 
 def render_report(
     results: Results, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
 ) -> str:
-    """The whole page; the same results give the same text.
+    """Return the whole page; the same results give the same text.
 
-    explorer: the address, from this page's folder, of the routing explorer; None where there is
-    none. Raises UserError where results do not fit together.
+    Args:
+        results: Of all stages of a study.
+        evaluated: Its claims and questions with their verdicts.
+        explorer: Address of the routing explorer, relative to the page's folder, if there is one.
+
+    Returns:
+        One HTML file, without references to other files.
+
+    Raises:
+        UserError: Results of different runs do not fit together.
     """
     page = build_page(results, evaluated)._replace(explorer=explorer or "")
     return template_environment().get_template("page.html.jinja").render(page=page)
@@ -70,11 +75,11 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
     sections = [claims_section(evaluated)] if evaluated else []
     overviews = []
     facts = []
-    known = {}
+    quantities = {}
     for name, phase in results.phases.items():
         table = build_table(results, phase)
-        known[name] = phase_quantities(phase, table, results.controls)
-        overviews.append(build_phase_overview(results, phase, known[name]))
+        quantities[name] = phase_quantities(phase, table, results.controls)
+        overviews.append(build_phase_overview(results, phase, quantities[name]))
         sections.append(phase_section(results, phase, table))
         facts.append(PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
@@ -85,7 +90,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
         sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
     return Page(
         simulated=", ".join(results.simulated),
-        answer=main_finding(results, known, evaluated),
+        answer=main_finding(results, quantities, evaluated),
         opening=report_introduction(results),
         overviews=overviews,
         sections=sections,
@@ -96,18 +101,16 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
 
 
 def main_finding(
-    results: Results, known: Mapping[str, PhaseQuantities], evaluated: Sequence[EvaluatedClaim]
+    results: Results, quantities: Mapping[str, PhaseQuantities], evaluated: Sequence[EvaluatedClaim]
 ) -> str:
-    """The title's answer: what the baseline finds of routing's worth, where that is known; then the
-    claims' verdicts, or else what the first phase shows.
-    """
+    """Return the page's first sentences: what routing is worth, then verdicts or scores."""
     phase = next(iter(results.phases.values()), None)
     worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
     if evaluated:
         finding = describe_claims(evaluated)
     elif phase:
         title, dense = phase_title(phase), results.without_experts
-        finding = describe_phase_findings(phase, title, known[phase.name], dense)
+        finding = describe_phase_findings(phase, title, quantities[phase.name], dense)
     else:
         counted = results.alone.get(Sizes)
         finding = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
@@ -115,50 +118,54 @@ def main_finding(
 
 
 def build_phase_overview(
-    results: Results, phase: Phase, known: PhaseQuantities
+    results: Results, phase: Phase, quantities: PhaseQuantities
 ) -> PhaseOverviewCharts:
-    """The picture of the first screen, and what it lacks."""
-    notes = known.missing(has_moe_method(phase.models))
+    """Return the pictures of the first screen, and notes on what they do not show."""
+    notes = quantities.missing(has_moe_method(phase.models))
     controls = results.controls - {CEILING}
     left_out = [method for method in phase.models if method in controls]
     if left_out:
-        notes.append(f"Without {join_names(left_out)} (control).")
-    drawn = list(overview.overview_charts(phase, known))
-    return PhaseOverviewCharts(f"overview-{phase.name}", phase_title(phase), drawn, notes)
+        notes.append(f"Not shown: {join_names(left_out)} (control).")
+    charts = list(overview.overview_charts(phase, quantities))
+    return PhaseOverviewCharts(f"overview-{phase.name}", phase_title(phase), charts, notes)
 
 
 def report_introduction(results: Results) -> str:
-    """Say what was compared, and what was measured of it."""
+    """Return which methods were compared, on which data, and what was measured."""
     methods = results.methods
     phases = list(results.phases.values())
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.kind)]
+    measured = [
+        display.title
+        for display in list_displays()
+        if display.stage and phases[0].results(display.kind)
+    ]
     if phases[0].together:
         measured.append("transfer of attacks")
     score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
-    alike = join_names([score, *measured])
+    measurements = join_names([score, *measured])
     each = " each" if len(methods) > 1 else ""
     seeds = pluralize(phases[0].seeds, "seed")
     compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
     if len(methods) == 1:
-        return f"{compared} Measured: {alike}."
-    return f"{compared} Every model is measured alike: {alike}."
+        return f"{compared} Measured: {measurements}."
+    return f"{compared} Measured for every model: {measurements}."
 
 
 def card_facts(phase: Phase) -> list[TableRow]:
-    """One row per fact, from the card that `prepare` wrote."""
+    """Return a row per fact of the data card that `prepare` wrote."""
     card = phase.card
     if phase.task.kind == "regression":
         facts = cohort_facts(card)
     else:
         facts = image_facts(card, phase.task.answers)
     facts |= {"Licence": card["licence"], "Source": card["source"]}
-    if "seed" in card:  # nothing of text is drawn
+    if "seed" in card:  # text is split without random numbers
         facts |= {"Split seed": str(card["seed"])}
     return [
-        TableRow(PageCell(name), [PageCell(words, look="words")]) for name, words in facts.items()
+        TableRow(PageCell(name), [PageCell(text, look="words")]) for name, text in facts.items()
     ]
 
 
@@ -181,19 +188,19 @@ def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
         "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
         "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
         "Tissue maps": ", ".join(card["regions"]) or "none",
-        "Left out": str(len(card["skipped"])),
+        "Excluded volumes": str(len(card["skipped"])),
     }
 
 
 def count_volumes(card: Mapping[str, Any], split: str) -> str:
-    """train 60 (F 30, M 30)."""
+    """Return the volumes of a split by sex: ``train 60 (F 30, M 30)``."""
     sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
     return f"{split} {card['images'][split]:,} ({sexes})"
 
 
 @cache
 def template_environment() -> Environment:
-    """The templates, which escape all text."""
+    """Return the environment of the templates, which escapes all text."""
     environment = Environment(
         loader=PackageLoader("moecore.report"),
         autoescape=True,
@@ -206,19 +213,16 @@ def template_environment() -> Environment:
 
 
 def render_picture(picture: Picture) -> Markup | str:
-    """Markup of an SVG, or the address of a PNG."""
+    """Return the markup of an SVG, or the data URI of a PNG."""
     if picture.raster:
         return png(picture.figure)
     return Markup(svg(picture.figure, picture.label))
 
 
 def svg(figure: Figure, label: str) -> str:
-    """The figure as one <svg> element without sizes, ids of groups, metadata, outside references.
-
-    label: the text for screen readers; it also salts the ids, so two figures of one page need two
-    labels.
-    """
+    """Return the figure as one <svg> element without size, metadata or external references."""
     buffer = io.StringIO()
+    # The label, for screen readers, also salts the ids: it is unique within a page.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
         FigureCanvasSVG(finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
@@ -227,12 +231,12 @@ def svg(figure: Figure, label: str) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    words = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
-    return text.replace("<svg", words, 1).replace(INK, "currentColor")
+    start = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
+    return text.replace("<svg", start, 1).replace(INK, "currentColor")
 
 
 def png(figure: Figure) -> str:
-    """The figure as a data URI; smaller than SVG for figures made of many patches."""
+    """Return the figure as a data URI of a PNG."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         finish_layout(figure).set_dpi(110)

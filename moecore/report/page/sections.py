@@ -1,7 +1,4 @@
-"""The page's title answered in a sentence or two, from the numbers and what was shown of them.
-
-A difference is told only where the tests behind the tables' marks show one.
-"""
+"""The page's sentences and sections. A difference is named only where a test shows it."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -30,18 +27,22 @@ from moecore.study.stages import STAGES
 
 VERDICTS = {
     "holds": ("holds", "hold"),
-    "differs": ("comes out otherwise here", "come out otherwise here"),
-    "open": ("stays open", "stay open"),
+    "differs": ("differs here", "differ here"),
+    "open": ("is open: not significant", "are open: not significant"),
 }
-NAMED = 3  # claims of a verdict that are named; of more only their number is told
+NAMED = 3  # claims per verdict, at most, that are named
 SCORES = {"share": ("is significantly more accurate", "is most accurate", "is as accurate as")}
-ERRORS = ("errs significantly less", "errs least", "errs as little as")
+ERRORS = (
+    "has a significantly smaller error",
+    "has the smallest error",
+    "has as small an error as",
+)
 
 
 def describe_phase_findings(
     phase: Phase, title: str, quantities: PhaseQuantities, dense: Collection[str]
 ) -> str:
-    """Return what is known of the methods of a phase, in few sentences after its title."""
+    """Return the main results of a phase in a few sentences after its title."""
     several = len(quantities.score.cells if quantities.score else phase.models) > 1
     parts = [_routing(phase, quantities)]
     parts += _scores(quantities, dense, phase.seeds == 1) if several else _alone(quantities)
@@ -49,7 +50,7 @@ def describe_phase_findings(
 
 
 def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
-    """How many claims of the papers hold, and which; of questions how many have an answer."""
+    """Return how many claims hold, and which, and how many questions are answered."""
     claims = drop_questions(evaluated)
     questions = keep_questions(evaluated)
     told = []
@@ -61,7 +62,7 @@ def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
 
 
 def _asked(questions: Sequence[EvaluatedClaim]) -> str:
-    """Of 3 questions that no paper answers: 1 yes, 2 open."""
+    """Return ``Of 3 questions that no paper answers: 1 yes, 2 open.``."""
     words = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
         return f"One question that no paper answers: {next(iter(words))}."
@@ -71,47 +72,50 @@ def _asked(questions: Sequence[EvaluatedClaim]) -> str:
 
 def _judged(evaluated: Sequence[EvaluatedClaim]) -> str:
     parts = []
-    for name, (one, many) in VERDICTS.items():
+    for name, (singular, plural) in VERDICTS.items():
         if claims := [claim for claim in evaluated if claim.verdict == name]:
-            verb = one if len(claims) == 1 else many
+            verb = singular if len(claims) == 1 else plural
             parts.append(f"{len(claims)} {verb}{_which(claims)}")
     if len(evaluated) == 1:
-        told = f"The one claim that was tested here {parts[0].removeprefix('1 ')}."
+        told = f"The one claim tested here {parts[0].removeprefix('1 ')}."
     else:
-        told = f"Of {len(evaluated)} claims that were tested here, {'; '.join(parts)}."
+        told = f"Of {len(evaluated)} claims tested here, {'; '.join(parts)}."
     return told + _after_holm(evaluated)
 
 
 def _after_holm(evaluated: Sequence[EvaluatedClaim]) -> str:
-    """How many verdicts Holm's correction leaves, where it takes any away."""
+    """Return how many verdicts remain with Holm's correction; "" if all do."""
     decided = [claim for claim in evaluated if claim.verdict != "open"]
-    left = [claim for claim in decided if claim.verdict_holm != "open"]
-    if len(left) == len(decided):
+    remaining = [claim for claim in decided if claim.verdict_holm != "open"]
+    if len(remaining) == len(decided):
         return ""
-    verb = "stands" if len(left) == 1 else "stand"
+    verb = "remains" if len(remaining) == 1 else "remain"
     return (
-        f" After Holm's correction within each paper {len(left)} of {len(decided)} "
-        f"decided ones {verb}."
+        " With Holm's correction for several tests, within each paper, "
+        f"{len(remaining)} of {len(decided)} decided claims {verb} decided."
     )
 
 
 def _which(claims: Sequence[EvaluatedClaim]) -> str:
-    """In brackets, what few claims are of."""
+    """Return the methods and metrics of at most ``NAMED`` claims, in brackets."""
     if len(claims) > NAMED:
         return ""
-    words = [
-        f"{one.claim.method} against {one.claim.against}: {one.metric.label}" for one in claims
+    comparisons = [
+        f"{evaluated.claim.method} against {evaluated.claim.against}: {evaluated.metric.label}"
+        for evaluated in claims
     ]
-    return f" ({'; '.join(dict.fromkeys(words))})"
+    return f" ({'; '.join(dict.fromkeys(comparisons))})"
 
 
 def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
-    """Who decides, and how steadily."""
+    """Return what decides on experts, and how steady its choices are."""
     steady = quantities.steady
     if steady is None:
         if not has_moe_method(phase.models):
-            return "nobody decides, as a dense model sends every token through the same weights"
-        return "the router decides, and how steadily was not measured"
+            return (
+                "no expert is chosen, as a dense model sends every token through the same weights"
+            )
+        return "the router decides; how steady its choices are was not measured"
     if len(steady.cells) == 1:
         return steady.told(format_method_value(steady, next(iter(steady.cells))))
     if leader := steady.leader:
@@ -123,40 +127,42 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
 def _scores(quantities: PhaseQuantities, dense: Collection[str], one_seed: bool) -> list[str]:
     both = list_without_none((quantities.score, quantities.attacked))
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
-        tie = f"no method {SCORES.get(both[0].column.form, ERRORS)[0]}, clean or attacked"
+        better = SCORES.get(both[0].column.form, ERRORS)[0]
+        tie = f"no method {better} than all others, on clean or on attacked data"
         return [f"With one seed {tie}" if one_seed else tie.capitalize()]
     return [_score(quantity, dense) for quantity in both]
 
 
 def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
-    """Who is ahead, if anybody is shown to be."""
+    """Return which method is significantly better than all others, if one is."""
     better, best, as_good = SCORES.get(quantity.column.form, ERRORS)
     leader = quantity.leader
-    where = quantity.words
+    condition = quantity.words
     if leader is None:
-        return f"{where.capitalize()} no method {better}: {format_value_range(quantity)}"
+        values = format_value_range(quantity)
+        return f"{condition.capitalize()} no method {better} than all others: {values}"
     measured = format_method_value(quantity, leader)
     if leader in dense:
-        return f"{where.capitalize()} no mixture {as_good} {leader}, {measured}"
-    return f"{leader} {best} {where}, {measured}"
+        return f"{condition.capitalize()} no mixture of experts {as_good} {leader}, {measured}"
+    return f"{leader} {best} {condition}, {measured}"
 
 
 def _alone(quantities: PhaseQuantities) -> Iterable[str]:
     for quantity in list_without_none((quantities.score, quantities.attacked)):
         method = next(iter(quantity.cells))
         measured = format_method_value(quantity, method)
-        told = {"share": "has {} right"}.get(quantity.column.form, "errs by {}")
+        told = {"share": "gets {} right"}.get(quantity.column.form, "has an error of {}")
         yield f"{method} {told.format(measured)} {quantity.words}"
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
-    """79.1 % (76.0 – 82.2); an error has its unit."""
+    """Return ``79.1 % (76.0 – 82.2)``; an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
 
 
 def format_value_range(quantity: QuantityByMethod) -> str:
-    """Return 55.0 to 79.1 %; where they are printed alike, 55.0 %; an error has its unit."""
+    """Return ``55.0 to 79.1 %``, or ``55.0 %`` for equal texts; an error has its unit."""
     low, high = (
         quantity.format.value(quantity.interval(method).value) for method in quantity.ends()
     )
@@ -165,18 +171,18 @@ def format_value_range(quantity: QuantityByMethod) -> str:
 
 
 KINDS = {
-    BOTH: "over test items and seeds at once where items are kept (docs/intervals.md)",
+    BOTH: "over test items and seeds together if items are stored (docs/intervals.md)",
     "t": "Student's t over seeds",
     "jackknife": "the jackknife over seeds for means over pairs of them",
     "wilson": "Wilson for shares",
     "bootstrap": "bootstrap over test images for means",
     "draws": "Student's t over draws of few-shot images",
 }
-CONTROL = "they learned from labels dealt out anew, or their routing is not their own"
+CONTROL = "trained on shuffled labels, or with routing that is not learned"
 
 
 def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> Section:
-    """The numbers of a phase, then a folded part for each measurement."""
+    """Return the numbers of a phase, then a folded block per measurement."""
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
@@ -189,8 +195,12 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
         ),
         paper_tables_block(list(columns.values()), compared.cells, controls),
     ]
-    shown = [one for one in list_displays() if one.applies(phase.task) and phase.results(one.kind)]
-    folded = [block for one in shown for block in one.blocks(phase)]
+    displays = [
+        display
+        for display in list_displays()
+        if display.applies(phase.task) and phase.results(display.kind)
+    ]
+    folded = [block for display in displays for block in display.blocks(phase)]
     if phase.name == next(iter(results.phases)):
         folded.append(sigma_schedule_block(results))
     folded += [*transfer.phase_blocks(phase), full_table_block(compared), inapplicable_block(phase)]
@@ -199,31 +209,31 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
     for block in blocks:
         if block.empty:
             continue
-        said = block.finding
-        if not said and block.about in columns:
-            said = describe_leader_or_range(columns[block.about], compared.cells, controls)
+        finding = block.finding
+        if not finding and block.about in columns:
+            finding = describe_leader_or_range(columns[block.about], compared.cells, controls)
         place = block.title and f"{phase.name}-{place_slug(block.title).lower()}"
-        told.append(block._replace(finding=keep_percent_on_line(said), id=place))
+        told.append(block._replace(finding=keep_percent_on_line(finding), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
 
 
 def sigma_schedule_block(results: Results) -> Block:
-    """How MoGE's σ falls in training; methods with the same schedule share a picture."""
+    """Return pictures of σ of MoGE's filter in training; equal schedules share a picture."""
     different = {
-        (one.sigma_start, one.sigma_end, one.exponent): method
-        for method, one in reversed(results.schedules.items())
+        (schedule.sigma_start, schedule.sigma_end, schedule.exponent): method
+        for method, schedule in reversed(results.schedules.items())
     }
-    drawn = []
+    pictures = []
     for method in reversed(different.values()):
         figure = draw_filter_sigma_schedule(results.schedules[method], method)
-        drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
-    told = f"the schedule of {join_names(list(results.schedules))}" if drawn else ""
-    return Block("How the neighbourhood narrows", pictures=drawn, finding=told)
+        pictures.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
+    told = f"the schedule of {join_names(list(results.schedules))}" if pictures else ""
+    return Block("How the neighbourhood narrows", pictures=pictures, finding=told)
 
 
 def inapplicable_block(phase: Phase) -> Block:
-    """Measurements that do not apply, and why; a reason once for each method."""
+    """Return the measurements that do not apply, and why, once per method."""
     methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()
@@ -231,7 +241,7 @@ def inapplicable_block(phase: Phase) -> Block:
         for reason in model.skipped
     }
     methods = ", ".join(dict.fromkeys(methods_by_reason.values()))
-    title = "What does not apply to a method"
+    title = "Measurements that do not apply to a method"
     told = f"{pluralize(len(methods_by_reason), 'measurement')} of {methods}"
     return Block(title, below=list(methods_by_reason), finding=told)
 
@@ -246,31 +256,33 @@ def full_table_block(compared: ComparisonTable) -> Block:
 def describe_marks(
     results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
-    """What a mark means; "" where nothing can be marked."""
-    known = used_tests(results, phase, compared.metrics)
-    if not known:
+    """Return what a mark in the table means; "" where nothing can be marked."""
+    used = used_tests(results, phase, compared.metrics)
+    if not used:
         return ""
-    tests = "; ".join(text for test, text in WORDS.items() if test in known)
-    words = [f"better than every other method beyond chance at 5 %: {tests}."]
-    words.append("No mark means no difference was shown.")
+    tests = "; ".join(text for test, text in WORDS.items() if test in used)
+    sentences = [f"better than every other method, significant at 5 %. Tests: {tests}."]
+    sentences.append("Without a mark no method is significantly better than all others.")
     if dense := [method for method in compared.cells if method in results.without_experts]:
-        words.append(f"Without experts ({join_names(dense)}): has to be beaten, is never marked.")
+        sentences.append(
+            f"Methods without experts ({join_names(dense)}) are compared, never marked."
+        )
     if controls:
         names = ", ".join(controls)
-        words.append(f"Marks leave out {names} (control): {CONTROL}.")
-    return " ".join(words)
+        sentences.append(f"Not compared: {names} (control, {CONTROL}).")
+    return " ".join(sentences)
 
 
 def describe_intervals(compared: ComparisonTable) -> str:
     cells = [cell for row in compared.cells.values() for cell in row.values() if cell]
     kinds = {cell.kind for cell in cells}
     how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
-    words = ["↑ ↓: whether higher or lower is better."]
+    sentences = ["↑: higher is better, ↓: lower is better."]
     if how:
-        words.append(f"Small figures: 95 % intervals ({how}).")
+        sentences.append(f"Small numbers: 95 % intervals ({how}).")
     if "quartiles" in kinds:
-        words.append("Of timings: quartiles.")
-    return " ".join(words)
+        sentences.append("Timings have quartiles.")
+    return " ".join(sentences)
 
 
 def phase_title(phase: Phase) -> str:
@@ -278,22 +290,19 @@ def phase_title(phase: Phase) -> str:
 
 
 def pluralize(count: int, word: str) -> str:
-    """1 seed, 2 seeds."""
+    """Return ``1 seed`` or ``2 seeds``."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """a, b and c."""
+    """Return ``a, b and c``."""
     if len(names) == 1:
         return names[0]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
-    """The one line that a folded part of the page says of itself.
-
-    Who is ahead where that was shown, else from where to where the values reach.
-    """
+    """Return the line of a folded block: the method that leads by a test, else the range."""
     having = cells_by_method(column.name, cells)
     quantity = QuantityByMethod(
         "", column, {name: cell for name, cell in having.items() if name not in controls}

@@ -1,4 +1,4 @@
-"""Terms that the page explains, and the columns to which they belong."""
+"""The objects that the page's templates lay out, and the terms that the page explains."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -50,18 +50,16 @@ def find_explaining_word(column: str) -> str:
     return ""
 
 
-WIDE = 7.0  # inches: a figure that is wider takes the whole width of the page
+WIDE = 7.0  # inches; a wider figure takes the whole width of the page
 
 
 class PageCell(NamedTuple):
-    """One cell of a table."""
-
     text: str
     small: str = ""  # limits, below the value
     note: str = ""
     look: str = ""  # a class of the style sheet
-    share: float | None = None  # from 0 to 1: how deep the cell's colour is
-    value: float | None = None  # what a reader sorts by; None where there is nothing to compare
+    share: float | None = None  # depth of the cell's colour, from 0 to 1
+    value: float | None = None  # to sort by; None for texts
 
 
 NONE = PageCell("–", look="quiet")
@@ -69,7 +67,7 @@ EMPTY = PageCell("")
 
 
 class TableRow(NamedTuple):
-    """One row of a table; without items its head spans all columns."""
+    """A row of a table; without items its head spans all columns."""
 
     head: PageCell
     items: Sequence[PageCell] = ()
@@ -77,30 +75,30 @@ class TableRow(NamedTuple):
 
 
 class ColumnHead(NamedTuple):
-    """What stands with a column's name."""
+    """Additions to a column's name."""
 
-    title: str = ""  # shown while a pointer rests on it
+    title: str = ""  # shown while the pointer is on it
     better: str = ""  # "higher", "lower", or "" where neither is better
-    word: str = ""  # a key of glossary.WORDS that explains it
+    word: str = ""  # a key of WORDS that explains it
     notes: Sequence[str] = ()  # lines below the name
 
 
 class PageTable(NamedTuple):
-    """A table that scrolls by itself."""
+    """A table that scrolls independently of the page."""
 
-    columns: Sequence[str]  # the first is that of the rows' heads; () for none
+    columns: Sequence[str]  # the first is above the rows' heads; () for none
     lines: Sequence[TableRow]
     title: str = ""
     below: str = ""
     small: bool = False  # many narrow columns
-    heads: Sequence[ColumnHead] = ()  # one a column, or () where their names say it all
+    heads: Sequence[ColumnHead] = ()  # one per column, or () for names only
     sortable: bool = False  # by any column
-    short: str = ""  # the title where tables are chosen from
-    more: Sequence[TableRow] = ()  # rows of words that are folded below it
+    short: str = ""  # title in a choice of tables
+    more: Sequence[TableRow] = ()  # rows of text that are folded below it
 
     @property
     def named(self) -> Sequence[tuple[str, ColumnHead]]:
-        """The columns' names with what stands with them."""
+        """Return the columns' names with their additions."""
         heads = self.heads or [ColumnHead()] * len(self.columns)
         return list(zip(self.columns, heads, strict=True))
 
@@ -110,30 +108,28 @@ class PageTable(NamedTuple):
 
     @property
     def upright(self) -> bool:
-        """Whether the columns' names stand upright: words do, numbers would be hard to read."""
+        """Return whether the columns' names are vertical: words are, numbers are not."""
         return self.small and any(len(name) > 2 for name in self.columns[1:])
 
 
 class Picture(NamedTuple):
-    """A figure of the page."""
-
     figure: Figure
     label: str  # for screen readers; unique in the page
     caption: str = ""
 
     @property
     def raster(self) -> bool:
-        """Whether it is smaller as PNG than as SVG."""
+        """Return whether the figure is smaller as PNG than as SVG."""
         return getattr(self.figure, "raster", False)
 
     @property
     def wide(self) -> bool:
-        """Whether its words would be too small in half of the page."""
+        """Return whether its texts would be too small in half of the page."""
         return self.figure.get_figwidth() > WIDE
 
 
 class Block(NamedTuple):
-    """One thing that a page says: words, tables, pictures, further words."""
+    """A titled part of a section: texts, tables, pictures and remarks below them."""
 
     title: str
     words: Sequence[str] = ()
@@ -141,31 +137,30 @@ class Block(NamedTuple):
     pictures: Sequence[Picture] = ()
     tiles: Sequence[PageTable] = ()  # small tables side by side
     below: Sequence[str] = ()
-    folded: bool = False  # shown once the reader asks for it
+    folded: bool = False  # shown when the reader opens it
     marks: str = ""  # what the marks of its tables mean
-    finding: str = ""  # what it found, in a line: all that is read of it while it is folded
-    about: str = ""  # the column that its finding is of, where it has none of its own
+    finding: str = ""  # the result in a line, visible while the block is folded
+    about: str = ""  # name of the column to describe if there is no finding
     choice: bool = False  # one of the tables, or of the pictures, is shown at a time
-    id: str = ""  # in the page; given by it
+    id: str = ""  # in the page, which sets it
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to show."""
         return not (self.grids or self.pictures or self.tiles or self.below)
 
 
 class Section(NamedTuple):
-    """A part of the page that its head links to."""
+    """A part of the page, with a link in the page's bar."""
 
     id: str
     title: str
-    short: str  # in the head
+    short: str  # in the bar
     words: Sequence[str]
     blocks: Sequence[Block]
 
 
 class PhaseOverviewCharts(NamedTuple):
-    """The methods of one phase in a picture that is read in ten seconds."""
+    """The methods of one phase in a few pictures, on the first screen."""
 
     id: str
     title: str
@@ -174,17 +169,15 @@ class PhaseOverviewCharts(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The whole page."""
-
     simulated: str  # names of simulated data; "" where there are none
     answer: str  # to the question that is its title
     opening: str
     overviews: Sequence[PhaseOverviewCharts]
     sections: Sequence[Section]
-    facts: Sequence[PageTable]  # of the data
+    facts: Sequence[PageTable]  # about the data
     settings: str  # the text of params.yaml
     words: Mapping[str, str]  # term → explanation
-    explorer: str = ""  # address of the routing explorer; "" where there is none
+    explorer: str = ""  # address of the routing explorer, if there is one
 
 
 def method_rows_table(
@@ -193,14 +186,14 @@ def method_rows_table(
     controls: Collection[str] = (),
     notes: Callable[[Column], Sequence[str]] = lambda column: (),
 ) -> PageTable:
-    """Methods as rows, metrics as columns, whose heads have notes below them."""
+    """Return a table of methods (rows) and metrics (columns); ``notes`` are below their names."""
     items = [
         format_column(column, [row[column.name] for row in cells.values()]) for column in columns
     ]
     lines = [
         TableRow(
             PageCell(method, note="control" if method in controls else ""),
-            [one[row] for one in items],
+            [column_cells[row] for column_cells in items],
         )
         for row, method in enumerate(cells)
     ]
@@ -213,7 +206,7 @@ def method_rows_table(
 
 
 def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
-    """Metrics as rows, methods as columns: everything, the metrics of a paper under its name."""
+    """Return a table of metrics (rows), grouped by paper, and methods (columns)."""
     lines = []
     paper = ""
     for column in columns:
@@ -226,7 +219,7 @@ def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
 
 
 def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
-    """Return one column's cells with the same digits; a dash where there is no value."""
+    """Return the cells of a column with equal decimals; a dash for a missing value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
     for cell in cells:
@@ -241,7 +234,6 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
 
 
 def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
-    """Return the cells of one column, one per method."""
     return format_column(
         column, [cell_over_seeds(column, list(seeds.values())) for seeds in models.values()]
     )
@@ -250,7 +242,7 @@ def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
-    """Shares as percents in colour; rows: name → a share for each column, None where unknown."""
+    """Return a table of percentages in colour; rows: name → share per column, or None."""
     lines = [
         TableRow(
             PageCell(name),
@@ -265,7 +257,7 @@ def percent_grid(
 
 
 def format_paper_number(value: float, column: Column) -> str:
-    """A paper's number with the digits that the paper prints."""
+    """Return a paper's number with the digits that the paper prints."""
     match column.form:
         case "share":
             return f"{100 * value:.4g} %"
