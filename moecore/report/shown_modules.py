@@ -17,7 +17,7 @@ from moecore.report.results import Draw, Pictures
 class Column(NamedTuple):
     """A value read from a typed result; the other fields are as in ``Metric``.
 
-    Args:
+    Attributes:
         read: Returns the value of a result: a number, an ``Estimate``, or None.
         items: Returns one value per item (N,), or None.
     """

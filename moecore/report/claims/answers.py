@@ -206,9 +206,7 @@ def needed_sample(
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per open claim or question: shortest training first, then without an interval,
-    then not run.
-    """
+    """Return a line per open claim or question, those with the shortest training first."""
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
     lines = []

@@ -1,4 +1,1 @@
-"""Numbers with their intervals: method by metric, beside what the papers print, and a run's file.
-
-``number_format`` says how many digits a reader sees.
-"""
+"""Tables of numbers with intervals: methods by metric, and the papers' numbers."""
