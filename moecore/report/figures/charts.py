@@ -66,7 +66,7 @@ class ChartSpec(NamedTuple):
 
 
 def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
-    """A value with its limits, which stay within ``limits``; without limits the band is a line."""
+    """Return a value with its limits, cut to ``limits``; without limits the band is a line."""
     if interval.limits is None:
         return Point(x, interval.value, interval.value, interval.value)
     low, high = interval.limits
@@ -93,7 +93,7 @@ def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:
-    """A line and a band each; returns where they end.
+    """Draw a line and a band per curve; return where they end.
 
     A name without points keeps its colour, so that a method looks the same in all figures.
     """
@@ -110,9 +110,9 @@ def draw_curves(axes: Axes, curves: Curves) -> list[End]:
 
 
 def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
-    """A name at the end of each curve, or a legend where they are many.
+    """Write a name at the end of each curve, or a legend if there are many.
 
-    height: of the axes in inches; what the axes hold is settled.
+    height: of the axes in inches. The layout must be final.
     """
     if 0 < len(ends) <= DIRECT:
         label_ends(axes, ends, height)
@@ -185,9 +185,9 @@ def draw_heatmap(
     size: tuple[float, float],
     caption: str = "",
 ) -> Figure:
-    """A table in colour.
+    """Draw a coloured table.
 
-    values: (rows, columns) from 0 to 1, NaN stays bare; texts: of the same shape, "" for none;
+    values: (rows, columns) from 0 to 1, NaN has no colour; texts: of the same shape, "" for none;
     size: width and height in inches.
     """
     figure = empty_figure(*size, caption)
@@ -289,10 +289,10 @@ def label_points(
     points: Mapping[str, tuple[float, float]],
     lines: Sequence[Line2D],
 ) -> None:
-    """A name near each point, where it covers no other name, no point and no line.
+    """Write a name near each point, so that it covers no other name, point or line.
 
-    points: name → place in the data; lines: whiskers, and points without names. The layout of the
-    figure is done here.
+    points: name → position in the data; lines: whiskers, and points without names. This computes
+    the layout of the figure.
     """
     finish_layout(figure)
     frame = axes.get_window_extent()
@@ -337,7 +337,7 @@ def _cost(reach: float, box: Bbox, taken: Sequence[tuple[Bbox, int]], frame: Bbo
 
 
 def _shared(first: Bbox, second: Bbox) -> float:
-    """The area that two boxes share."""
+    """Return the area that two boxes share."""
     overlap = Bbox.intersection(first, second)
     return 0.0 if overlap is None else overlap.width * overlap.height
 

@@ -12,9 +12,9 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """A figure of ``shots`` training images of each class, a row for each of MOST_CLASSES.
+    """Draw ``shots`` training images per class, one row for each of MOST_CLASSES.
 
-    Of volumes: the middle slices of ``shots``, from young to old, a row a plane.
+    For volumes: the middle slices of ``shots``, from young to old, one row per plane.
     """
     images = prepared.train.images
     labels = prepared.train.labels
@@ -35,7 +35,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
 
 
 def draw_first_images(prepared: Prepared, shots: int) -> Figure:
-    """The first training images, where labels are no classes."""
+    """Draw the first training images, for labels that are not classes."""
     number = min(shots, len(prepared.train.labels))
     figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
     for place, axis in enumerate(_bare(figure, 1, number)[0]):
@@ -72,7 +72,7 @@ def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
 
 
 def middle_slices(volume: np.ndarray) -> list[np.ndarray]:
-    """The middle slice across each axis of a volume (D, H, W) in RAS order; fp32."""
+    """Return the middle slice across each axis of a volume (D, H, W) in RAS order; fp32."""
     volume = volume.astype(np.float32)
     return [volume.take(length // 2, axis).T[::-1] for axis, length in enumerate(volume.shape)]
 

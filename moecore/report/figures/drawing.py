@@ -76,7 +76,7 @@ class StyledFigure(Figure):
 
 
 def finish_layout(figure: Figure) -> Figure:
-    """The figure with its layout done, so that printing its canvas draws it once, not twice."""
+    """Compute the layout, so that printing the canvas draws the figure once, not twice."""
     with matplotlib.rc_context(STYLE):
         engine = figure.get_layout_engine()
         if engine is not None:
@@ -86,7 +86,7 @@ def finish_layout(figure: Figure) -> Figure:
 
 
 def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorator of a figure function: our style inside, matplotlib's settings as before outside."""
+    """Decorate a figure function: our style inside, matplotlib's settings unchanged outside."""
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -104,7 +104,7 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
 def empty_figure(
     width: float, height: float, caption: str = "", raster: bool = False
 ) -> StyledFigure:
-    """An empty figure in inches on the Agg canvas, registered nowhere: nothing has to be closed."""
+    """Return an empty figure in inches on the Agg canvas; it needs not be closed."""
     figure = StyledFigure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.caption = caption
@@ -132,7 +132,7 @@ def expert_colours(number: int) -> list[str]:
 
 
 def add_legend_below(figure: Figure, axes: Axes) -> Legend:
-    """The legend below the panels, in a figure made higher by its lines: it hides no curve."""
+    """Add a legend below the panels and increase the figure's height, so that it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     widest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches, with the handle
     rows = math.ceil(len(labels) / max(1, int(figure.get_figwidth() / widest))) or 1
@@ -148,13 +148,13 @@ def add_legend_below(figure: Figure, axes: Axes) -> Legend:
 
 
 def set_percent_axis(axes: Axes, label: str) -> None:
-    """A vertical axis of shares, printed as percent; 0.775 is 77.5%, not 78%."""
+    """Format the vertical axis of shares as percent; 0.775 is 77.5%, not 78%."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
 def set_epoch_axis(axes: Axes) -> None:
-    """A horizontal axis of epochs, whose ticks are whole numbers."""
+    """Format the horizontal axis of epochs, with ticks at whole numbers."""
     axes.set_xlabel("Epoch")
     first, last = axes.get_xlim()
     if last - first < 1:  # one epoch: matplotlib would print 1.975 and 2.025 around it
@@ -220,7 +220,7 @@ def sheet(
 
 
 def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
-    """A picture in the square that begins at (column, row)."""
+    """Draw a picture in the square that begins at (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)
     look: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
@@ -271,12 +271,12 @@ def _words(axes: Axes, frame: SheetLabels, across: int, upright: bool) -> None:
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
-    """An image (C, H, W) uint8 ready to be shown: three channels in colour, else the first."""
+    """Return an image (C, H, W) uint8 for display: three channels in colour, else the first."""
     return image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
 
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """The colour of each patch's expert, half clear; a patch without an expert (−1) stays bare."""
+    """Return the colour of each patch's expert, half transparent; none without an expert (−1)."""
     palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
     return palette[grid]
 

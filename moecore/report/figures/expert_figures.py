@@ -131,8 +131,9 @@ def _largest(values: np.ndarray) -> float:
 def image_and_caption_experts(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
-    """A row per image: its patches in the colours of their experts in the last layer that has some,
-    and a caption's words in theirs, with their numbers. A dense tower's stay bare.
+    """Draw a row per image: its patches and a caption's words in the colours of their experts.
+
+    Experts are those of the last MoE layer; a dense tower has no colours.
 
     captions: an image → layers of the text tower; experts: of one of its layers.
     """

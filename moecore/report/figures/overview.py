@@ -68,7 +68,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 @styled_drawing
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
-    """A point per method, and a name and thin whiskers for each of ``methods_to_label``."""
+    """Draw a point per method, and a name and thin whiskers for each of ``methods_to_label``."""
     form = score.column.form
     figure = empty_figure(5.0, 4.3)
     axes = figure.subplots()
@@ -102,9 +102,9 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
 
 @styled_drawing
 def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
-    """A panel per quantity, a row per method: a point with its whisker, or no point.
+    """Draw a panel per quantity, a row per method: a point with its whisker, or no point.
 
-    The method that is first in params.yaml stands at the top.
+    The first method of params.yaml is at the top.
     """
     methods = [method for method in looks if any(method in one.cells for one in quantities)]
     width = max(5.0, 1.4 + 1.55 * len(quantities))  # a title has room beside the next
@@ -192,7 +192,7 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
 
 
 def panel_title(quantity: QuantityByMethod) -> str:
-    """A short one, in two lines."""
+    """Return a short title, in two lines."""
     name = quantity.column.name
     if name.startswith("routing_change"):
         return "Routing: overlap\nunder attack"

@@ -131,7 +131,7 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
 
 @styled_drawing
 def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
-    """A panel for each key of AGREEMENTS, over epochs (TGR, figure 3; OLMoE, §5.1).
+    """Draw a panel for each key of AGREEMENTS, over epochs (TGR, figure 3; OLMoE, §5.1).
 
     curves: key → method → points.
     """
@@ -164,7 +164,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) ->
 
 
 def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Counts (K, K) as shares of each row; a class without images has zeros."""
+    """Return counts (K, K) as shares of each row; a class without images has zeros."""
     table = np.asarray(counts, dtype=float)
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
@@ -179,7 +179,7 @@ def draw_class_routing_by_epoch(result: Outcome) -> Figure:
 
 
 def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
-    """The class and the expert that belong together most, in the last MoE layer and epoch."""
+    """Describe the class that most prefers one expert, in the last MoE layer and epoch."""
     most = (0.0, "")
     for method, result in first.items():
         for layers in list(result.class_maps.values())[-1:]:

@@ -162,9 +162,11 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with its interval over items and seeds; Student's over seeds where
-    they do not keep two items and as many each, none where a value is a bound. Of one seed the
-    metric's own, if any; of a metric of pairs of seeds the mean over pairs.
+    """Return the mean over seeds with its interval over items and seeds.
+
+    The interval is Student's over seeds if they do not store equally many items, at least two,
+    and there is none if a value is a bound. One seed has the metric's own interval, if any; a
+    metric of pairs of seeds has the mean over pairs.
     """
     if metric.of_pairs:
         return cell_over_seed_pairs(metric, models)

@@ -69,7 +69,7 @@ def metrics_json_columns(phase: Phase) -> list[Column]:
 
 
 def round_significant(value: float) -> float:
-    """The value with ``DIGITS`` significant digits; counts stay whole."""
+    """Return the value with ``DIGITS`` significant digits; counts stay whole."""
     if value.is_integer():
         return int(value)
     return float(f"{value:.{DIGITS}g}")
@@ -78,11 +78,11 @@ def round_significant(value: float) -> float:
 def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the numbers of the first table of every phase that was measured,
-    ``finetune/accuracy``, and the counts.
+    """Return the numbers of each measured phase's first table, and the counts.
 
-    items: of the method, and of the dense one that some numbers are relative to; what is not among
-    them is of an earlier model. What other code wrote is left out.
+    A key is phase and metric, such as ``finetune/accuracy``.
+    items: those of the method, and of the dense method to which some numbers are relative; others
+    belong to an earlier model. Results of other code are omitted.
     """
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}

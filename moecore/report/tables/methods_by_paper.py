@@ -78,7 +78,7 @@ def table_of_paper(
 
 
 def paper_values(column: Column, papers: Sequence[PaperModelNumbers]) -> list[str]:
-    """The paper's numbers of one column: model by model where they are few, else their ends."""
+    """Return the paper's numbers of one column: per model if they are few, else their range."""
     values = {one.model: one.values[column.name] for one in papers if column.name in one.values}
     printed = {
         model: format_paper_number(value, column).replace(" ", "\u00a0")

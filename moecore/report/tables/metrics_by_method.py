@@ -75,9 +75,9 @@ def cells_with_best_marked(
     controls: Collection[str] = (),
     unmarked: Collection[str] = (),
 ) -> dict[str, Cell | None]:
-    """The cell of every method, the best one marked where a test or the intervals show it.
+    """Return the cell of every method, the best one marked if a test or the intervals show it.
 
-    controls: neither best nor to be beaten; unmarked: to be beaten, not marked where ahead.
+    controls: ignored as best and as rivals; unmarked: rivals that are never marked.
     """
     cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
@@ -95,7 +95,7 @@ def cells_with_best_marked(
 
 
 def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str | None:
-    """The method whose interval lies beyond every other's, or None."""
+    """Return the method whose interval is beyond every other's, or None."""
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if not metric.better or len(cells) < 2 or None in limits.values():
         return None
@@ -109,7 +109,7 @@ def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str
 
 
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set[str]:
-    """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
+    """Return the tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     tests = set()
     for metric in metrics:
         cells = method_cells_over_seeds(metric, phase.models)
@@ -121,11 +121,11 @@ def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
-    """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
+    """Return compare.json's content: method → phase → metric → mean, low, high, interval, seeds.
 
-    And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test. And ``headroom_recovered``, of methods between dense and told. And
-    ``data``: phase → its data, where labels have a unit; and ``sizes``.
+    Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
+    ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
+    labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
@@ -175,11 +175,11 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
 def unfit_metric_problems(
     study: Study, stages: Collection[str], previews: Mapping[str, Card]
 ) -> Iterator[tuple[tuple, str]]:
-    """Metrics that claims and questions name and that cannot answer them, or that a method will not
-    have, and measurements that nothing would show: keys, and what is wrong.
+    """Yield keys and problems: metrics that cannot answer claims, measurements that nothing shows.
 
-    stages: of the study's dvc.yaml; previews: phase → its data, as far as known. Nothing is said of
-    a phase that the study does not run.
+    A metric cannot answer a claim or question if one of its methods will not have it.
+    stages: of the study's dvc.yaml; previews: phase → its data, as far as known. Phases that the
+    study does not run are ignored.
     """
     shown = {display.stage for display in list_displays()}
     for index, name in enumerate(study.run.measurements):

@@ -60,5 +60,5 @@ COSTS = {model.model: model for model in REPORTED if model.paper == "cost"}
 
 
 def paper_models_with_numbers(paper: str, shown: frozenset[str]) -> list[PaperModelNumbers]:
-    """The models of one paper that have a number in one of the ``shown`` columns."""
+    """Return the models of one paper that have a number in one of the ``shown`` columns."""
     return [model for model in REPORTED if model.paper == paper and model.values.keys() & shown]
