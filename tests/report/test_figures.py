@@ -328,7 +328,7 @@ def test_a_study_without_the_measurement_says_which_stage_writes_it():
     assert not has_explorer_images(found)
     page = explorer(found)
     assert "the stage measure then writes" in NOT_MEASURED
-    assert "run.measurements of params.yaml" in page and "<script" not in page
+    assert "run.measurements in params.yaml" in page and "<script" not in page
 
 
 def test_a_study_of_dense_models_has_nothing_to_see():

@@ -152,8 +152,8 @@ def test_a_study_without_some_stages(tmp_path, stages):
         == ("Which expert sees which patch" in text)
     )
     assert ("imed" in names) == ("invariance" in stages)
-    alike = re.search("alike: ([^.]*)", text)[1]
-    assert alike.startswith("accuracy") and ("routing" in stages) == ("routing" in alike)
+    measured = re.search("Measured for every model: ([^.]*)", text)[1]
+    assert measured.startswith("accuracy") and ("routing" in stages) == ("routing" in measured)
     assert (robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
     printed = headline_rows(compare_methods(found))[0]
     assert ("ece_after" in printed) == ("calibrate" in stages)
