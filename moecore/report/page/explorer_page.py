@@ -132,9 +132,7 @@ def information_words(layer: RolesLayer) -> str:
         f"{LABELS.get(name, name)} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
         for name, label in layer.labels.items()
     ]
-    return (
-        f"What this layer's choice of expert tells about a token, above chance: {', '.join(told)}."
-    )
+    return f"Experts tell about a token, above chance: {', '.join(told)}."
 
 
 def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
@@ -201,9 +199,9 @@ class PageHead(NamedTuple):
 
 HEAD = PageHead(
     "Which expert sees which patch?",
-    "Each patch has the colour and number of its expert with the largest weight. Point at a patch, "
-    "or use the arrow keys, to see how the router weighs the experts there. The slider changes the "
-    "image, or goes back to earlier epochs: patches whose expert then differs are framed.",
+    "Each patch has the colour and number of its main expert. Point at a patch, or use the arrow "
+    "keys, to see how the router weighs experts there. The slider changes the image, or goes back "
+    "in training: patches whose expert then differs are framed.",
     "index.html",
     "All results",
 )
