@@ -35,7 +35,7 @@ COUNTED = (  # fields of an outcome that are metrics
 
 def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None) -> float | None:
     outcomes = [outcome_of(result) for result in baseline]
-    mean = mean_or_none([outcome.seconds for outcome in outcomes if outcome.epochs])
+    mean = mean_of_known([outcome.seconds for outcome in outcomes if outcome.epochs])
     return outcome_of(trained).seconds / mean if mean else None
 
 
@@ -75,7 +75,10 @@ def settling_metric(label: str, note: str, **changes: Any) -> Metric:
 
 METRICS = {
     "test_score": Metric(
-        *("{tested}{unit}", SCORE, SCORE, "{meaning}"),
+        "{tested}{unit}",
+        better=SCORE,
+        form=SCORE,
+        note="{meaning}",
         name="test_{score}",
         hits=hits_reader("scores"),
     ),
@@ -290,8 +293,5 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None, or None."""
-    return mean_or_none([value for value in values if value is not None])
-
-
-def mean_or_none(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None

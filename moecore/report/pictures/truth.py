@@ -64,8 +64,8 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
         return None
     value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
     return (
-        f"{method} finds {value} % [{low} – {high}] of what routing is worth: {CEILING}, "
-        f"routed by the truth, would be 100 %, {DENSE}, without experts, 0 %."
+        f"{method} finds {value} % [{low} – {high}] of what routing is worth: "
+        f"{CEILING}, which routes by the truth, is 100 %; {DENSE}, which has no experts, is 0 %."
     )
 
 

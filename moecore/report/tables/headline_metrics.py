@@ -29,7 +29,7 @@ from moecore.study.stages import MODEL_STAGES, PHASES
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
-ALONE: Mapping[str, Draw] = {  # by stage: of no single model
+RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
     "linear_experts": linear_experts.figures,
     "sizes": sizes.figures,
     "transfer": transfer.figures,
@@ -132,8 +132,8 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
     path = study / "artifacts/measured" / f"{item}.json"
-    if stage in ALONE:
-        yield from ALONE[stage](read_result(path, Found, stage))
+    if stage in RUN_FIGURES:
+        yield from RUN_FIGURES[stage](read_result(path, Found, stage))
         return
     wanted = "" if stage in MODEL_STAGES else stage
     displays = [one for one in list_displays() if one.stage == wanted]
