@@ -63,6 +63,8 @@ def test_a_method_between_floor_and_ceiling():
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
     (block,) = truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
+    half = 100 * share.half()
+    assert f"[{40 - half:.0f} – {40 + half:.0f}]" in said[0], "the lower limit first"
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
     results = Results({"pretrain": phase(**RIGHT)})
     (first,) = results.phases.values()
