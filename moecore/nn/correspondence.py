@@ -53,12 +53,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     coarse = torch.where(swap, first, second)
     # inv_ex: plain inv would make the host wait for the device
     transform = coarse @ torch.linalg.inv_ex(fine).inverse
-    places = (
-        _patch_centres(layout, first.device) @ transform[:, :-1, :-1].mT
-        + transform[:, None, :-1, -1]
-    )
-    index, inside = _nearest_patches(places, layout)
-    return PatchPartners(index, inside, swapped)
+    return PatchPartners(*_patches_at_centres(transform, layout), swapped)
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
@@ -66,9 +61,7 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)
-    back = torch.linalg.inv_ex(views).inverse
-    places = _patch_centres(layout, views.device) @ back[:, :-1, :-1].mT + back[:, None, :-1, -1]
-    return _nearest_patches(places, layout)
+    return _patches_at_centres(torch.linalg.inv_ex(views).inverse, layout)
 
 
 def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
@@ -159,9 +152,8 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
     finite = affines.flatten(1).isfinite().all(dim=1)
-    is_invertible = (
-        expansion > MIN_DETERMINANT * linear.flatten(1).norm(dim=1) ** linear.shape[1]
-    ) & finite
+    least = MIN_DETERMINANT * linear.flatten(1).norm(dim=1) ** linear.shape[1]
+    is_invertible = (expansion > least) & finite
     if affines.device.type != "cpu":
         # reading it here would make the host wait
         assert_async(is_invertible.all(), "correspondence: an affine is singular")
@@ -174,24 +166,18 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     return expansion
 
 
-def _patch_sides(layout: TokenLayout) -> list[float]:
-    return [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
-
-
-def _patch_centres(layout: TokenLayout, device: torch.device) -> Tensor:
-    """Return patch centres (P, D) in pixels, last axis fastest."""
+def _patches_at_centres(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+    """Return the patch (B, P) to which affines map each patch's centre, and if there is one."""
+    sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     axes = [
-        (torch.arange(patches, device=device, dtype=torch.float64) + 0.5) * side
-        for patches, side in zip(layout.grid, _patch_sides(layout), strict=True)
+        (torch.arange(patches, device=affines.device, dtype=torch.float64) + 0.5) * side
+        for patches, side in zip(layout.grid, sides, strict=True)
     ]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
-
-
-def _nearest_patches(places: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the patch (B, P) that contains each point (B, P, D), and whether there is one."""
-    index = torch.zeros((), dtype=torch.int64, device=places.device)
-    inside = torch.ones((), dtype=torch.bool, device=places.device)
-    for axis, (patches, side) in enumerate(zip(layout.grid, _patch_sides(layout), strict=True)):
+    centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+    places = centres @ affines[:, :-1, :-1].mT + affines[:, None, :-1, -1]
+    index = torch.zeros((), dtype=torch.int64, device=affines.device)
+    inside = torch.ones((), dtype=torch.bool, device=affines.device)
+    for axis, (patches, side) in enumerate(zip(layout.grid, sides, strict=True)):
         place = places[..., axis]
         inside = (place >= 0) & (place < layout.size[axis]) & inside
         index = index * patches + (place / side).floor().clamp(0, patches - 1).long()

@@ -6,7 +6,7 @@ gather, which is fast and deterministic. Products of rows with weights use the w
 """
 
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -62,12 +62,13 @@ class SparsePlan(NamedTuple):
     computed: Tensor | int | None = None  # number of pairs that experts compute; None: all
 
     @classmethod
-    def build(
-        cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int
-    ) -> "SparsePlan":
+    def build(cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int) -> Self:
         """Return the plan for experts below ``number``, weights and ``kept``, (B, T, k) each."""
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
-        by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)
+        keys = experts.flatten()
+        if keys.is_cuda and number <= 2**15:  # CUDA's sort takes one pass per byte
+            keys = keys.to(torch.uint8 if number <= 2**8 else torch.int16)
+        by_expert, pairs = torch.sort(keys, stable=True)
         numbers = torch.arange(number, dtype=by_expert.dtype, device=experts.device)
         ends = torch.searchsorted(by_expert, numbers, right=True)
         places = torch.arange(len(pairs), device=experts.device)
@@ -86,7 +87,7 @@ class SparsePlan(NamedTuple):
         return cls(order, order // k if k > 1 else order, rows, offsets.int(), weights)
 
     @classmethod
-    def to_all(cls, weights: Tensor) -> "SparsePlan":
+    def to_all(cls, weights: Tensor) -> Self:
         """Return the plan that sends every token to all experts, with weights (B, T, E)."""
         experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
         return cls.build(experts, weights, None, weights.shape[-1])
@@ -198,9 +199,7 @@ class _WeightedSum(Function):
 
 def cat_or_single(pieces: list[Tensor]) -> Tensor:
     """Concatenate pieces; a single piece is returned without a copy."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,13 +213,6 @@ def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def _sort_keys(experts: Tensor, number: int) -> Tensor:
-    """Return ids in as few bytes as possible on CUDA, whose sort takes one pass per byte."""
-    if not experts.is_cuda or number > 2**15:
-        return experts
-    return experts.to(torch.uint8 if number <= 2**8 else torch.int16)
-
-
 class ProjectionDispatchPlan(NamedTuple):
     """A SparsePlan whose rows are projections, which experts with the same basis reuse."""
 
@@ -229,16 +221,11 @@ class ProjectionDispatchPlan(NamedTuple):
     sources: Tensor  # (N·k,) the projection of each pair of token and choice: token·E + expert
 
     @classmethod
-    def build(
-        cls, plan: SparsePlan, projections: Tensor, chosen: Tensor
-    ) -> "ProjectionDispatchPlan":
+    def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> Self:
         """Return the plan for projections (B, T, E, r) and chosen experts (B, T, k)."""
-        first = torch.arange(
-            0, projections[..., 0].numel(), projections.shape[2], device=chosen.device
-        )
-        return cls(
-            plan, projections.flatten(0, 2), (first.unsqueeze(-1) + chosen.flatten(0, 1)).flatten()
-        )
+        flat, number = projections.flatten(0, 2), projections.shape[2]
+        first = torch.arange(0, len(flat), number, device=chosen.device)
+        return cls(plan, flat, (first.unsqueeze(-1) + chosen.flatten(0, 1)).flatten())
 
     def dispatch(self, tokens: Tensor) -> Rows:
         """Return chosen projections as rows (R, r) sorted by expert; ``tokens`` are not read."""

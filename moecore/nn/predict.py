@@ -88,18 +88,27 @@ def predict_in_batches(
 
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
     """Return mean nats per word of each block (N,), fp64, for images (N, C, M), labels (N, M)."""
-    return torch.cat([scores for scores, _ in _iterate_blocks(model, images, labels)])
+    return block_scores_with_routing(model, images, labels, routing=False)[0]
 
 
 def block_scores_with_routing(
-    model: Model, images: ImageSequence, labels: Tensor
+    model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""
+    assert isinstance(model, LanguageTransformer)
+    size = max(1, MAX_TOKENS // math.prod(images.shape[1:]))
     scores = []
     records = []
-    for batch_scores, layers in _iterate_blocks(model, images, labels):
-        scores.append(batch_scores)
-        records.append(tuple(layer.map_tensors(Tensor.cpu) for layer in layers))
+    with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
+        for word_ids, next_words in zip(
+            image_batches(images, size, model_device(model)), labels.split(size), strict=True
+        ):
+            tokens, layers, _ = model.encode(word_ids)
+            targets = next_words.long().to(word_ids.device)
+            nats = _word_nats(model, tokens.flatten(0, 1), targets.flatten())
+            scores.append(nats.view(targets.shape).mean(dim=1).cpu())
+            if routing:
+                records.append(tuple(layer.map_tensors(Tensor.cpu) for layer in layers))
     return torch.cat(scores), concat_records(records)
 
 
@@ -168,25 +177,8 @@ def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Te
 
 def words_at_once(outputs: int, device: torch.device) -> int:
     """Return for how many tokens to compute ``outputs`` logits at a time."""
-    logits = MAX_GPU_LOGITS
-    if device.type == "cpu":
-        logits = MAX_CPU_LOGITS
+    logits = MAX_CPU_LOGITS if device.type == "cpu" else MAX_GPU_LOGITS
     return max(MIN_WORDS, logits // outputs)
-
-
-def _iterate_blocks(
-    model: Model, images: ImageSequence, labels: Tensor
-) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
-    assert isinstance(model, LanguageTransformer)
-    size = max(1, MAX_TOKENS // math.prod(images.shape[1:]))
-    with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
-        for word_ids, next_words in zip(
-            image_batches(images, size, model_device(model)), labels.split(size), strict=True
-        ):
-            tokens, records, _ = model.encode(word_ids)
-            targets = next_words.long().to(word_ids.device)
-            nats = _word_nats(model, tokens.flatten(0, 1), targets.flatten())
-            yield nats.view(targets.shape).mean(dim=1).cpu(), records
 
 
 def read_block(

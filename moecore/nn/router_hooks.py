@@ -53,9 +53,8 @@ def routing_collector(
         UserError: for a model without such routers, and for adapters that are not functions or
             do not return records.
     """
-    adapters = {} if adapters is None else adapters
-    check_adapters(adapters)
-    all_adapters = {**FOREIGN_ROUTERS, **adapters}
+    check_adapters(adapters or {})
+    all_adapters = {**FOREIGN_ROUTERS, **(adapters or {})}
     records: list[RoutingRecord] = []
     routers: dict[nn.Module, nn.Module | None] = {}
     _find_routers(model, None, all_adapters, routers)
@@ -65,9 +64,8 @@ def routing_collector(
         raise UserError(f"trace: {problem}; allowed: {allowed}, or others with adapters")
     with ExitStack() as stack:
         if not all(isinstance(router, MoELayer) for router in routers):
-            stack.enter_context(
-                torch.compiler.set_stance("force_eager")
-            )  # compiled code ignores hooks
+            # compiled code ignores hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for router, block in routers.items():
             if isinstance(router, MoELayer):
                 stack.callback(setattr, router, "records", router.records)
@@ -78,10 +76,8 @@ def routing_collector(
                 hook = RouterHook(all_adapters[type(router).__name__], records)
                 stack.enter_context(router.register_forward_hook(hook.see_router))
                 if block is not None:
-                    see_block = hook.see_block
-                    stack.enter_context(
-                        block.register_forward_pre_hook(see_block, with_kwargs=True)
-                    )
+                    handle = block.register_forward_pre_hook(hook.see_block, with_kwargs=True)
+                    stack.enter_context(handle)
         yield records
 
 
@@ -208,12 +204,13 @@ def check_record(record: Any, place: str) -> RoutingRecord:
             found=type(record).__name__,
             allowed="a RoutingRecord, as lens.build_record returns",
         )
-    for name, field in zip(RoutingRecord._fields[:5], record[:5], strict=True):
+    fields = dict(zip(RoutingRecord._fields[:5], record[:5], strict=True))
+    for name, field in fields.items():
         if not isinstance(field, Tensor):
             raise UserError.at(
                 f"{place}: {name}", found=type(field).__name__, allowed="a tensor (..., experts)"
             )
-    for name, field in zip(RoutingRecord._fields[:5], record[:5], strict=True):
+    for name, field in fields.items():
         if field.ndim < 2 or field.shape != record.probs.shape:
             raise UserError.at(
                 f"{place}: {name}",

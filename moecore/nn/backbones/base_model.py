@@ -26,6 +26,7 @@ from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding
 from moecore.tasks.base import Reduction, Task
 
+Weights = dict[str, Tensor]  # of a model, by parameter
 MAX_PIXEL = 16.0  # above any image in [0, 1], perturbed or not: larger values are bytes
 
 
@@ -166,9 +167,8 @@ class Backbone(Part, ABC):
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield a backbone that does not fit the data, and stochastic depth with one block."""
-        if getattr(self, "drop_path", 0) and self.depth == 1:
+        if (rate := getattr(self, "drop_path", 0)) and self.depth == 1:
             text = "which grows from 0 at the first block, the only one"
-            rate = getattr(self, "drop_path", 0)
             yield ("drop_path",), f"found {rate:g}, {text}; allowed: 0, or more blocks"
         if around.source is None:
             return
@@ -255,11 +255,6 @@ class Model(nn.Module, ABC):
         """Return the settings of the MoE layer that contains this parameter or module."""
         return self.moe
 
-    def share_of(self, name: str) -> float:
-        """Return the share of this experts' parameter that a token uses."""
-        moe = self.moe_settings_of(name)
-        return 1.0 if moe is None else moe.active_share
-
     @property
     def router_wants(self) -> frozenset[str]:
         """Fields of RoutingContext that its routers read."""
@@ -321,7 +316,7 @@ class BackboneModel(Model):
     ) -> ModelOutput:
         encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
         heads = self.heads(encoded.tokens)
-        return ModelOutput(average_head_predictions(heads), encoded.routing, heads)
+        return ModelOutput(self.prediction_of(heads), encoded.routing, heads)
 
     @abstractmethod
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
@@ -356,12 +351,8 @@ class BackboneModel(Model):
         return self.config.width
 
     def adapt_weights(
-        self,
-        weights: dict[str, Tensor],
-        config: Any,
-        image: ImageSpec,
-        mode: Interpolation = "bilinear",
-    ) -> dict[str, Tensor]:
+        self, weights: Weights, config: Any, image: ImageSpec, mode: Interpolation = "bilinear"
+    ) -> Weights:
         """Return weights of a model trained on ``image`` for this model's images.
 
         weights: of a model of this backbone with settings ``config``. Positions are interpolated.
@@ -369,9 +360,7 @@ class BackboneModel(Model):
         """
         return weights
 
-    def renormalise_weights(
-        self, weights: dict[str, Tensor], image: ImageSpec
-    ) -> dict[str, Tensor]:
+    def renormalise_weights(self, weights: Weights, image: ImageSpec) -> Weights:
         """Return the weights of ``patch_embed``, which depend on the mean and std of pixels."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
@@ -402,8 +391,12 @@ class BackboneModel(Model):
         """Return the outputs (B, K) of every head for final tokens."""
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """Return outputs (B, K) for final tokens, averaged over heads (as DeiT at inference)."""
-        return average_head_predictions(self.heads(tokens))
+        """Return the prediction (B, K) for final tokens."""
+        return self.prediction_of(self.heads(tokens))
+
+    def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean of all heads, as DeiT at inference; a single head is not copied."""
+        return heads[0] if len(heads) == 1 else torch.stack(heads).mean(dim=0)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return normalised images; UserError for integers, a wrong shape or, on the CPU, bytes."""
@@ -450,19 +443,12 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     return (pixels_of_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
-def average_head_predictions(heads: tuple[Tensor, ...]) -> Tensor:
-    """Return the mean of all heads; a single head is returned bit by bit."""
-    if len(heads) == 1:
-        return heads[0]
-    return torch.stack(heads).mean(dim=0)
-
-
 def parameter_counts(model: Model) -> dict[str, int]:
     """Return the number of all parameters, and of those one token uses (k of E experts)."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    idle = sum(
-        parameter.numel() * (1 - model.share_of(name))
-        for name, parameter in model.named_parameters()
-        if ".experts." in name or ".zero_computation." in name
-    )
+    idle = 0.0
+    for name, parameter in model.named_parameters():
+        moe = model.moe_settings_of(name)
+        if moe is not None and (".experts." in name or ".zero_computation." in name):
+            idle += parameter.numel() * (1 - moe.active_share)
     return {"parameters": total, "active_parameters": total - round(idle)}

@@ -11,15 +11,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.backbones.base_model import (
     Backbone,
     BackboneModel,
     Encoded,
     EncodeOptions,
     ImageSpec,
+    check_axes,
 )
-from moecore.nn.layers.block import FeedForward, HiddenRatio
+from moecore.nn.layers.block import HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,
     BlockState,
@@ -61,12 +62,7 @@ class LanguageModel(Backbone):
         return tuple(image.shape)
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "LanguageTransformer":
-        if len(image.shape) != 1:
-            raise UserError.at(
-                "model.kind",
-                found=f"language_model, but the data have {len(image.shape)} axes",
-                allowed="text (docstrings, wikitext, ciphers), or another model",
-            )
+        check_axes(self.kind, image, 1)
         if self.width % self.heads:
             raise UserError.at(
                 "model.heads", found=self.heads, allowed=f"a divisor of model.width = {self.width}"
@@ -95,16 +91,16 @@ class LanguageTransformer(BackboneModel):
         kinds = [KINDS[config.layers]] * config.depth
         if config.layers == "adam":
             kinds[0] = AdamBlock
+        hidden = max(1, round(config.mlp_ratio * width))
+        mlps = build_feed_forwards(
+            moe, width, config.depth, lambda: ReluMlp(width, hidden, config.dropout)
+        )
         self.blocks = nn.ModuleList(
             kind(width, config.heads, mlp, config.dropout)
-            for kind, mlp in zip(kinds, self._feed_forwards(), strict=True)
+            for kind, mlp in zip(kinds, mlps, strict=True)
         )
         self.head = nn.Linear(width, image.outputs)
         self.memory: SegmentMemory | None = None
-
-    @property
-    def layout(self) -> TokenLayout:
-        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep a cache for ``streams`` streams (0: none); UserError if a stream is too short."""
@@ -149,12 +145,10 @@ class LanguageTransformer(BackboneModel):
     ) -> Tensor:
         """Return the cache (depth, B, L, d) after all blocks of word ids (B, C, M) but the last."""
         states = self.initial_states(len(word_ids), word_ids.device)
+        no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):
-            no_features = options._replace(blocks=())
-            index = -1 - distance
-            _, states = self.read(
-                word_ids[:, index], states, no_features, distance, kinds[:, index]
-            )
+            words, words_kinds = word_ids[:, -1 - distance], kinds[:, -1 - distance]
+            _, states = self.read(words, states, no_features, distance, words_kinds)
         return states
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
@@ -213,8 +207,3 @@ class LanguageTransformer(BackboneModel):
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return (self.head(tokens),)
-
-    def _feed_forwards(self) -> list[FeedForward]:
-        config = self.config
-        sizes = (config.width, max(1, round(config.mlp_ratio * config.width)), config.dropout)
-        return build_feed_forwards(self.moe, config.width, config.depth, lambda: ReluMlp(*sizes))

@@ -19,7 +19,6 @@ from moecore.nn.layers.block import (
     Attention,
     Block,
     DenseMlp,
-    FeedForward,
     HiddenRatio,
     drop_rates,
     trunc_normal_linear,
@@ -87,13 +86,17 @@ class PatchTransformer(base_model.BackboneModel):
         patches = torch.Size(config.grid(image)).numel()
         check_cells_of_patches(config, image)
         self.patch_embed = patch_embed
-        self.cls_token = _special_token(width, special >= 1)
-        self.dist_token = _special_token(width, special == 2)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if special >= 1 else None
+        self.dist_token = nn.Parameter(torch.zeros(1, 1, width)) if special == 2 else None
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned_tokens, width))
         self.norm_pre = nn.Identity()  # timm's name
         if config.pre_norm:
             self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps)
         rates = drop_rates(config.drop_path, config.depth)
+        hidden = round(width * config.mlp_ratio)
+        mlps = build_feed_forwards(
+            moe, width, config.depth, lambda: DenseMlp(width, hidden, config.activation)
+        )
         self.blocks = nn.ModuleList(
             Block(
                 width,
@@ -103,19 +106,13 @@ class PatchTransformer(base_model.BackboneModel):
                 rate,
                 config.norm_eps,
             )
-            for mlp, rate in zip(self._feed_forwards(), rates, strict=True)
+            for mlp, rate in zip(mlps, rates, strict=True)
         )
         # timm has two names of the last norm: before selecting the head's token, or after the mean
-        if special:
-            self.norm = nn.LayerNorm(width, eps=config.norm_eps)
-            self.fc_norm = nn.Identity()
-        else:
-            self.norm = nn.Identity()
-            self.fc_norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps) if special else nn.Identity()
+        self.fc_norm = nn.Identity() if special else nn.LayerNorm(width, eps=config.norm_eps)
         self.head = trunc_normal_linear(width, image.outputs)
-        self.head_dist: nn.Linear | None = None
-        if special == 2:
-            self.head_dist = trunc_normal_linear(width, image.outputs)
+        self.head_dist = trunc_normal_linear(width, image.outputs) if special == 2 else None
         for token in (self.cls_token, self.dist_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
@@ -131,11 +128,11 @@ class PatchTransformer(base_model.BackboneModel):
 
     def adapt_weights(
         self,
-        weights: dict[str, Tensor],
+        weights: base_model.Weights,
         config: Any,
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
-    ) -> dict[str, Tensor]:
+    ) -> base_model.Weights:
         """Return weights with learned positions interpolated; fixed positions are not weights."""
         if "pos_embed" not in weights:
             return weights
@@ -184,11 +181,6 @@ class PatchTransformer(base_model.BackboneModel):
             return (first,)
         return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
 
-    def _feed_forwards(self) -> list[FeedForward]:
-        width = self.config.width
-        sizes = (width, round(width * self.config.mlp_ratio), self.config.activation)
-        return build_feed_forwards(self.moe, width, self.config.depth, lambda: DenseMlp(*sizes))
-
 
 def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:
     """Raise UserError if the data have a label per cell and patches do not tile the cells."""
@@ -215,9 +207,3 @@ def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:
     rows, columns = grid
     placed = tokens.unflatten(1, (side, rows // side, side, columns // side))
     return placed.mean(dim=(2, 4)).flatten(1, 2)
-
-
-def _special_token(width: int, exists: bool) -> nn.Parameter | None:
-    if not exists:
-        return None
-    return nn.Parameter(torch.zeros(1, 1, width))

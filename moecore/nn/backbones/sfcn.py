@@ -5,7 +5,6 @@ bins. Source: Peng et al. 2021, and their code (github.com/ha-ha-ha-han/UKBioban
 """
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, softmax
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext
+from moecore.core.routing_records import ModelOutput, RoutingContext
 from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import (
     Backbone,
@@ -22,6 +21,7 @@ from moecore.nn.backbones.base_model import (
     Encoded,
     EncodeOptions,
     ImageSpec,
+    check_axes,
     check_needs_no_attention,
 )
 from moecore.nn.layers.language_block import Dropout
@@ -75,12 +75,7 @@ class Sfcn(Backbone):
         return tuple(size // self.cube for size in image.shape)
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "ConvolutionalNetwork":
-        if len(image.shape) != 3:
-            raise UserError.at(
-                "model.kind",
-                found=f"sfcn, but the images have {len(image.shape)} axes",
-                allowed="another kind, or volumes",
-            )
+        check_axes(self.kind, image, 3)
         if any(size % self.cube for size in image.shape):
             raise UserError(
                 f"model.kind: found sfcn, whose {len(self.channels)} layers need multiples of "
@@ -130,13 +125,6 @@ class ConvolutionalNetwork(BackboneModel):
     def width_of(self, block: int) -> int:
         return self.width
 
-    def forward(
-        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
-    ) -> ModelOutput:
-        encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
-        heads = self.heads(encoded.tokens)
-        return ModelOutput(self._prediction(heads), encoded.routing, heads)
-
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         """Return the last map as tokens; "mlp_input" and "block_out" are around the experts."""
         volume = self.features(self.normalised(images))
@@ -159,10 +147,6 @@ class ConvolutionalNetwork(BackboneModel):
             return (output.float(),)
         return (self.image.task.predict(output),)
 
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Return predictions (B, 1) in the label's unit, or the task's."""
-        return self._prediction(self.heads(tokens))
-
     def task_loss(
         self,
         output: ModelOutput,
@@ -184,7 +168,8 @@ class ConvolutionalNetwork(BackboneModel):
         losses = kl_div(log_probs, target_probs, reduction="none").sum(dim=1)
         return losses.mean() if reduction == "mean" else losses
 
-    def _prediction(self, heads: Sequence[Tensor]) -> Tensor:
+    def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
+        """Return predictions (B, 1) in the label's unit, or the task's."""
         if self.config.head == "number":
             return heads[0]
         centres = (self.edges[:-1] + self.edges[1:]) / 2
@@ -205,9 +190,4 @@ def _halving_block(channels: int, width: int) -> nn.Sequential:
     # channels last: a step on the CPU takes 2/3 of the time
     weight = convolution.weight.data
     convolution.weight.data = weight.to(memory_format=torch.channels_last_3d)
-    return nn.Sequential(
-        convolution,
-        nn.BatchNorm3d(width),
-        nn.MaxPool3d(2),
-        nn.ReLU(),
-    )
+    return nn.Sequential(convolution, nn.BatchNorm3d(width), nn.MaxPool3d(2), nn.ReLU())

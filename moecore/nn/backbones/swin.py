@@ -226,24 +226,24 @@ class SwinTransformer(base_model.BackboneModel):
 
     def adapt_weights(
         self,
-        weights: dict[str, Tensor],
+        weights: base_model.Weights,
         config: Any,
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
-    ) -> dict[str, Tensor]:
+    ) -> base_model.Weights:
         """Return weights with V1's tables of position biases resized bicubically."""
-        return {name: self._table(name, value, config, image) for name, value in weights.items()}
-
-    def _table(self, name: str, value: Tensor, config: Any, image: base_model.ImageSpec) -> Tensor:
-        parameter = dict(self.named_parameters()).get(name)
-        if not name.endswith(TABLE) or parameter is None or parameter.shape == value.shape:
-            return value
-        stage = int(name.split(".")[1])
-        sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]
-        old, new = (tuple(2 * length - 1 for length in size) for size in sizes)
-        table = value.t().float().view(1, -1, *old)
-        resized = interpolate(table, size=new, mode="bicubic", align_corners=False)
-        return resized.flatten(2)[0].t().to(value.dtype)
+        resized = {}
+        for name, parameter in self.named_parameters():
+            value = weights.get(name, parameter)
+            if not name.endswith(TABLE) or parameter.shape == value.shape:
+                continue
+            stage = int(name.split(".")[1])
+            sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]
+            old, new = (tuple(2 * length - 1 for length in size) for size in sizes)
+            table = value.t().float().view(1, -1, *old)
+            table = interpolate(table, size=new, mode="bicubic", align_corners=False)
+            resized[name] = table.flatten(2)[0].t().to(value.dtype)
+        return weights | resized
 
     def _places(self) -> Iterator[BlockStage]:
         grids = self.config.grids(self.image)

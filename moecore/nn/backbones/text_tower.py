@@ -121,7 +121,11 @@ class TextTransformer(nn.Module):
         hidden = self.norm(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
-        return self.projection(pooled), tuple(_select_tokens(record, mask) for record in records)
+        length = tokens.shape[1]
+        spoken = (
+            record.map_tensors(lambda field: field[:, :length][mask][None]) for record in records
+        )
+        return self.projection(pooled), tuple(spoken)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:
         """Return which tokens (B, M) belong to the caption, up to its end token, bool."""
@@ -139,12 +143,6 @@ class TextTransformer(nn.Module):
             return mlp
 
         return build_feed_forwards(config.moe, width, config.depth, build_mlp)
-
-
-def _select_tokens(record: RoutingRecord, mask: Tensor) -> RoutingRecord:
-    """Return a record (B, T, E) of the tokens in ``mask`` (B, M), as one row (1, n, E)."""
-    length = mask.shape[1]
-    return record.map_tensors(lambda field: field[:, :length][mask][None])
 
 
 def caption_fingerprints(captions: Tensor) -> Tensor:

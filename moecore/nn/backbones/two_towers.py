@@ -145,11 +145,11 @@ class TwoTowerModel(base_model.BackboneModel):
 
     def adapt_weights(
         self,
-        weights: dict[str, Tensor],
+        weights: base_model.Weights,
         config: Any,
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
-    ) -> dict[str, Tensor]:
+    ) -> base_model.Weights:
         """Return the image tower's weights for other images, and the text tower's unchanged."""
         if image.answers != self.image.answers:
             raise ValueError(
@@ -163,8 +163,8 @@ class TwoTowerModel(base_model.BackboneModel):
         return text | {VISUAL + name: value for name, value in visual.items()}
 
     def renormalise_weights(
-        self, weights: dict[str, Tensor], image: base_model.ImageSpec
-    ) -> dict[str, Tensor]:
+        self, weights: base_model.Weights, image: base_model.ImageSpec
+    ) -> base_model.Weights:
         visual = self.visual.renormalise_weights(_visual_weights(weights), image)
         return {VISUAL + name: value for name, value in visual.items()}
 
@@ -234,10 +234,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.config.text.moe if name.startswith("text.") else self.moe
 
 
-def _visual_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _visual_weights(weights: base_model.Weights) -> base_model.Weights:
     """Return the image tower's weights, named as in the tower."""
-    return {
-        name.removeprefix(VISUAL): value
-        for name, value in weights.items()
-        if name.startswith(VISUAL)
-    }
+    visual = (name for name in weights if name.startswith(VISUAL))
+    return {name.removeprefix(VISUAL): weights[name] for name in visual}

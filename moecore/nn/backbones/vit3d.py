@@ -10,13 +10,8 @@ from moecore.core.files import UserError
 from moecore.core.surroundings import Misfits, changed_settings
 from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
+from moecore.nn.layers import patch_embed
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.patch_embed import (
-    ConvStem3d,
-    PatchEmbed,
-    PooledLinearStem,
-    sinusoidal_positions,
-)
 
 
 class Vit3d(TransformerSettings):
@@ -72,7 +67,7 @@ class VolumeTransformer(PatchTransformer):
     def __init__(self, config: Vit3d, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, _build_stem(config, image.channels), moe)
         if config.positions == "sinusoidal":
-            fixed = sinusoidal_positions(config.grid(image), config.width)
+            fixed = patch_embed.sinusoidal_positions(config.grid(image), config.width)
             del self.pos_embed
             self.register_buffer(
                 "pos_embed",
@@ -83,7 +78,7 @@ class VolumeTransformer(PatchTransformer):
 
 def _build_stem(config: Vit3d, channels: int) -> nn.Module:
     if config.stem == "pooled":
-        return PooledLinearStem(channels, config.patch, config.width, config.pool)
+        return patch_embed.PooledLinearStem(channels, config.patch, config.width, config.pool)
     if config.stem == "conv":
-        return ConvStem3d(channels, config.patch, config.width, config.stem_width)
-    return PatchEmbed(channels, config.patch, config.width, axes=3)
+        return patch_embed.ConvStem3d(channels, config.patch, config.width, config.stem_width)
+    return patch_embed.PatchEmbed(channels, config.patch, config.width, axes=3)

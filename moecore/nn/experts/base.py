@@ -148,7 +148,5 @@ class ZeroComputationExperts(nn.Module):
             wide = tokens.to(weights.dtype)
             shares = torch.einsum("btd,cmd->btcm", wide, self.mixing).softmax(dim=-1)
             token_shares, vector_shares = (constants.unsqueeze(-1) * shares).unbind(dim=-1)
-            token_weights = token_shares.sum(dim=-1, keepdim=True) + copies.sum(
-                dim=-1, keepdim=True
-            )
+            token_weights = token_shares.sum(-1, keepdim=True) + copies.sum(-1, keepdim=True)
             return token_weights * wide + vector_shares @ self.vectors

@@ -62,15 +62,13 @@ class EigenExperts(ExpertsModule):
         self.up = _normal(number, rank, hidden, std=_STD * (width / rank) ** 0.5)
         self.up_bias = nn.Parameter(torch.zeros(number, hidden))
         # A factored W2 is the mirror image: entries of its last factor have variance 1/d, too.
-        inner = None
+        self.down_inner: nn.Parameter | None = None
+        inputs, std = hidden, _STD
         if config.factored_output:
-            inner = _normal(number, hidden, rank, std=_STD * (width / rank) ** 0.5)
-        self.down_inner = inner
+            self.down_inner = _normal(number, hidden, rank, std=_STD * (width / rank) ** 0.5)
+            inputs, std = rank, width**-0.5
         self.down_bias = nn.Parameter(torch.zeros(number, width))
-        if inner is None:
-            self.down = _normal(number, hidden, width, std=_STD)
-        else:
-            self.down = _normal(number, rank, width, std=width**-0.5)
+        self.down = _normal(number, inputs, width, std=std)
 
     def lent_basis(self) -> Tensor:
         return self.basis

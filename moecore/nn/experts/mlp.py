@@ -103,25 +103,20 @@ class Mlp(Experts):
     def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
         return self.zero_computation.build(width) if self.zero_computation else None
 
-    def count_hidden(self, width: int) -> int:
-        """Return the hidden width of an expert; UserError if ``fine`` does not divide it."""
-        hidden = max(1, round(self.hidden_ratio * width))
-        pieces = self.fine or 1
-        if hidden % pieces:
-            raise UserError.at(
-                "experts.fine",
-                found=pieces,
-                allowed=f"a divisor of {hidden}, the hidden width of an expert",
-            )
-        return hidden // pieces
-
 
 class MlpExperts(ExpertsModule):
     """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
 
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
-        hidden = config.count_hidden(width)
+        hidden, pieces = max(1, round(config.hidden_ratio * width)), config.fine or 1
+        if hidden % pieces:
+            raise UserError.at(
+                "experts.fine",
+                found=pieces,
+                allowed=f"a divisor of {hidden}, the hidden width of an expert",
+            )
+        hidden //= pieces
         self.activation = config.activation
         self.dropout = config.dropout
         self.up, self.up_bias = _linears(config, width, hidden, 1 + (config.activation == "swiglu"))
@@ -134,17 +129,12 @@ class MlpExperts(ExpertsModule):
             return grouped_mlp(rows.values, *maps, rows.offsets)
         active = EXPERT_ACTIVATIONS[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
-        hidden = self._drop_hidden(hidden, rows)
+        if self.training and self.dropout:  # drawn per pair for the whole batch
+            assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
+            share, size = 1 - self.dropout, (*rows.pairs.shape, hidden.shape[1])
+            mask = draw_bernoulli_mask(hidden.new_empty(size), share)
+            hidden = hidden * (mask.flatten(0, 2).index_select(0, rows.pairs.order) / share)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
-
-    def _drop_hidden(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """Return hidden values (R, h) after dropout, drawn per pair for the whole batch."""
-        rate = self.dropout
-        if not self.training or not rate:
-            return hidden
-        assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
-        mask = draw_bernoulli_mask(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
-        return hidden * (mask.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
 
 def gate_with_silu(hidden: Tensor) -> Tensor:

@@ -85,9 +85,7 @@ class ExpertGroups:
 
     def output_view(self, rows: Tensor, group: ExpertGroup) -> Tensor | None:
         """Return the rows that a single expert's product writes to; None for several experts."""
-        if group.alone:
-            return rows[group.rows]
-        return None
+        return rows[group.rows] if group.alone else None
 
     def unpad_rows(self, padded: Tensor, group: ExpertGroup, rows: Tensor) -> None:
         """Copy the filled slots of several experts to their rows of (R, n)."""

@@ -133,9 +133,7 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 def rows_at_once(rows: Tensor) -> int:
     """Return the number of rows (R, d) to process at a time; on CPU what fits its cache."""
-    if rows.device.type == "cpu":
-        return _CACHED_ROWS
-    return max(1, len(rows))
+    return _CACHED_ROWS if rows.device.type == "cpu" else max(1, len(rows))
 
 
 def to_autocast(tensor: Tensor) -> Tensor:
@@ -159,14 +157,10 @@ def register_flop_formulas() -> None:
     """Make torch.utils.flop_counter count grouped_mm; can be called repeatedly."""
     operator = grouped_mm_operator()
     if operator not in flop_registry:
-        register_flop_formula(operator)(_grouped_flops)
-
-
-def _grouped_flops(
-    first: tuple[int, ...], second: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
-) -> int:
-    """Return 2·R·i·o for (R, i) by (E, i, o), or for their gradient (i, R) by (R, o)."""
-    return 2 * first[-2] * first[-1] * second[-1]
+        # 2·R·i·o for (R, i) by (E, i, o), or for their gradient (i, R) by (R, o)
+        register_flop_formula(operator)(
+            lambda first, second, *_, **_options: 2 * first[-2] * first[-1] * second[-1]
+        )
 
 
 class _AddBias(Function):
@@ -188,8 +182,7 @@ class _AddBias(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,) = grads
-        grad = grad.contiguous()
+        grad = grads[0].contiguous()
         # The product with ones is an fp32 sum in a fixed order. Ones are as narrow as grouped_mm
         # allows, and the second factor because torch.compile changes the layout of a transposed
         # constant: an expert's ones would lose their 16-byte alignment.
@@ -210,8 +203,7 @@ class _DenseGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        return grad.contiguous()
+        return grads[0].contiguous()
 
 
 class Tiles(NamedTuple):

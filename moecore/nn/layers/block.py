@@ -49,12 +49,8 @@ def quick_gelu(values: Tensor) -> Tensor:
     return values * torch.sigmoid(1.702 * values)
 
 
-def identity_activation(values: Tensor) -> Tensor:
-    """Return the values: without activation two maps are one linear map, as theory assumes."""
-    return values
-
-
-ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": identity_activation}
+# without activation two maps are one linear map, as theory assumes
+ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": lambda values: values}
 
 
 class DenseMlp(FeedForward):
@@ -118,15 +114,13 @@ class Attention(nn.Module):
         batch, length, width = tokens.shape
         qkv = self.qkv(tokens).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if not weights:
-            return self._merge_heads(softmax_attention(query, key, value, self.causal)), None
-        weights_by_head = attention_weights(query, key, self.causal)
-        return self._merge_heads(weights_by_head.to(value.dtype) @ value), weights_by_head.mean(
-            dim=1
-        )
-
-    def _merge_heads(self, heads: Tensor) -> Tensor:
-        return self.proj(heads.transpose(1, 2).flatten(2))
+        mean = None
+        if weights:
+            weights_by_head = attention_weights(query, key, self.causal)
+            heads, mean = weights_by_head.to(value.dtype) @ value, weights_by_head.mean(dim=1)
+        else:
+            heads = softmax_attention(query, key, value, self.causal)
+        return self.proj(heads.transpose(1, 2).flatten(2)), mean
 
 
 class LayerScale(nn.Module):
@@ -184,12 +178,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = attention
-        self.ls1 = _layer_scale(width, layer_scale)
-        self.drop_path1 = _drop_path(drop_path)
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        # Identity draws nothing: trainings without stochastic depth keep their random stream
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = nn.LayerNorm(width, eps=eps)
         self.mlp = mlp
-        self.ls2 = _layer_scale(width, layer_scale)
-        self.drop_path2 = _drop_path(drop_path)
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -201,15 +196,3 @@ class Block(nn.Module):
         context = context.with_attention(self.mlp.wants, weights, attended)
         change, records = self.mlp(entering, context)
         return tokens + self.drop_path2(self.ls2(change)), entering, records
-
-
-def _layer_scale(width: int, initial: float | None) -> nn.Module:
-    if initial is None:
-        return nn.Identity()
-    return LayerScale(width, initial)
-
-
-def _drop_path(rate: float) -> nn.Module:
-    if rate == 0:
-        return nn.Identity()  # draws nothing: trainings without it keep their random stream
-    return DropPath(rate)

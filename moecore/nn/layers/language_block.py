@@ -54,10 +54,10 @@ class SlidingWindowAttention(nn.Module):
         With ``weights`` also the weights within the block, (B, M, M), averaged over heads; tokens
         before the block are excluded, so that rows sum to less than 1.
         """
-        block = tokens.shape[1]
         all_tokens = torch.cat([before.to(tokens.dtype), tokens], dim=1)
-        query, key, value = self._split(
-            self.query(tokens), self.key(all_tokens), self.value(all_tokens)
+        query, key, value = (
+            projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projected in (self.query(tokens), self.key(all_tokens), self.value(all_tokens))
         )
         logits = undo_relative_shift(query @ key.transpose(-2, -1))
         logits = logits + query @ positions.to(query.dtype)
@@ -66,10 +66,7 @@ class SlidingWindowAttention(nn.Module):
         attended = self.proj((shifted @ value).transpose(1, 2).flatten(2))
         if not weights:
             return attended, None
-        return attended, relative_shift(share).mean(dim=1)[..., -block:]
-
-    def _split(self, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(value.unflatten(-1, (self.heads, -1)).transpose(1, 2) for value in values)
+        return attended, relative_shift(share).mean(dim=1)[..., -tokens.shape[1] :]
 
 
 def undo_relative_shift(values: Tensor) -> Tensor:

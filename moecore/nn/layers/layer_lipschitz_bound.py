@@ -3,7 +3,6 @@
 n tokens, E experts, token width d. All matrix norms are spectral (ℓ2 → ℓ2).
 """
 
-import copy
 from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple, TypeVar
@@ -84,13 +83,7 @@ def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
     return LemmaTerms(*(torch.cat(field) for field in zip(*sides, strict=True)))
 
 
-def dense_mixture_output(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
-    """Return f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
-    outputs = compute_expert_outputs(experts, tokens, len(router.get_parameter("weight")))
-    return torch.einsum("ne,end->nd", _router_probs(router, tokens), outputs)
-
-
-def compute_expert_outputs(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+def _compute_expert_outputs(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
     """Return the output (E, n, d) of each expert for each token (n, d)."""
     return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
 
@@ -109,14 +102,19 @@ def _router_probs(router: nn.Module, tokens: Tensor) -> Tensor:
 def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> LemmaTerms:
     weight = router.get_parameter("weight")
     number = len(weight)
-    jacobians = row_jacobians(lambda x: dense_mixture_output(router, experts, x), tokens)
+
+    def mixture(x: Tensor) -> Tensor:  # f(x) = Σ_e p_e(x) f_e(x), (n, d)
+        outputs = _compute_expert_outputs(experts, x, number)
+        return torch.einsum("ne,end->nd", _router_probs(router, x), outputs)
+
+    jacobians = row_jacobians(mixture, tokens)
     expert_jacobians = row_jacobians(
         lambda rows: _apply_each_expert(experts, rows, number), tokens.repeat(number, 1)
     )
     slopes = torch.linalg.matrix_norm(expert_jacobians.unflatten(0, (number, -1)), ord=2)
     with torch.no_grad():
         probs = _router_probs(router, tokens)
-        outputs = compute_expert_outputs(experts, tokens, number)
+        outputs = _compute_expert_outputs(experts, tokens, number)
         distances = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
         pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, distances)
     return LemmaTerms(
@@ -128,7 +126,7 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
 
 def frozen_double_copy(module: M) -> M:
     """Return a copy in fp64 and evaluation mode, without parameter gradients."""
-    return copy.deepcopy(module).double().eval().requires_grad_(False)
+    return deepcopy(module).double().eval().requires_grad_(False)
 
 
 def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:

@@ -80,10 +80,6 @@ def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
         return odd
     if blocks == "last_2" and len(odd) >= 2:
         return odd[-2:]
-    if isinstance(blocks, str) and blocks not in ("every_2", "last_2"):
-        raise UserError.at(
-            "blocks", found=blocks, allowed="every_2, last_2, all, or indices from 0"
-        )
     if isinstance(blocks, str):
         raise UserError.at(
             "blocks",
@@ -150,38 +146,28 @@ class MoEFeedForward(FeedForward):
         return output, (record,)
 
     def compute_networks(
-        self,
-        experts: "ExpertsModule | ShardedExperts",
-        tokens: Tensor,
-        plan: Any,
-        record: RoutingRecord,
+        self, experts: Callable[[Rows], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
         """Return outputs for tokens (B, T, d) by the plan; exported layers use ``record``."""
         plan = self.plan_networks(plan)
-        return plan.combine(apply_experts_to_rows(experts, plan.dispatch(tokens)))
+        rows = plan.dispatch(tokens)
+        if rows.shares is None:
+            return plan.combine(experts(rows))
+        assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
+        merged = {  # each group's expert
+            name: torch.tensordot(rows.shares.to(parameter.dtype), parameter, dims=1)
+            for name, parameter in experts.named_parameters()
+        }
+        return plan.combine(functional_call(experts, merged, (rows,)))
 
     def plan_networks(self, plan: Any) -> Any:
         """Return the part of a router's plan that networks compute."""
-        if self.zero_computation is None:
-            return plan
-        return plan.keep_experts(self.number)
+        return plan if self.zero_computation is None else plan.keep_experts(self.number)
 
     @property
     def number(self) -> int:
         """Number of networks that the router chooses among."""
         return len(next(self.experts.parameters()))
-
-
-def apply_experts_to_rows(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
-    """Return the experts' outputs (R, d); with ``shares``, of each group's merged expert."""
-    if rows.shares is None:
-        return experts(rows)
-    assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
-    merged = {
-        name: torch.tensordot(rows.shares.to(parameter.dtype), parameter, dims=1)
-        for name, parameter in experts.named_parameters()
-    }
-    return functional_call(experts, merged, (rows,))
 
 
 @torch.no_grad()

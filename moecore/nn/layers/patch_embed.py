@@ -110,12 +110,12 @@ def resize_positions(
     special = positions[:, :prefix]
     patches = positions[:, prefix:]
     if old is None:
-        old = _square_grid(patches.shape[1])
+        old = (round(patches.shape[1] ** 0.5),) * 2
     old = tuple(old)
     if torch.Size(old).numel() != patches.shape[1] or len(old) != len(size):
         raise ValueError(
-            f"{patches.shape[1]} position embeddings of the grid {list(old)} cannot be brought "
-            f"to the grid {list(size)}"
+            f"{patches.shape[1]} position embeddings do not form a grid {list(old)} that can be "
+            f"resized to {list(size)}"
         )
     if old == tuple(size):
         return positions
@@ -145,13 +145,6 @@ def sinusoidal_positions(grid: tuple[int, ...], width: int) -> Tensor:
     places = torch.stack(torch.meshgrid(*along, indexing="ij"), dim=-1).flatten(0, -2)
     angles = places[:, :, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(1).unsqueeze(0)
-
-
-def _square_grid(patches: int) -> tuple[int, int]:
-    side = round(patches**0.5)
-    if side * side != patches:
-        raise ValueError(f"{patches} position embeddings do not form a square grid")
-    return side, side
 
 
 def renormalise_patch_embedding(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import normalize, pad, relu, scaled_dot_product_attention
+from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
@@ -116,30 +116,26 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return each window place's token (W, n), the inverse (T,), and the mask (W, n, n); on CPU."""
-    with torch.device("cpu"):
-        places, labels = _lay_out_windows(grid, size, shift)
-        tokens = math.prod(grid)
-        back = torch.empty(tokens + 1, dtype=torch.int64)
-        back[places.flatten()] = torch.arange(places.numel())
-        if places.numel() == tokens and not any(shift):
-            return places, back[:tokens], None
-        apart = labels[:, :, None] != labels[:, None, :]
-        return places, back[:tokens], torch.zeros(apart.shape).masked_fill(apart, -math.inf)
-
-
-def _lay_out_windows(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
-    """Return the token of each place (W, n), T for padding, and labels: equal ones attend."""
     rows, columns = grid
+    number = rows * columns  # the index of padding
     full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
-    tokens = torch.full(full, rows * columns, dtype=torch.int64)
-    tokens[:rows, :columns] = torch.arange(rows * columns).view(rows, columns)
-    tokens = torch.roll(tokens, [-offset for offset in shift], (0, 1))
-    wrapped = [
-        torch.arange(length) >= length - offset for length, offset in zip(full, shift, strict=True)
-    ]
-    labels = 2 * wrapped[0].long()[:, None] + wrapped[1].long()[None, :]
-    labels = labels.masked_fill(tokens == rows * columns, 4)
-    return _cut_windows(tokens, size), _cut_windows(labels, size)
+    with torch.device("cpu"):
+        tokens = torch.full(full, number, dtype=torch.int64)
+        tokens[:rows, :columns] = torch.arange(number).view(rows, columns)
+        tokens = torch.roll(tokens, [-offset for offset in shift], (0, 1))
+        down, across = (
+            (torch.arange(length) >= length - offset).long()
+            for length, offset in zip(full, shift, strict=True)
+        )
+        labels = 2 * down[:, None] + across[None, :]  # tokens with equal labels attend
+        labels = _cut_windows(labels.masked_fill(tokens == number, 4), size)
+        places = _cut_windows(tokens, size)
+        back = torch.empty(number + 1, dtype=torch.int64)
+        back[places.flatten()] = torch.arange(places.numel())
+        if places.numel() == number and not any(shift):
+            return places, back[:number], None
+        apart = labels[:, :, None] != labels[:, None, :]
+        return places, back[:number], torch.zeros(apart.shape).masked_fill(apart, -math.inf)
 
 
 def _cut_windows(values: Tensor, size: Grid) -> Tensor:
@@ -209,20 +205,6 @@ def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
         return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(MAX_DISTANCE)
 
 
-class ContinuousBias(nn.Sequential):
-    """An MLP of the relative position of two tokens: (…, 2) to (…, h)."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__(
-            trunc_normal_linear(2, HIDDEN),
-            nn.ReLU(),
-            trunc_normal_linear(HIDDEN, heads, bias=False),
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self[2](relu(self[0](input)))
-
-
 class WindowAttention(nn.Module):
     """Self-attention of (B, T, d) within windows, with a bias per relative position.
 
@@ -264,7 +246,11 @@ class WindowAttention(nn.Module):
             self.relative_position_bias_table = nn.Parameter(torch.zeros(number, heads))
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         else:
-            self.cpb_mlp = ContinuousBias(heads)
+            self.cpb_mlp = nn.Sequential(
+                trunc_normal_linear(2, HIDDEN),
+                nn.ReLU(),
+                trunc_normal_linear(HIDDEN, heads, bias=False),
+            )
             coordinates = to_build_device(log_coordinates(windows.size, pretrained))
         pairs = to_build_device(pair_index(windows.size).flatten())
         self.register_buffer("pairs", pairs, persistent=False)
@@ -272,7 +258,11 @@ class WindowAttention(nn.Module):
 
     def forward(self, tokens: Tensor, weights: bool = False) -> tuple[Tensor, Tensor | None]:
         query, key, value = self._project_heads(self.windows.cut(tokens))
-        bias = self._add_window_mask(self.bias())
+        bias = self.bias()
+        if self.windows.mask is None:
+            bias = bias.repeat(self.windows.number, 1, 1)
+        else:  # −∞ between tokens that must not attend
+            bias = (bias + self.windows.mask[:, None]).flatten(0, 1)
         if query.is_cuda and not weights:
             mixed = scaled_dot_product_attention(
                 query, key, value, attn_mask=bias.to(query.dtype), scale=1.0
@@ -294,9 +284,7 @@ class WindowAttention(nn.Module):
                 table = self.cpb_mlp(self.coordinates.to(self.proj.weight.dtype))
         length = self.windows.length
         bias = table.index_select(0, self.pairs).t().view(self.heads, length, length)
-        if self.kind == "swin_v2":
-            return 16 * bias.sigmoid()
-        return bias
+        return 16 * bias.sigmoid() if self.kind == "swin_v2" else bias
 
     def _project_heads(self, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query (scaled), key and value (B, W·h, n, d/h) of windows (B, W, n, d)."""
@@ -312,13 +300,6 @@ class WindowAttention(nn.Module):
         scale = scale.repeat(number, 1, 1)
         query = normalize(query, dim=-1) * scale.to(query.dtype)
         return query, normalize(key, dim=-1), value
-
-    def _add_window_mask(self, bias: Tensor) -> Tensor:
-        """Return the bias of every window (W·h, n, n), −∞ between tokens that must not attend."""
-        mask = self.windows.mask
-        if mask is None:
-            return bias.repeat(self.windows.number, 1, 1)
-        return (bias + mask[:, None]).flatten(0, 1)
 
     def _merge_heads(self, heads: Tensor) -> Tensor:
         split = heads.unflatten(1, (self.windows.number, self.heads))

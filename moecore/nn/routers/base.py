@@ -1,7 +1,7 @@
 """The base class of router settings."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -11,13 +11,6 @@ from moecore.core.surroundings import Misfits, Surroundings
 
 # routers that messages suggest for language models
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
-
-
-class ChoosesK(Protocol):
-    """A router whose tokens use k experts each."""
-
-    @property
-    def k(self) -> int: ...
 
 
 class Router(Part, ABC):
@@ -102,12 +95,12 @@ class Router(Part, ABC):
             )
         return self.model_copy(update={"k": k})
 
-    def check_k(self: ChoosesK, experts: int, key: str = "router.k") -> None:
+    def check_k(self, experts: int, key: str = "router.k") -> None:
         """Raise UserError, at ``key``, if k is above the number of experts."""
-        if self.k > experts:
+        if (k := getattr(self, "k", 0)) > experts:
             raise UserError(
-                f"{key} is {self.k}, but there are {experts} experts (experts.number); allowed: "
-                f"1 to {experts}"
+                f"{key} is {k}, but there are {experts} experts (experts.number); allowed: 1 to "
+                f"{experts}"
             )
 
     def check_causal(self, key: str = "router") -> None:

@@ -36,7 +36,11 @@ def within_capacity(
     groups_of_experts = group_images(experts, group_size)
     queues: list[Tensor | None] = [None] * len(groups_of_experts)
     if priority is not None:
-        queues = [_queue_places(values) for values in group_images(priority, group_size)]
+        # each token's position in the queue; ties keep the tokens' order
+        queues = [
+            values.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+            for values in group_images(priority, group_size)
+        ]
     for groups, ranks in zip(groups_of_experts, queues, strict=True):
         capacity = expert_capacity(groups.shape[1], experts.shape[2], factor, number)
         within.append((_places_in_expert(groups, ranks) < capacity).reshape(-1, *experts.shape[1:]))
@@ -48,11 +52,6 @@ def group_images(values: Tensor, group_size: int) -> list[Tensor]:
     full = len(values) // group_size * group_size
     parts = ((values[:full], group_size), (values[full:], len(values) - full))
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]
-
-
-def _queue_places(priority: Tensor) -> Tensor:
-    """Return each token's position in the queue by priority (G, S); ties keep the tokens' order."""
-    return priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
 
 def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:

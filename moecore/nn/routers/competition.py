@@ -1,7 +1,6 @@
 """Competition (CompeteSMoE, Nguyen et al. 2025): the experts with the strongest outputs are chosen.
 
-In some training steps all experts compute, and the router learns which are strongest. B images, T
-tokens per image, E experts, k chosen per token, width d.
+In some training steps all experts compute, and the router learns which are strongest.
 """
 
 from typing import Literal
@@ -11,13 +10,18 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot, softplus
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.balances.base import Balance
-from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import FLOOR, gate_weights, plan_and_record, top_k
+from moecore.nn.routers.token_choice import (
+    FLOOR,
+    PlanAndRecord,
+    gate_weights,
+    plan_and_record,
+    top_k,
+)
 
 
 class Competition(Router):
@@ -102,9 +106,7 @@ class CompetitionRouter(NoisyTopKRouter):
         super().__init__(decision, width, experts)
         self.settings = config
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         outputs = context.outputs
         if outputs is None:
             plan, record = super().forward(tokens, context)

@@ -1,6 +1,6 @@
 """The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding.
 
-B images, T tokens per image, E experts, width d, width d_e of an embedding.
+An embedding has width d_e.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Mixture-of-Depths (Raposo et al. 2024): a share of an image's tokens uses experts, others skip.
 
-B images, T tokens per image, C participating tokens in each of G groups, R rows, E experts, width
-d.
+C participating tokens in each of G groups, R rows.
 """
 
 from collections.abc import Sequence

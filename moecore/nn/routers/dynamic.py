@@ -1,18 +1,15 @@
-"""DynMoE (Guo et al. 2024): each token uses the experts above learned similarity thresholds.
-
-B images, T tokens per image, E experts, width d.
-"""
+"""DynMoE (Guo et al. 2024): each token uses the experts above learned similarity thresholds."""
 
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import (
+    PlanAndRecord,
     cosines_to_embeddings,
     expert_probs,
     plan_and_record,
@@ -55,9 +52,7 @@ class DynamicRouter(nn.Module):
         self.embeddings = nn.Parameter(embeddings)  # lengths near 1, as in the cosine router
         self.thresholds = nn.Parameter(torch.zeros(experts))
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             logits = cosines_to_embeddings(tokens, self.embeddings)
             above = torch.relu(torch.sigmoid(logits) - torch.sigmoid(self.thresholds))

@@ -1,7 +1,6 @@
 """The eigenbasis router of ERMoE: agreement of a token and its context in each expert's basis.
 
-B images, T tokens per image, N = B·T, E experts, k chosen per token, width d, rank r of a basis, R
-rows.
+A basis has rank r.
 """
 
 from typing import ClassVar, Literal
@@ -66,9 +65,8 @@ class Eigenbasis(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        if self.context == "learned":
-            return frozenset({"basis"})
-        return frozenset({"basis", _FIELDS[self.context]})
+        read = () if self.context == "learned" else (_FIELDS[self.context],)
+        return frozenset({"basis", *read})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
         self.check_k(experts)
@@ -132,8 +130,13 @@ class EigenbasisRouter(nn.Module):
         positive = scores.clamp_min(_MIN_WEIGHT)
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
+        # Of the k best, those above the threshold are chosen, or all if none is (the fallback). The
+        # best k of A = {e : s > threshold} are the members of the global top k that are in A. So
+        # Algorithm 1 as printed (top k of A if |A| ≥ k, else global top k) always equals the global
+        # top k, whatever the threshold: `literal` needs no mask.
         if self.config.selection == "prune":
-            eligible = eligible_or_all_slots(scores.gather(-1, chosen), self.config.threshold)
+            above = scores.gather(-1, chosen) > self.config.threshold
+            eligible = above | ~above[..., :1]
             valid = eligible if valid is None else eligible & valid
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -171,17 +174,6 @@ class EigenbasisRouter(nn.Module):
         return value
 
 
-def eligible_or_all_slots(scores: Tensor, threshold: float) -> Tensor:
-    """Return which of the k best scores (B, T, k), best first, are above ``threshold``.
-
-    If none is, all are chosen (the fallback). The best k of A = {e : s > threshold} are the members
-    of the global top k that are in A. So Algorithm 1 as printed (top k of A if |A| ≥ k, else global
-    top k) always equals the global top k, whatever the threshold: `literal` needs no mask.
-    """
-    above = scores > threshold
-    return above | ~above[..., :1]
-
-
 def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
     """Return Bᵀx per expert, (B, T, E, r), for tokens (B, T, d) and basis (E, d, r)."""
     return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(
@@ -211,7 +203,5 @@ def safe_cosine(first: Tensor, second: Tensor) -> Tensor:
     is_long = (first_square >= tiny) & (second_square >= tiny)
     # `where` before the root as well as after it: a root at 0 has an infinite gradient
     product = (first * second).sum(dim=-1)
-    cosines = (
-        product * first_square.where(is_long, 1).rsqrt() * second_square.where(is_long, 1).rsqrt()
-    )
-    return cosines.where(is_long, 0)
+    product = product * first_square.where(is_long, 1).rsqrt()
+    return (product * second_square.where(is_long, 1).rsqrt()).where(is_long, 0)

@@ -1,7 +1,7 @@
 """Expert Choice (Zhou et al. 2022), a baseline of TGR-MoE: experts choose tokens.
 
-A token has 0 or 1 rows per expert. B images, T tokens per image, N = B·T, E experts, G groups of S
-tokens, C tokens per expert and group, M tokens per expert, R = E·M rows, width d.
+A token has 0 or 1 rows per expert. N = B·T tokens, G groups of S tokens, C tokens per expert and
+group, M tokens per expert, R = E·M rows.
 """
 
 from fractions import Fraction
@@ -18,7 +18,7 @@ from moecore.core.streams import normal_like
 from moecore.nn.dispatch import Rows, cast_function_output, cat_or_single
 from moecore.nn.kernels.grouped import full_precision, rows_at_once, to_autocast
 from moecore.nn.routers.base import CAUSAL, Router
-from moecore.nn.routers.capacity import ceil_capacity, exact_fraction
+from moecore.nn.routers.capacity import ceil_capacity, exact_fraction, group_images
 from moecore.nn.routers.token_choice import router_logits
 
 
@@ -81,12 +81,9 @@ class ExpertChoiceRouter(nn.Module):
 
     def decide(self, logits: Tensor) -> "tuple[ExpertChoicePlan, RoutingRecord]":
         """Return plan and record for logits (B, T, E)."""
-        std = 0.0
-        if self.training:
-            std = self.config.noise_std / logits.shape[-1]
         noisy = logits
-        if std:
-            noisy = logits + normal_like(logits) * std
+        if self.training and self.config.noise_std:
+            noisy = logits + normal_like(logits) * (self.config.noise_std / logits.shape[-1])
         gates = torch.softmax(noisy, dim=-1)
         order = top_tokens_per_expert(
             gates.detach(), self.share, self.config.group_size if self.training else 1
@@ -113,27 +110,18 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
     images form a smaller group.  Returns (E, G·C) indices into the B·T tokens, ascending per
     expert.
     """
-    remainder = len(gates) % group_size
-    parts = [_top_tokens_in_groups(gates[: len(gates) - remainder], share, group_size)]
-    if remainder:
-        parts.append(
-            _top_tokens_in_groups(gates[-remainder:], share, remainder)
-            + (len(gates) - remainder) * gates.shape[1]
-        )
-    return torch.cat(parts, dim=1)
-
-
-def _top_tokens_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor:
-    """Return ``top_tokens_per_expert`` of groups with equally many ``images``."""
-    batch, tokens, experts = gates.shape
-    groups = batch // images
-    size = images * tokens
-    capacity = min(size, ceil_capacity(size, share, experts))
-    by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
-    ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
-    best = ranked[..., :capacity].sort(dim=-1).values
-    start = torch.arange(groups, device=gates.device).view(-1, 1, 1) * size
-    return (best + start).transpose(0, 1).flatten(1)
+    taken = []
+    first = 0
+    for groups in group_images(gates, group_size):
+        number, size, experts = groups.shape
+        capacity = min(size, ceil_capacity(size, share, experts))
+        by_expert = groups.transpose(1, 2).contiguous()
+        ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
+        best = ranked[..., :capacity].sort(dim=-1).values
+        starts = first + torch.arange(number, device=gates.device).view(-1, 1, 1) * size
+        taken.append((best + starts).transpose(0, 1).flatten(1))
+        first += number * size
+    return torch.cat(taken, dim=1)
 
 
 class ExpertChoicePlan(NamedTuple):
@@ -157,9 +145,8 @@ class ExpertChoicePlan(NamedTuple):
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return rows (R, d) as tokens (B, T, d), summed in fp32; 0 for tokens without expert."""
-        tokens = _WeightedSumOfTaken.apply(
-            rows, self.weights, self.order, self.shape[0] * self.shape[1]
-        )
+        number = self.shape[0] * self.shape[1]
+        tokens = _WeightedSumOfTaken.apply(rows, self.weights, self.order, number)
         return tokens.view(*self.shape, rows.shape[-1])
 
 
@@ -168,10 +155,7 @@ def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) 
     dtype = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     total = rows.new_zeros(tokens, rows.shape[-1], dtype=dtype)
     for expert, part in enumerate(rows.view(*order.shape, rows.shape[-1])):
-        if weights is None:
-            part = part.to(dtype)
-        else:
-            part = part * weights[expert].unsqueeze(-1)
+        part = part.to(dtype) if weights is None else part * weights[expert].unsqueeze(-1)
         total.index_add_(0, order[expert], part)
     return cast_function_output(total, rows.dtype)
 
@@ -190,8 +174,7 @@ class _GatherTaken(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return _sum_rows(grad.contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
+        return _sum_rows(grads[0].contiguous(), None, ctx.saved_tensors[0], ctx.tokens), None
 
 
 class _WeightedSumOfTaken(Function):
@@ -212,12 +195,8 @@ class _WeightedSumOfTaken(Function):
         chunk = rows_at_once(rows)
         scaled = []
         products = []
-        for part, scale, tokens in zip(
-            rows.split(chunk),
-            weights.flatten().split(chunk),
-            order.flatten().split(chunk),
-            strict=True,
-        ):
+        parts = (values.split(chunk) for values in (rows, weights.flatten(), order.flatten()))
+        for part, scale, tokens in zip(*parts, strict=True):
             gathered = grad.index_select(0, tokens).to(weights.dtype)
             scaled.append((gathered * scale.unsqueeze(-1)).to(rows.dtype))
             products.append((gathered * part).sum(dim=-1))

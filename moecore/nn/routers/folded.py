@@ -1,6 +1,6 @@
 """A router over merged experts: each original expert stands for its cluster (HC-SMoE, 2410.08589).
 
-B images, T tokens per image, E experts before merging, M clusters of them, width d.
+E experts before merging, M clusters of them.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.token_choice import plan_and_record, top_k
+from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log, top_k
 
 
 class Folded(Router):
@@ -29,10 +28,9 @@ class Folded(Router):
     has_expert_rows: ClassVar[bool] = False  # rows belong to the experts before merging
 
     kind: Literal["folded"] = "folded"
-    router: Annotated[Router, WithJsonSchema({"type": "object"})] = (
-        Field(  # its schema would contain itself
-            NoisyTopK(), description="the router before experts were merged"
-        )
+    # its own schema would contain itself
+    router: Annotated[Router, WithJsonSchema({"type": "object"})] = Field(
+        NoisyTopK(), description="the router before experts were merged"
     )
     experts: int = Field(8, ge=2, description="number of experts before merging")
 
@@ -97,9 +95,7 @@ class FoldedRouter(nn.Module):
         runs = torch.arange(config.experts) * experts // config.experts
         self.register_buffer("clusters", runs)
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             plan, record = self.router(tokens, context)
             combine, probs, chosen = (
@@ -108,7 +104,7 @@ class FoldedRouter(nn.Module):
             slots = min(plan.weights.shape[-1], self.number)
             best = top_k(combine.where(chosen > 0, -1), slots)
             return plan_and_record(
-                logits=probs.clamp_min(torch.finfo(probs.dtype).tiny).log(),
+                logits=safe_log(probs),
                 probs=probs,
                 chosen=best,
                 weights=combine.gather(-1, best),

@@ -1,19 +1,15 @@
-"""StableMoE (Dai et al. 2022) as in TGR-MoE (supplement, J.3): the router is frozen after a phase.
-
-B images, T tokens per image, E experts, width d.
-"""
+"""StableMoE (Dai et al. 2022) as in TGR-MoE (supplement, J.3): a router frozen after a phase."""
 
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.balances.base import Balance
-from moecore.nn.dispatch import SparsePlan
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers.token_choice import PlanAndRecord, router_logits
 
 
 class FrozenCopy(Router):
@@ -90,9 +86,7 @@ class FrozenCopyRouter(NoisyTopKRouter):
         """Return whether a call draws noise: in training, until the router is frozen."""
         return self.training and not self._frozen
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         self._frozen = self.training and context.progress >= self.until
         if self.balance is not None:  # sinkhorn's plan is for a router that learns
             self.balance.train(self.is_learning)

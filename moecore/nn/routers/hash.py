@@ -1,7 +1,4 @@
-"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash chooses experts, nothing is learned.
-
-B images, T tokens per image, E experts, k chosen per token.
-"""
+"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash chooses experts, nothing is learned."""
 
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -12,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import plan_and_record, top_k
+from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log, top_k
 
 PRIME = 2**31 - 1  # above every word's id
 # a patch with a smaller range of pixels (half a grey level) is blank: it has only rounding errors
@@ -71,12 +67,12 @@ class HashRouter(nn.Module):
         self.register_buffer("places", None, persistent=False)
 
     @torch.no_grad()
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             if self.config.by == "word":
-                chosen = self._by_word(context.words)
+                assert context.words is not None  # models without words are refused
+                factor, shift = self.word_hash
+                chosen = self._in_circle((context.words.long() * factor + shift) % PRIME)
             else:
                 chosen = self._by_position(tokens)
             if self.config.by == "patch":
@@ -84,12 +80,8 @@ class HashRouter(nn.Module):
             dtype = torch.promote_types(tokens.dtype, torch.float32)
             weights = torch.full_like(chosen, 1 / self.config.k, dtype=dtype)
             probs = weights.new_zeros(*chosen.shape[:2], self.experts).scatter(-1, chosen, weights)
-            return plan_and_record(
-                logits=probs.clamp_min(torch.finfo(dtype).tiny).log(),
-                probs=probs,
-                chosen=chosen,
-                weights=weights,
-            )
+            logits = safe_log(probs)
+            return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
 
     def _by_position(self, tokens: Tensor) -> Tensor:
         """Return (B, T, k): the expert of each position and the following ones, modulo E."""
@@ -100,12 +92,6 @@ class HashRouter(nn.Module):
             )
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)
-
-    def _by_word(self, word_ids: Tensor | None) -> Tensor:
-        """Return (B, T, k): the expert of each word (B, T) and the following ones, modulo E."""
-        assert word_ids is not None  # models without words are refused
-        factor, shift = self.word_hash
-        return self._in_circle((word_ids.long() * factor + shift) % PRIME)
 
     def _in_circle(self, first: Tensor) -> Tensor:
         """Return experts (..., k): ``first`` (...) and the following ones, modulo E."""

@@ -1,7 +1,4 @@
-"""SMEAR (Muqeeth et al. 2023): per image, one expert with the weighted mean of all parameters.
-
-B images, T tokens per image, E experts, width d.
-"""
+"""SMEAR (Muqeeth et al. 2023): per image, one expert with the weighted mean of all parameters."""
 
 from typing import ClassVar, Literal, NamedTuple
 

@@ -1,7 +1,4 @@
-"""The noisy top-k router of V-MoE (Riquelme et al. 2021), the baseline of every paper here.
-
-B images, T tokens per image, E experts, k chosen per token, width d.
-"""
+"""The noisy top-k router of V-MoE (Riquelme et al. 2021), the baseline of every paper here."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -16,11 +13,11 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
 from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.balances.base import Balance
-from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.token_choice import PlanAndRecord
 
 
 class GroupLimitedChoice(Config):
@@ -176,17 +173,14 @@ class NoisyTopK(Router):
         if self.residual and around.layers == 1:
             text = "found true, but the model has only one MoE layer"
             yield ("residual",), f"{text}; allowed: false, or more blocks"
-        if around.experts is None or self.renormalise is not True or self.renormalises_by_default:
+        is_default = type(self).model_fields["renormalise"].default is True
+        if around.experts is None or self.renormalise is not True or is_default:
             return
         is_taught = any(loss.weight and loss.teaches_choice for loss in around.losses)
         if self.chosen_of(around.experts) == 1 and not is_taught:
             text = "found true with k = 1: the weight is always 1, and no loss teaches the router"
             allowed = "straight, false, a larger k, or a regularizer that teaches it"
             yield ("renormalise",), f"{text}; allowed: {allowed}"
-
-    @property
-    def renormalises_by_default(self) -> bool:
-        return type(self).model_fields["renormalise"].default is True
 
     @property
     def chooses_by_logits(self) -> bool:
@@ -299,9 +293,7 @@ class NoisyTopKRouter(nn.Module):
         """Parameters that the loss simbal keeps orthonormal, without weight decay."""
         return [self.weight] if self.config.start == "orthonormal" else []
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             logits, jittered = self.logits(tokens), self._jittered_logits(tokens)
             previous = context.previous
@@ -322,9 +314,7 @@ class NoisyTopKRouter(nn.Module):
         wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
         return self.logits(wide * (1 + jitter * (2 * uniform_like(wide) - 1)))
 
-    def decide(
-        self, logits: Tensor, jittered: Tensor | None = None
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def decide(self, logits: Tensor, jittered: Tensor | None = None) -> PlanAndRecord:
         """Return plan and record for logits (B, T, E); if given, ``jittered`` choose and weigh."""
         settings = self.config
         experts = logits.shape[-1]
@@ -341,6 +331,9 @@ class NoisyTopKRouter(nn.Module):
         if is_open is not None:
             valid = is_open if valid is None else valid & is_open
         probs = token_choice.expert_probs(logits, settings.score)
+        weights = token_choice.gate_weights(best, best_scores, settings.score, settings.renormalise)
+        if settings.scale != 1:
+            weights = weights * settings.scale
         load = None
         if settings.chooses_by_logits and valid is None:
             # 1 − Φ((τ − logits)/σ), V-MoE's load; without noise σ = 1 / E
@@ -350,14 +343,14 @@ class NoisyTopKRouter(nn.Module):
             probs=probs,
             load=load,
             chosen=chosen,
-            weights=self._weights(best, best_scores),
+            weights=weights if settings.task_gradient else weights.detach(),
             valid=valid,
             kept=self._within_capacity(chosen, scores),
         )
 
     def selection_scores(self, record: RoutingRecord) -> Tensor:
         """Return the scores (B, T, E) that chose the record's experts, without noise."""
-        if self.balance is None and self.config.groups is None:
+        if self.config.chooses_by_logits:
             return record.probs
         scores = token_choice.expert_scores(record.logits, self.config.score)
         return self._preferences(record.logits, scores)
@@ -383,22 +376,9 @@ class NoisyTopKRouter(nn.Module):
             scores = token_choice.expert_scores(record.logits.detach(), self.config.score)
             self.balance.after_step(scores, record.chosen, progress)
 
-    def _weights(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return weights (B, T, k) of chosen experts from noisy logits and scores (B, T, k)."""
-        settings = self.config
-        weights = token_choice.gate_weights(logits, scores, settings.score, settings.renormalise)
-        if settings.scale != 1:
-            weights = weights * settings.scale
-        if settings.task_gradient:
-            return weights
-        return weights.detach()
-
     def _within_capacity(self, chosen: Tensor, scores: Tensor) -> Tensor | None:
-        settings = self.config
         factor = self.factors[int(self.training)]
         if factor is None:
             return None
-        priority = None
-        if settings.batch_priority:
-            priority = scores.detach().amax(dim=-1)
-        return within_capacity(chosen, priority, scores.shape[-1], factor, settings.group_size)
+        priority = scores.detach().amax(dim=-1) if self.config.batch_priority else None
+        return within_capacity(chosen, priority, scores.shape[-1], factor, self.config.group_size)

@@ -1,7 +1,4 @@
-"""ReLU routing (ReMoE, Wang et al. 2024): every expert whose logit is above 0.
-
-B images, T tokens per image, E experts, width d.
-"""
+"""ReLU routing (ReMoE, Wang et al. 2024): every expert whose logit is above 0."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal

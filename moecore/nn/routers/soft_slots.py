@@ -1,6 +1,6 @@
 """SoftMoE (Puigcerver et al. 2023), a baseline of TGR-MoE: experts compute mixtures of tokens.
 
-B images, T tokens per image, E experts, p slots per expert, R = E·B·p rows, width d.
+p slots per expert, R = E·B·p rows.
 """
 
 from typing import ClassVar, Literal, NamedTuple

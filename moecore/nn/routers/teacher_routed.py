@@ -1,7 +1,4 @@
-"""TGR-MoE's upper bound (§5.3, supplement I): the teacher's router decides for the student.
-
-B images, T tokens per image, E experts, k chosen per token, width d.
-"""
+"""TGR-MoE's upper bound (§5.3, supplement I): the teacher's router decides for the student."""
 
 from typing import Literal
 
@@ -11,11 +8,10 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers.token_choice import PlanAndRecord, router_logits, safe_log
 
 
 class TeacherRouted(Router):
@@ -64,9 +60,7 @@ class TeacherRoutedRouter(NoisyTopKRouter):
         super().__init__(NoisyTopK(k=config.k, noise_std=config.noise_std), width, experts)
         self.inference = config.inference
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
             # The student's router imitates: its loss must not change the tokens.
             inputs = tokens.detach() if self.training else tokens
@@ -74,18 +68,12 @@ class TeacherRoutedRouter(NoisyTopKRouter):
             if not self.training and self.inference == "student":
                 return self.decide(logits)
             plan, record = self.decide(
-                _safe_log(_check_teacher(context.teacher, logits.shape)).to(logits.dtype)
+                safe_log(_check_teacher(context.teacher, logits.shape)).to(logits.dtype)
             )
             if self.training:  # its loss reads the student; measurements read what decides
                 probs = torch.softmax(logits, dim=-1)
                 record = RoutingRecord(logits, probs, record.load, record.chosen, record.combine)
             return plan, record
-
-
-def _safe_log(probs: Tensor) -> Tensor:
-    """Return the logarithm of probs, in fp32 or fp64; 0 counts as the smallest normal number."""
-    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
-    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def _check_teacher(teacher: Tensor | None, shape: torch.Size) -> Tensor:

@@ -1,7 +1,6 @@
 """Logits, gates, choice and plan of routers that choose experts per token.
 
-A gate turns logits into scores, and the chosen scores into weights. B images, T tokens per image, E
-experts, k choices per token, width d.
+A gate turns logits into scores, and the chosen scores into weights.
 """
 
 from typing import Literal
@@ -15,6 +14,7 @@ from moecore.nn.dispatch import SparsePlan
 
 FLOOR = 1e-6  # of a divisor; a vector of zeros has cosine 0 with every other
 
+PlanAndRecord = tuple[SparsePlan, RoutingRecord]
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "relu"]
 Renormalise = bool | Literal["straight"]
 EPSILON = 1e-20  # as in DeepSeek-V3; negligible except for a sum of 0
@@ -51,6 +51,12 @@ def expert_probs(logits: Tensor, score: Score) -> Tensor:
         return scores
     positive = scores.clamp_min(torch.finfo(scores.dtype).tiny)
     return positive / positive.sum(dim=-1, keepdim=True)
+
+
+def safe_log(probs: Tensor) -> Tensor:
+    """Return the logarithm of probs, in fp32 or fp64; 0 counts as the smallest normal number."""
+    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Renormalise) -> Tensor:
@@ -104,7 +110,7 @@ def plan_and_record(
     load: Tensor | None = None,
     valid: Tensor | None = None,
     kept: Tensor | None = None,
-) -> tuple[SparsePlan, RoutingRecord]:
+) -> PlanAndRecord:
     """Return the plan and the record of a choice per token.
 
     logits, probs: (B, T, E).  chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of

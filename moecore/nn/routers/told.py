@@ -1,7 +1,4 @@
-"""The oracle router: routes each token by the ground truth of generated data.
-
-B images, T tokens per image, E experts.
-"""
+"""The oracle router: routes each token by the ground truth of generated data."""
 
 from typing import ClassVar, Literal
 
@@ -9,10 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import plan_and_record
+from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log
 
 
 class Told(Router):
@@ -47,14 +43,12 @@ class ToldRouter(nn.Module):
         self.experts = experts
         self.together = together
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
+    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         assert context.truth is not None
         expert = (context.truth - 1).clamp_min(0) // self.together % self.experts
         chosen = expert.unsqueeze(-1)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         weights = torch.ones_like(chosen, dtype=dtype)
         probs = weights.new_zeros(*tokens.shape[:2], self.experts).scatter(-1, chosen, weights)
-        logits = probs.clamp_min(torch.finfo(dtype).tiny).log()
+        logits = safe_log(probs)
         return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)

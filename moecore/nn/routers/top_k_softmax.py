@@ -1,7 +1,4 @@
-"""The router of SMoE language models (MoGE, §3.2): top-k of the logits, then their softmax.
-
-B sequences, T tokens per sequence, E experts, k chosen per token, width d.
-"""
+"""The router of SMoE language models (MoGE, §3.2): top-k of the logits, then their softmax."""
 
 from typing import Literal
 
@@ -41,9 +38,7 @@ class TopKSoftmaxRouter(NoisyTopKRouter):
 
     def __init__(self, config: TopKSoftmax, width: int, experts: int) -> None:
         super().__init__(config, width, experts)
-        bound = (
-            width**-0.5
-        )  # torch's initialisation of a linear map, as in the language models' code
+        bound = width**-0.5  # torch's initialisation, as in the language models' code
         if config.start == "normal":
             nn.init.uniform_(self.weight, -bound, bound)
         self.bias = nn.Parameter(nn.init.uniform_(torch.empty(experts), -bound, bound))

@@ -1,7 +1,4 @@
-"""Top-p routing: as many experts as reach a share of a token's probability (Huang et al. 2024).
-
-B images, T tokens per image, E experts, k slots per token, width d.
-"""
+"""Top-p routing: as many experts as reach a share of a token's probability (Huang et al. 2024)."""
 
 from typing import Literal
 
@@ -38,10 +35,8 @@ class TopP(Router):
         """Yield a k of 1, which leaves nothing to decide."""
         yield from super().misfits(around)
         if self.k == 1:
-            yield (
-                ("k",),
-                "found 1: each token then uses its first expert; allowed: null, or above 1",
-            )
+            text = "found 1: each token then uses its first expert"
+            yield ("k",), f"{text}; allowed: null, or above 1"
 
     def active(self, experts: int) -> float:
         """Return the maximum per token: the actual number depends on the tokens."""

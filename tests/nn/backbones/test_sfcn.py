@@ -81,7 +81,7 @@ def test_the_loss_is_the_divergence_from_the_label():
     ("config", "image", "moe", "says"),
     [
         (Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
-        (SMALL, IMAGE, None, "have 2 axes; allowed: another kind, or volumes"),
+        (SMALL, IMAGE, None, "have 2 axes; allowed: vit"),
         (
             SMALL,
             VOLUMES.model_copy(update={"task": IMAGE.task}),

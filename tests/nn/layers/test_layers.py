@@ -85,7 +85,7 @@ def test_a_row_gradient_runs_along_rows():
 def test_the_same_size_is_untouched_and_no_square_is_refused():
     positions = torch.randn(1, 5, 3)
     assert resize_positions(positions, prefix=1, size=(2, 2)) is positions
-    with pytest.raises(ValueError, match="square"):
+    with pytest.raises(ValueError, match="6 position embeddings do not form a grid"):
         resize_positions(torch.randn(1, 6, 3), prefix=1, size=(2, 2))
 
 
