@@ -4,4 +4,7 @@
 ``correspondence`` matches the tokens of two views or two models, ``router_hooks`` collects the
 routing of any model, ``routing_traces`` encodes it as text, and ``meta_device`` builds models
 without values.
+
+Shapes in all files: B or N images, C channels of H × W pixels, T tokens per image, E experts, k
+chosen per token, d width of a token, K outputs.
 """

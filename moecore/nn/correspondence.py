@@ -96,10 +96,9 @@ def token_pairs_by_layer(
     affines: Tensor, layouts: Sequence[TokenLayout], special: bool
 ) -> list[tuple[TokenPairs, TokenLayout]]:
     """Return ``pair_view_tokens`` and the layout of each layer; computed once per layout."""
-    pairs_by_layout: dict[TokenLayout, TokenPairs] = {}
-    for layout in layouts:
-        if layout not in pairs_by_layout:
-            pairs_by_layout[layout] = pair_view_tokens(affines, layout, special)
+    pairs_by_layout = {
+        layout: pair_view_tokens(affines, layout, special) for layout in set(layouts)
+    }
     return [(pairs_by_layout[layout], layout) for layout in layouts]
 
 

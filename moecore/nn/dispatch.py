@@ -54,6 +54,8 @@ class SparsePlan(NamedTuple):
     with the first token; padding is computed, but not used.
     """
 
+    is_per_token = True  # a token's output depends on this token only
+
     order: Tensor  # (R,) the pair token·k + choice of each row; 0 for padding
     tokens: Tensor  # (R,) the token of each row
     rows: Tensor  # (N·k,) the row of each pair
@@ -118,7 +120,7 @@ class SparsePlan(NamedTuple):
     def dispatch(self, tokens: Tensor) -> Rows:
         """Return tokens (B, T, d) as rows (R, d) sorted by expert, then by token."""
         flat = to_autocast(tokens).flatten(0, 1)  # rounding N tokens is cheaper than R rows
-        values = _GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
+        values = GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
         return Rows(values, self.offsets, pairs=RowOrigins(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
@@ -144,8 +146,8 @@ def round_row_counts(sizes: Tensor) -> Tensor:
     return (sizes + step - 1).div(step, rounding_mode="floor").mul(step)
 
 
-class _GatherTokens(Function):
-    """Gather tokens (N, d) as rows (R, d); a token's gradient is the sum over its k rows."""
+class GatherTokens(Function):
+    """Gather tokens (N, d) as rows (R, d); a token's gradient is the sum over its k ``rows``."""
 
     @staticmethod
     def forward(tokens: Tensor, sources: Tensor, rows: Tensor, k: int) -> Tensor:
@@ -181,23 +183,31 @@ class _WeightedSum(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (grad,) = grads
         values, weights, sources, rows = ctx.saved_tensors
         by_row = weights.new_zeros(len(sources)).scatter_(0, rows, weights.flatten()).unsqueeze(-1)
-        chunk = rows_at_once(values)
-        scaled = []
-        products = []
-        for part, scale, tokens in zip(
-            values.split(chunk), by_row.split(chunk), sources.split(chunk), strict=True
-        ):
-            gathered = grad.index_select(0, tokens).to(weights.dtype)
-            scaled.append((gathered * scale).to(values.dtype))
-            products.append((gathered * part).sum(dim=-1))
-        to_weights = cat_or_single(products).index_select(0, rows).view_as(weights)
-        return cat_or_single(scaled), to_weights, None, None
+        to_values, to_weights = weighted_sum_gradients(grads[0], values, by_row, sources)
+        return to_values, to_weights.index_select(0, rows).view_as(weights), None, None
 
 
-def cat_or_single(pieces: list[Tensor]) -> Tensor:
+def weighted_sum_gradients(
+    grad: Tensor, rows: Tensor, weights: Tensor, sources: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows (R, d) and of their weights, (R,), from that of tokens (N, d).
+
+    weights: (R, 1).  sources: (R,), the token to whose sum a row belongs.
+    """
+    chunk = rows_at_once(rows)
+    to_rows = []
+    to_weights = []
+    parts = (values.split(chunk) for values in (rows, weights, sources))
+    for part, scale, tokens in zip(*parts, strict=True):
+        gathered = grad.index_select(0, tokens).to(weights.dtype)
+        to_rows.append((gathered * scale).to(rows.dtype))
+        to_weights.append((gathered * part).sum(dim=-1))
+    return _cat_or_single(to_rows), _cat_or_single(to_weights)
+
+
+def _cat_or_single(pieces: list[Tensor]) -> Tensor:
     """Concatenate pieces; a single piece is returned without a copy."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -215,6 +225,8 @@ def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 class ProjectionDispatchPlan(NamedTuple):
     """A SparsePlan whose rows are projections, which experts with the same basis reuse."""
+
+    is_per_token = True
 
     plan: SparsePlan
     projections: Tensor  # (N·E, r) of every token on every basis
@@ -234,7 +246,6 @@ class ProjectionDispatchPlan(NamedTuple):
         return Rows(to_autocast(values), self.plan.offsets, projected=True)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows (R, d) as tokens (B, T, d), as SparsePlan does."""
         return self.plan.combine(rows)
 
 

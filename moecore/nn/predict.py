@@ -1,7 +1,4 @@
-"""Run a model over data in batches; model and process are left unchanged.
-
-N images, C channels, H × W pixels, K classes, T tokens, E experts.
-"""
+"""Run a model over data in batches; model and process are left unchanged."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,4 @@
-"""Encode a model's predictions for a few images, and each token's routing, as text.
-
-N images, T tokens per image, E experts, K outputs.
-"""
+"""Encode a model's predictions for a few images, and each token's routing, as text."""
 
 from collections.abc import Sequence
 from math import prod

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from moecore.core.files import UserError, whole_file
 from moecore.core.torch_internals import compile_error_class, metadata_assertion_operator
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.layers.exportable_moe import exportable_moe_layers
+from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.predict import coupled_image_count
 from moecore.training.artifacts import load_model
 from moecore.training.guide import GuidedModel
@@ -104,7 +104,7 @@ def draw_inputs(model: Model, number: int) -> Tensor:
 
 def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
     """Trace a model for batches of any size, without operations that no output needs."""
-    with exportable_moe_layers(wrapped):
+    with plain_operations_context():
         program = torch.export.export(
             wrapped,
             (draw_inputs(wrapped.model, TRACED),),

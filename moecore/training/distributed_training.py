@@ -17,9 +17,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks
+from moecore.nn.backbones.language_model import LanguageBlock
 from moecore.nn.kernels.expert_parallel import ShardedExperts
 from moecore.nn.layers.block import Block
-from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.training.job import TrainingJob
 from moecore.training.settings import Training

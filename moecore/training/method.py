@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import Feature
 from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.text_tower import TextTowerSettings
+from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, MoESettings
 from moecore.nn.routers.base import Router

@@ -28,13 +28,10 @@ def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
     return torch.tensor([[[rows, 0, down], [0, columns, right], [0, 0, 1]]])
 
 
-def partners_of(first, second, layout=SQUARE):
-    """One image's partners as a list, None where there is none."""
+def partners_of(first, second, layout=SQUARE, image=0):
+    """An image's partners as a list, −1 where there is none."""
     index, found, _ = match_patches(first, second, layout)
-    return [
-        place if there else None
-        for place, there in zip(index[0].tolist(), found[0].tolist(), strict=True)
-    ]
+    return torch.where(found, index, -1)[image].tolist()
 
 
 def paired(values, affines, layout, special):
@@ -46,22 +43,16 @@ def paired(values, affines, layout, special):
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        (
-            affine(right=4),
-            [1, 2, None, 4, 5, None],
-        ),  # view 2 shows all one patch further right: the last column left it
-        (affine(down=-4), [None, None, None, 0, 1, 2]),
-        (
-            affine(right=6),
-            [2, None, None, 5, None, None],
-        ),  # centres 2, 6, 10 → 8 (patch 2), 12 (just outside), 16
-        (
-            affine(right=-2),
-            [0, 1, 2, 3, 4, 5],
-        ),  # centres → 0 (just inside), 4, 8: midway between patches goes to the higher one
-        (affine(right=-3), [None, 0, 1, None, 3, 4]),  # centres → −1 (outside), 3, 7
+        # view 2 shows all one patch further right: the last column left it
+        (affine(right=4), [1, 2, -1, 4, 5, -1]),
+        (affine(down=-4), [-1, -1, -1, 0, 1, 2]),
+        # centres 2, 6, 10 → 8 (patch 2), 12 (just outside), 16
+        (affine(right=6), [2, -1, -1, 5, -1, -1]),
+        # centres → 0 (just inside), 4, 8: midway between patches goes to the higher one
+        (affine(right=-2), [0, 1, 2, 3, 4, 5]),
+        (affine(right=-3), [-1, 0, 1, -1, 3, 4]),  # centres → −1 (outside), 3, 7
         (affine(columns=-1, right=12), [2, 1, 0, 5, 4, 3]),  # mirrored: c → 12 − c
-        (affine(right=1000), [None] * 6),
+        (affine(right=1000), [-1] * 6),
     ],
 )
 def test_moves_and_flips_by_hand(second, expected):
@@ -87,34 +78,27 @@ def test_a_mirror_does_not_lower_the_resolution():
 
 
 def test_resolutions_that_differ_by_rounding_are_ties():
-    turned = torch.tensor(
-        [[[math.cos(1), -math.sin(1), 5], [math.sin(1), math.cos(1), -3], [0, 0, 1]]]
-    )
-    assert not match_patches(
-        affine(), turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None], SQUARE
-    ).swapped.item()
+    cos, sin = math.cos(1), math.sin(1)
+    turned = torch.tensor([[[cos, -sin, 5], [sin, cos, -3], [0, 0, 1]]])
+    larger = turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None]
+    assert not match_patches(affine(), larger, SQUARE).swapped.item()
     assert not match_patches(turned, affine(), SQUARE).swapped.item()
 
 
 def by_brute_force(first, second, layout):
     """All centres of image 1 against all centres of image 2, one by one."""
     sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
-    cells = torch.cartesian_prod(*(torch.arange(patches) for patches in layout.grid)).view(
-        -1, len(layout.grid)
-    )
-    centres = (cells.double() + 0.5) * torch.tensor(sides).double()
+    cells = torch.cartesian_prod(*(torch.arange(patches) for patches in layout.grid))
+    centres = (cells.view(-1, len(sides)).double() + 0.5) * torch.tensor(sides).double()
     swapped = second[:-1, :-1].det().abs() > first[:-1, :-1].det().abs()
     if swapped:
         first, second = second, first
     found = []
     for centre in centres:
-        place = (second @ torch.linalg.inv(first) @ torch.cat([centre, torch.ones(1).double()]))[
-            :-1
-        ]
-        outside = any(
-            not 0 <= value < size for value, size in zip(place.tolist(), layout.size, strict=True)
-        )
-        found.append(None if outside else int((centres - place).square().sum(-1).argmin()))
+        point = torch.cat([centre, torch.ones(1).double()])
+        place = (second @ torch.linalg.inv(first) @ point)[:-1]
+        inside = ((place >= 0) & (place < torch.tensor(layout.size))).all()
+        found.append(int((centres - place).square().sum(-1).argmin()) if inside else -1)
     return found, bool(swapped)
 
 
@@ -131,25 +115,18 @@ def by_brute_force(first, second, layout):
 def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
     axes = len(layout.grid)
     generator = generator_for(seed)
+    draw = lambda *size: torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)
     both = torch.eye(axes + 1, dtype=torch.float64).repeat(2, 3, 1, 1)  # two views of three images
-    both[:, :, :-1, :-1] += 0.3 * torch.randn(
-        2, 3, axes, axes, generator=generator, dtype=torch.float64
-    )
-    both[:, :, :-1, -1] += 3 * torch.randn(2, 3, axes, generator=generator, dtype=torch.float64)
+    both[:, :, :-1, :-1] += 0.3 * draw(axes, axes)
+    both[:, :, :-1, -1] += 3 * draw(axes)
     index, found, swapped = match_patches(both[0], both[1], layout)
     for image in range(3):
         expected, turned = by_brute_force(both[0, image], both[1, image], layout)
         assert bool(swapped[image]) == turned
-        assert [
-            place if there else None
-            for place, there in zip(index[image].tolist(), found[image].tolist(), strict=True)
-        ] == expected
+        assert partners_of(both[0], both[1], layout, image) == expected
     again = match_patches(both[1], both[0], layout)  # the views change places: the same pairs
-    assert (
-        torch.equal(again.index, index)
-        and torch.equal(again.found, found)
-        and torch.equal(again.swapped, ~swapped)
-    )
+    assert torch.equal(again.index, index) and torch.equal(again.found, found)
+    assert torch.equal(again.swapped, ~swapped)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +150,8 @@ def test_partners_show_the_same_place(settings):
     layout = TokenLayout(1, (8, 8), (32, 32))
     count = 16
     ramp = torch.arange(32, dtype=torch.uint8).mul(8)
-    painted = torch.stack(
-        [
-            ramp[:, None].expand(32, 32),
-            ramp.expand(32, 32),
-            torch.full((32, 32), 255, dtype=torch.uint8),
-        ]
-    )
+    white = torch.full((32, 32), 255, dtype=torch.uint8)
+    painted = torch.stack([ramp[:, None].expand(32, 32), ramp.expand(32, 32), white])
     views = make_random_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
     colours = torch.nn.functional.avg_pool2d(views.images, 4).flatten(2).mT * 255  # (2B, P, 3)
     tokens = torch.cat([torch.full((2 * count, 1, 3), torch.nan), colours], dim=1)
@@ -188,50 +160,34 @@ def test_partners_show_the_same_place(settings):
     within = found & (one[..., 2] > 254.9) & (two[..., 2] > 254.9)
     apart = (one - two)[..., :2] / 8  # original pixels
     pairs = match_patches(views.affines[:count], views.affines[count:], layout)
-    coarse = torch.where(
-        pairs.swapped[:, None, None], views.affines[:count], views.affines[count:]
-    )[:, :2, :2].float()
+    swapped = pairs.swapped[:, None, None]
+    coarse = torch.where(swapped, views.affines[:count], views.affines[count:])
     assert within.float().mean() > 0.15
-    assert (
-        (apart @ coarse.mT)[within].abs() <= 2 + 0.15
-    ).all()  # half a patch of image 2 along each axis
+    # half a patch of image 2 along each axis
+    assert ((apart @ coarse[:, :2, :2].float().mT)[within].abs() <= 2 + 0.15).all()
 
 
 def test_both_sides_are_gathered_from_the_right_view_image_and_token():
     # Token values are 100 · view + 10 · image + token. Image 0: view 2 is the finer one. Image 1:
     # view 2 moved right by one patch.
     layout = TokenLayout(special=2, grid=(1, 3), size=(4, 12))
-    values = torch.tensor(
-        [
-            [[100.0 * view + 10 * image + token] for token in range(5)]
-            for view in (1, 2)
-            for image in (0, 1)
-        ]
-    )
+    values = torch.tensor([100.0, 110, 200, 210])[:, None, None] + torch.arange(5)[:, None]
     affines = torch.cat([affine(), affine(), affine(columns=2), affine(right=4)])
     # Image 0: centres 2, 6, 10 of view 2 → 1, 3, 5 in view 1: patches 0, 0, 1, tokens 2, 2, 3.
     first, second, found = paired(values, affines, layout, special=True)
     assert first[..., 0].tolist() == [[202, 203, 204, 200, 201], [112, 113, 114, 110, 111]]
-    assert second[0, :, 0].tolist() == [102, 102, 103, 100, 101] and second[1, :2, 0].tolist() == [
-        213,
-        214,
-    ]
-    assert found.tolist() == [[True] * 5, [True, True, False, True, True]] and second[
-        1, 3:, 0
-    ].tolist() == [210, 211]
+    assert found.tolist() == [[True] * 5, [True, True, False, True, True]]
+    of_second = [[102, 102, 103, 100, 101], [213, 214, -1, 210, 211]]
+    assert torch.where(found, second[..., 0], -1).tolist() == of_second
     without = paired(values, affines, layout, special=False)
-    assert (
-        torch.equal(without[0], first[:, :3])
-        and torch.equal(without[1], second[:, :3])
-        and torch.equal(without[2], found[:, :3])
-    )
+    for ours, whole in zip(without, (first, second, found), strict=True):
+        assert torch.equal(ours, whole[:, :3])
 
 
 def test_gradients_reach_both_sides():
     values = torch.zeros(2, 7, 4, requires_grad=True)
-    first, second, found = paired(
-        values, torch.cat([affine(), affine(rows=2, columns=2)]), SQUARE, special=False
-    )
+    affines = torch.cat([affine(), affine(rows=2, columns=2)])
+    first, second, found = paired(values, affines, SQUARE, special=False)
     ((first + 10 * second) * found[..., None]).sum().backward()
     # View 2 is image 1, each patch once; view 1's patches 0 and 1 are the partners of 4 and of 2
     # patches.

@@ -10,7 +10,7 @@ from moecore.nn.backbones.base_model import ImageSpec, Model
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.exportable_moe import exportable_moe_layers
+from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.layers.moe import MoESettings
 from moecore.predict import export as module
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
@@ -75,7 +75,7 @@ def test_in_plain_operations_a_model_says_the_same(name):
     inputs = draw_inputs(wrapped.model, 3)
     with torch.no_grad():
         expected = wrapped(inputs)
-        with exportable_moe_layers(wrapped):
+        with plain_operations_context():
             plain = wrapped(inputs)
         assert all(map(torch.equal, wrapped(inputs), expected))  # and as before outside
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)

@@ -12,7 +12,7 @@ from moecore.data.card import parse_card_task
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.text_tower import TextTowerSettings
+from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.balances.base import Balance
 from moecore.testing import (
     check_attack,

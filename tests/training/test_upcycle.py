@@ -16,8 +16,7 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.text_tower import TextTowerSettings
-from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp

@@ -24,7 +24,7 @@ from moecore.nn.backbones.base_model import (
     check_axes,
     check_needs_no_attention,
 )
-from moecore.nn.layers.language_block import Dropout
+from moecore.nn.layers.block import Dropout
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.base import Reduction
 from moecore.tasks.regression import Regression
@@ -65,7 +65,6 @@ class Sfcn(Backbone):
         return 2 ** (len(self.channels) - 1)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings of bins with another head."""
         yield from super().misfits(around)
         if self.head != "bins":
             names = ("first_bin", "bin_width", "bins", "bin_deviation")

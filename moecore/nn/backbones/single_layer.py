@@ -58,7 +58,6 @@ class SingleLayerModel(base_model.BackboneModel):
         self.head = trunc_normal_linear(self.width, image.outputs)
 
     def width_of(self, block: int) -> int:
-        """Return the number of pixels in all channels."""
         return self.width
 
     def encode(

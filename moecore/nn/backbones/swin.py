@@ -1,7 +1,7 @@
 """Swin V1 (Liu et al. 2021), and the settings and model that Swin-MoE and Swin V2 share with it.
 
 Dense, or with mixture-of-experts blocks. Parameter names are timm's, except ``head`` (timm:
-head.fc). B images, T tokens of a layer's grid, K classes.
+head.fc).
 """
 
 from collections.abc import Iterable, Iterator
@@ -121,10 +121,7 @@ class SwinSettings(base_model.Backbone):
     ) -> "SwinTransformer":
         base_model.check_axes(self.kind, image, 2)
         smallest = self.patch * 2 ** (len(self.depths) - 1)
-        if any(size % self.patch for size in image.shape):
-            raise UserError.at(
-                "model.patch", found=self.patch, allowed=f"a divisor of the image size {image.size}"
-            )
+        base_model.check_patches_and_heads(image, self.patch, self.width, self.heads[0])
         if min(image.shape) < smallest:
             stages = f"{len(self.depths)} stages with patches of {self.patch} pixels"
             raise UserError.at(
@@ -167,7 +164,11 @@ class SwinTransformer(base_model.BackboneModel):
         self, config: SwinSettings, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> None:
         super().__init__(config, image, moe)
-        self.places = tuple(self._places())
+        self.places = tuple(
+            BlockStage(stage, grid, config.width * 2**stage)
+            for stage, grid in enumerate(config.grids(image))
+            for _ in range(config.depths[stage])
+        )
         self.patch_embed = NormedPatchEmbed(
             image.channels, config.patch, config.width, window_attention.EPS
         )
@@ -187,7 +188,6 @@ class SwinTransformer(base_model.BackboneModel):
 
     @property
     def layout(self) -> TokenLayout:
-        """Return the positions of the last stage's tokens."""
         return self.layout_of(self.depth - 1)
 
     def layout_of(self, block: int) -> TokenLayout:
@@ -244,12 +244,6 @@ class SwinTransformer(base_model.BackboneModel):
             table = interpolate(table, size=new, mode="bicubic", align_corners=False)
             resized[name] = table.flatten(2)[0].t().to(value.dtype)
         return weights | resized
-
-    def _places(self) -> Iterator[BlockStage]:
-        grids = self.config.grids(self.image)
-        for stage, (depth, grid) in enumerate(zip(self.config.depths, grids, strict=True)):
-            for _ in range(depth):
-                yield BlockStage(stage, grid, self.config.width * 2**stage)
 
     def _blocks(self) -> Iterator[Block]:
         config = self.config

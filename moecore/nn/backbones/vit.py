@@ -16,14 +16,8 @@ class Vit(TransformerSettings):
 
     kind: Literal["vit"] = "vit"
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VisionTransformer":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> PatchTransformer:
         check_axes(self.kind, image, 2)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
-        return VisionTransformer(self, image, moe)
-
-
-class VisionTransformer(PatchTransformer):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] returns a ModelOutput."""
-
-    def __init__(self, config: Vit, image: ImageSpec, moe: MoESettings | None = None) -> None:
-        super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)
+        patch_embed = PatchEmbed(image.channels, self.patch, self.width)
+        return PatchTransformer(self, image, patch_embed, moe)

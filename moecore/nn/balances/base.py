@@ -1,7 +1,4 @@
-"""The base class of balances, which shift the scores that choose experts, never the weights.
-
-B images, T tokens per image, E experts, k chosen per token.
-"""
+"""The base class of balances, which shift the scores that choose experts, never the weights."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar

@@ -1,7 +1,4 @@
-"""A bias on the choice that follows the load (Wang et al. 2024; DeepSeek-V3).
-
-B images, T tokens per image, E experts.
-"""
+"""A bias on the choice that follows the load (Wang et al. 2024; DeepSeek-V3)."""
 
 from typing import ClassVar, Literal
 
@@ -58,7 +55,6 @@ class LossFreeBias(BalanceModule):
 
     @torch.no_grad()
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
-        """Move the bias against the load of the whole batch."""
         if progress < self.config.until:
             counts = total_over_ranks(chosen.sum(dim=(0, 1)))
             self.bias += self.config.rate * bias_change(counts, self.config.rule)

@@ -1,6 +1,6 @@
 """Quantile balancing: each expert's bias is such that its even share of tokens chooses it.
 
-B images, T tokens per image, N = B·T over all ranks, E experts, k chosen per token.
+N = B·T tokens over all ranks.
 """
 
 import math
@@ -70,7 +70,6 @@ class QuantileBias(BalanceModule):
 
     @torch.no_grad()
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
-        """Set the bias from the scores of the whole batch."""
         self.config.check_k(self.k, len(self.bias))
         needed = needed_biases(all_gather_rows(scores).flatten(0, 1), self.bias, self.k)
         decay = self.config.decay

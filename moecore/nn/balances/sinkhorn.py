@@ -1,6 +1,6 @@
 """Sinkhorn's balance: in training an even plan of tokens and experts chooses (S-BASE; Megatron).
 
-B images, T tokens per image, E experts; G groups of S tokens.
+G groups of S tokens.
 """
 
 from typing import Literal

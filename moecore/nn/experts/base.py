@@ -124,9 +124,6 @@ class ZeroComputation(Config):
         """Return the number of experts without a network, Z."""
         return self.constants + self.copies + self.zeros
 
-    def build(self, width: int) -> "ZeroComputationExperts":
-        return ZeroComputationExperts(self, width)
-
 
 class ZeroComputationExperts(nn.Module):
     """``experts(tokens, weights)``: weighted sum for tokens (B, T, d) and weights (B, T, Z).

@@ -68,7 +68,6 @@ class Mlp(Experts):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a split of experts into one piece."""
         if self.fine == 1 and not self.shared:
             text = "found 1, which does not split experts"
             yield ("fine",), f"{text}; allowed: null, or above 1"
@@ -101,7 +100,8 @@ class Mlp(Experts):
         return MlpExperts(self.model_copy(update=single), width)
 
     def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
-        return self.zero_computation.build(width) if self.zero_computation else None
+        zero = self.zero_computation
+        return None if zero is None else ZeroComputationExperts(zero, width)
 
 
 class MlpExperts(ExpertsModule):

@@ -39,6 +39,10 @@ class ExpertGroup(NamedTuple):
         return isinstance(self.experts, int)
 
 
+# of a group's rows with its experts' weights, written to the last argument, if there is one
+Product = Callable[[Tensor, ExpertGroup, Tensor | None], Tensor]
+
+
 class ExpertGroups:
     """Split experts into ``groups``, in order; ``idle``: experts without rows, in no group."""
 
@@ -83,13 +87,12 @@ class ExpertGroups:
         padded.index_copy_(0, self.slots[group.rows], part)
         return padded.view(number, group.slots, -1)
 
-    def output_view(self, rows: Tensor, group: ExpertGroup) -> Tensor | None:
-        """Return the rows that a single expert's product writes to; None for several experts."""
-        return rows[group.rows] if group.alone else None
-
-    def unpad_rows(self, padded: Tensor, group: ExpertGroup, rows: Tensor) -> None:
-        """Copy the filled slots of several experts to their rows of (R, n)."""
-        if not group.alone:
+    def store(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
+        """Write the product of a group's part to the group's rows of (R, n)."""
+        if group.alone:
+            product(part, group, rows[group.rows])
+        else:
+            padded = product(part, group, None)
             values = padded.flatten(0, 1).index_select(0, self.slots[group.rows])
             rows[group.rows].copy_(values)
 
@@ -120,8 +123,7 @@ class ExpertLoop(Function):
         outputs = rows.new_empty(len(rows), weight.shape[2])
         with _no_autocast(rows):
             for group in plan.groups:
-                part = plan.pad_rows(rows, group, weight.dtype)
-                plan.unpad_rows(maps(part, group, plan.output_view(outputs, group)), group, outputs)
+                plan.store(maps, plan.pad_rows(rows, group, weight.dtype), group, outputs)
         return outputs
 
     @staticmethod
@@ -143,9 +145,7 @@ class ExpertLoop(Function):
             for group in plan.groups:
                 part = plan.pad_rows(grad, group, weight.dtype)
                 if wants_rows:
-                    plan.unpad_rows(
-                        maps.backward(part, group, plan.output_view(to_rows, group)), group, to_rows
-                    )
+                    plan.store(maps.backward, part, group, to_rows)
                 gradients.add(plan.pad_rows(rows, group, weight.dtype), part, group)
         return to_rows if wants_rows else None, gradients.weight, gradients.bias, None
 
@@ -167,9 +167,7 @@ class ExpertMlpLoop(Function):
             for group in plan.groups:
                 inner = first(plan.pad_rows(rows, group, up.dtype), group, None)
                 hidden = gelu(inner)  # at once, while the group's rows are in the CPU's cache
-                plan.unpad_rows(
-                    second(hidden, group, plan.output_view(outputs, group)), group, outputs
-                )
+                plan.store(second, hidden, group, outputs)
                 saved += [inner, hidden]
         return outputs, *saved
 
@@ -204,11 +202,9 @@ class ExpertMlpLoop(Function):
                 multiply_gelu_slope(to_inner, inner)
                 to_first.add(plan.pad_rows(rows, group, up.dtype), to_inner, group)
                 if wants_rows:
-                    view = plan.output_view(to_rows, group)
-                    plan.unpad_rows(first.backward(to_inner, group, view), group, to_rows)
-        if not wants_rows:
-            to_rows = None
-        return to_rows, to_first.weight, to_first.bias, to_second.weight, to_second.bias, None
+                    plan.store(first.backward, to_inner, group, to_rows)
+        gradients = (to_first.weight, to_first.bias, to_second.weight, to_second.bias)
+        return to_rows if wants_rows else None, *gradients, None
 
 
 class _CastBuffer:

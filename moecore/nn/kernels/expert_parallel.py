@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-from moecore.nn.dispatch import Rows
+from moecore.nn.dispatch import GatherTokens, Rows
 from moecore.nn.experts.base import ExpertsModule
 
 
@@ -45,13 +45,13 @@ class ShardedExperts:
         values = _Exchange.apply(rows.values, sent, received, self.group)
         to_expert, inverse = rank_to_expert_permutation(sizes_received, sum(received))
         ends = sizes_received.sum(dim=0).cumsum(dim=0).int()
-        local_rows = Rows(_Permute.apply(values, to_expert, inverse), ends, rows.projected)
+        by_expert = GatherTokens.apply(values, to_expert, inverse, 1)
+        local_rows = Rows(by_expert, ends, rows.projected)
         names = [name for name, _ in self.experts.named_parameters()]
         parameters = {name: self._local_part(name) for name in names}
         outputs = functional_call(self.experts, parameters, (local_rows,))
-        return _Exchange.apply(
-            _Permute.apply(outputs, inverse, to_expert), received, sent, self.group
-        )
+        by_rank = GatherTokens.apply(outputs, inverse, to_expert, 1)
+        return _Exchange.apply(by_rank, received, sent, self.group)
 
     def _local_part(self, name: str) -> Tensor:
         """Return the part of a parameter that belongs to this rank's experts."""
@@ -91,23 +91,6 @@ class _Exchange(Function):
         return _Exchange.apply(grads[0], received, sent, group), None, None, None
 
 
-class _Permute(Function):
-    """Permute rows; the gradient is gathered by the inverse permutation."""
-
-    @staticmethod
-    def forward(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _Permute.apply(grads[0], inverse, order), None, None
-
-
 class _AverageGradient(Function):
     """Return a parameter's local part; its gradient is averaged over all ranks."""
 
@@ -142,8 +125,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        parts = list(grad.contiguous().chunk(distributed.get_world_size(ctx.group)))
+        parts = list(grads[0].contiguous().chunk(distributed.get_world_size(ctx.group)))
         part = torch.empty_like(parts[0])
         distributed.reduce_scatter(part, parts, group=ctx.group)
         return part, None

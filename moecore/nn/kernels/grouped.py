@@ -13,7 +13,8 @@ E experts, R rows, i inputs, o outputs, n tiles of m rows.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,16 @@ class PlainOperationsFlag:
     """True while tracing for export: experts get equally many rows, and autocast is not changed."""
 
     is_on = False
+
+
+@contextmanager
+def plain_operations_context() -> Iterator[None]:
+    """Compute MoE layers by batched products, so that traced graphs take any batch size."""
+    PlainOperationsFlag.is_on = True
+    try:
+        yield
+    finally:
+        PlainOperationsFlag.is_on = False
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -90,8 +90,7 @@ def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tenso
 class Attention(nn.Module):
     """Self-attention over (B, T, width) tokens; causal: see ``attention_weights``.
 
-    Returns the attended tokens and the weights (B, T, T) averaged over heads, or None. Raises
-    ValueError if heads do not divide the width.
+    Returns the attended tokens and the weights (B, T, T) averaged over heads, or None.
     """
 
     def __init__(
@@ -103,8 +102,6 @@ class Attention(nn.Module):
         linear: Callable[..., nn.Linear] = trunc_normal_linear,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"model.heads = {heads} does not divide model.width = {width}")
         self.heads = heads
         self.causal = causal
         self.qkv = linear(width, 3 * width, bias=qkv_bias)
@@ -134,24 +131,34 @@ class LayerScale(nn.Module):
         return tokens * self.gamma
 
 
-class DropPath(nn.Module):
+class Dropout(nn.Module):
+    """Dropout of values (B, …), drawn for the whole batch; this rank has a part of it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.training or not self.rate:
+            return values
+        mask = draw_bernoulli_mask(torch.empty_like(values, requires_grad=False), 1 - self.rate)
+        return values * (mask / (1 - self.rate))
+
+
+class DropPath(Dropout):
     """Stochastic depth (Huang et al. 2016): drop a sample's branch with probability ``rate``.
 
     In training, kept branches (B, T, width) are divided by 1 − rate, in fp32 or wider. There is one
     draw per sample from the generator of the tokens' device, as in timm's layer of this name.
     """
 
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, values: Tensor) -> Tensor:
         if not self.training:
-            return tokens
+            return values
         share = 1 - self.rate
         # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
-        mask = draw_bernoulli_mask(torch.empty(len(tokens), 1, 1, device=tokens.device), share)
-        return tokens * (mask / share)
+        mask = draw_bernoulli_mask(torch.empty(len(values), 1, 1, device=values.device), share)
+        return values * (mask / share)
 
 
 def drop_rates(last: float, depth: int) -> list[float]:

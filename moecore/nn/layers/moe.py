@@ -14,6 +14,7 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
+from moecore.nn.kernels.grouped import PlainOperationsFlag
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
 
@@ -148,7 +149,14 @@ class MoEFeedForward(FeedForward):
     def compute_networks(
         self, experts: Callable[[Rows], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
-        """Return outputs for tokens (B, T, d) by the plan; exported layers use ``record``."""
+        """Return outputs for tokens (B, T, d) by the plan."""
+        if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
+            # exported: every expert computes every token, weighted as the record says
+            number, values = self.number, tokens.flatten(0, 1)
+            ends = torch.arange(1, number + 1, dtype=torch.int32, device=tokens.device)
+            outputs = experts(Rows(values.repeat(number, 1), ends * len(values)))
+            weights = record.combine[..., :number].movedim(-1, 0).unsqueeze(-1)
+            return (outputs.view(number, *tokens.shape) * weights).sum(dim=0)
         plan = self.plan_networks(plan)
         rows = plan.dispatch(tokens)
         if rows.shares is None:
@@ -278,7 +286,16 @@ class MoELayer(nn.Module):
             UserError: for a router that reads more than tokens, or whose loss does.
         """
         super().__init__()
-        check_reads_tokens_alone(router, experts)
+        lacking = sorted(router.wants - experts.provides)
+        if router.phase(0.0) != router.phase(1.0):
+            lacking.append("the training's progress")
+        reads = None
+        if lacking:
+            reads = f"which reads {', '.join(lacking)}; a single layer has none"
+        elif router.own_loss is not None:
+            reads = f"whose loss {router.own_loss} reads more than records"
+        if reads is not None:
+            raise UserError.at("router", found=f"{router.kind}, {reads}", allowed=TOKENS_ALONE)
         self.width = width
         self.feed_forward = build_moe_feed_forward(router, experts, width)
         self.records: list[RoutingRecord] | None = None  # a list inside ``trace`` only
@@ -296,22 +313,3 @@ class MoELayer(nn.Module):
         if self.records is not None and not is_in_backward_pass():
             self.records.append(record)
         return output.view(tokens.shape)
-
-
-def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
-    """Raise UserError for a router that reads, or whose loss reads, more than a layer's tokens."""
-    lacking = sorted(router.wants - experts.provides)
-    if router.phase(0.0) != router.phase(1.0):
-        lacking.append("the training's progress")
-    if lacking:
-        raise UserError.at(
-            "router",
-            found=f"{router.kind}, which reads {', '.join(lacking)}; a single layer has none",
-            allowed=TOKENS_ALONE,
-        )
-    if router.own_loss is not None:
-        raise UserError.at(
-            "router",
-            found=f"{router.kind}, whose loss {router.own_loss} reads more than records",
-            allowed=TOKENS_ALONE,
-        )

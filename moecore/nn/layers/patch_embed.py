@@ -91,15 +91,17 @@ class ConvStem3d(nn.Module):
         return self.embed(gelu(self.norms[1](self.second(values))))
 
 
+Grid = tuple[int, ...]  # tokens along each axis
 Interpolation = Literal["bilinear", "bicubic"]
+Normalisation = tuple[Sequence[float], Sequence[float]]  # means and stds of channels
 
 
 def resize_positions(
     positions: Tensor,
     prefix: int,
-    size: tuple[int, ...],
+    size: Grid,
     mode: Interpolation = "bilinear",
-    old: tuple[int, ...] | None = None,
+    old: Grid | None = None,
 ) -> Tensor:
     """Interpolate position embeddings (1, prefix + patches, width) from grid ``old`` to ``size``.
 
@@ -128,7 +130,7 @@ def resize_positions(
     return torch.cat([special, grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 
-def sinusoidal_positions(grid: tuple[int, ...], width: int) -> Tensor:
+def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
     """Return fixed embeddings (1, patches, width) of a grid, last axis fastest: sines and cosines.
 
     Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π to
@@ -148,10 +150,7 @@ def sinusoidal_positions(grid: tuple[int, ...], width: int) -> Tensor:
 
 
 def renormalise_patch_embedding(
-    kernel: Tensor,
-    bias: Tensor,
-    old: tuple[Sequence[float], Sequence[float]],
-    new: tuple[Sequence[float], Sequence[float]],
+    kernel: Tensor, bias: Tensor, old: Normalisation, new: Normalisation
 ) -> tuple[Tensor, Tensor]:
     """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before.
 

@@ -1,6 +1,6 @@
 """Routers, which decide which token goes to which expert: a family of parts (see base.py).
 
-Shapes in all files: B images, T tokens per image, E experts, k chosen per token, token width d.
+Letters of shapes are those of ``moecore.nn``.
 """
 
 from moecore.core.config import offer_classes

@@ -25,6 +25,8 @@ class Router(Part, ABC):
     # the kind of the regularizer that this router requires and that reads its module
     own_loss: ClassVar[str | None] = None
     has_score_threshold: ClassVar[bool] = False  # chosen logits exceed the setting ``threshold``
+    # how a token's experts depend on later tokens, in evaluation too; None: see ``check_causal``
+    looks_ahead: ClassVar[str | None] = None
 
     def surround(self, around: Surroundings) -> Surroundings:
         """Return the surroundings of settings inside this router: a balance, groups, a router."""
@@ -105,6 +107,12 @@ class Router(Part, ABC):
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError if a token's experts depend on later tokens or on other sequences."""
+        if self.looks_ahead is not None:
+            raise UserError.at(
+                f"{key}.kind",
+                found=f"{self.kind}, {self.looks_ahead}, including later ones",
+                allowed=CAUSAL,
+            )
 
     @property
     def looks_ahead_in_training(self) -> bool:

@@ -74,7 +74,6 @@ class Competition(Router):
         return self
 
     def check_causal(self, key: str = "router") -> None:
-        """Raise UserError if the balance reads other tokens."""
         if self.balance is not None:
             self.balance.check_causal(f"{key}.balance")
 

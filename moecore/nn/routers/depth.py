@@ -61,7 +61,6 @@ class Depth(Router):
         raise ValueError(f"router.{key}: found one, with tokens that skip; allowed: none")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield the weight of a penalty that does not exist without sampling."""
         yield from super().misfits(around)
         if self.sampling is None:
             why, allowed = "without sampling there is no penalty", "sampling: bce or predictor"
@@ -140,19 +139,16 @@ class DepthRouter(nn.Module):
             record = record.map_tensors(
                 lambda field: spread_tokens(field, places, shape, next(blanks))
             )
-            if self.training and self.config.sampling is not None:
-                record = record.with_penalty(self._penalty(signs, record.chosen))
+            if (
+                self.training and self.config.sampling is not None
+            ):  # of scores against who is chosen
+                signs, took_part = signs.squeeze(-1), record.chosen.any(dim=-1).to(signs.dtype)
+                losses = binary_cross_entropy_with_logits(signs, took_part, reduction="none")
+                record = record.with_penalty(self.config.sampling_weight * losses)
             return DepthPlan(plan, places, shape), record
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """Let the inner router's balance learn from the step."""
         self.router.after_step(records, place, progress)
-
-    def _penalty(self, signs: Tensor, chosen: Tensor) -> Tensor:
-        """Return the loss (B, T) of scores (B, T, 1) against who is chosen, (B, T, E)."""
-        took_part = chosen.any(dim=-1).to(signs.dtype)
-        losses = binary_cross_entropy_with_logits(signs.squeeze(-1), took_part, reduction="none")
-        return self.config.sampling_weight * losses
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
         """Return which of the B·T tokens use experts, (B, C), or (1, n) if decided per token."""
@@ -161,37 +157,33 @@ class DepthRouter(nn.Module):
         images, tokens = scores.shape
         number = max(1, tokens * self.share.numerator // self.share.denominator)
         ranked = scores.argsort(dim=1, descending=True, stable=True)
-        if padding is not None:
-            ranked = self._rank_padding_apart(ranked, padding)
+        if padding is not None:  # the share of a caption's text, padding, other text
+            is_text = ~padding.gather(1, ranked)
+            limit = is_text.sum(dim=1, keepdim=True) * self.share.numerator
+            limit = (limit // self.share.denominator).clamp_min(1)
+            takes_part = is_text & (is_text.cumsum(dim=1) <= limit)
+            priority = torch.where(takes_part, 0, 1 + is_text.int())
+            ranked = ranked.gather(1, priority.argsort(dim=1, stable=True))
         starts = torch.arange(images, device=scores.device).unsqueeze(1) * tokens
         return ranked[:, :number].sort(dim=1).values + starts
-
-    def _rank_padding_apart(self, ranked: Tensor, padding: Tensor) -> Tensor:
-        """Reorder ranked tokens (B, T): the share of a caption's text, padding, other text."""
-        is_text = ~padding.gather(1, ranked)
-        number = is_text.sum(dim=1, keepdim=True) * self.share.numerator // self.share.denominator
-        takes_part = is_text & (is_text.cumsum(dim=1) <= number.clamp_min(1))
-        priority = torch.where(takes_part, 0, 1 + is_text.int())
-        return ranked.gather(1, priority.argsort(dim=1, stable=True))
 
 
 class DepthPlan(NamedTuple):
     """The plan (G, C) of the participating tokens; the output of all others is 0."""
+
+    is_per_token = True
 
     plan: SparsePlan
     places: Tensor  # (G, C) their indices among the B·T tokens
     shape: tuple[int, int]  # B, T
 
     def keep_experts(self, number: int) -> "DepthPlan":
-        """Return the plan of the first ``number`` experts, as SparsePlan does."""
         return self._replace(plan=self.plan.keep_experts(number))
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Return tokens (B, T, d) as rows (R, d) sorted by expert."""
         return self.plan.dispatch(tokens.flatten(0, 1)[self.places])
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype."""
         return spread_tokens(self.plan.combine(rows), self.places, self.shape, 0)
 
 

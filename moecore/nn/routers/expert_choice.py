@@ -12,12 +12,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
-from moecore.nn.dispatch import Rows, cast_function_output, cat_or_single
-from moecore.nn.kernels.grouped import full_precision, rows_at_once, to_autocast
-from moecore.nn.routers.base import CAUSAL, Router
+from moecore.nn.dispatch import Rows, cast_function_output, weighted_sum_gradients
+from moecore.nn.kernels.grouped import full_precision, to_autocast
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import ceil_capacity, exact_fraction, group_images
 from moecore.nn.routers.token_choice import router_logits
 
@@ -26,6 +25,7 @@ class ExpertChoice(Router):
     """Let each expert take the tokens with its largest gates, a softmax over a linear map."""
 
     chooses_per_token: ClassVar[bool] = False
+    looks_ahead: ClassVar[str | None] = "whose experts choose among all words"
 
     kind: Literal["expert_choice"] = "expert_choice"
     k: int = Field(2, ge=1, description="mean number of experts per token, at capacity_factor 1")
@@ -41,14 +41,6 @@ class ExpertChoice(Router):
 
     def active(self, experts: int) -> float:
         return min(float(experts), self.k * self.capacity_factor)
-
-    def check_causal(self, key: str = "router") -> None:
-        """Raise UserError: whether an expert takes a token depends on all tokens of its group."""
-        raise UserError.at(
-            f"{key}.kind",
-            found="expert_choice, whose experts choose among all words, including later ones",
-            allowed=CAUSAL,
-        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
         self.check_k(experts)
@@ -190,14 +182,8 @@ class _WeightedSumOfTaken(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (grad,) = grads
         rows, weights, order = ctx.saved_tensors
-        chunk = rows_at_once(rows)
-        scaled = []
-        products = []
-        parts = (values.split(chunk) for values in (rows, weights.flatten(), order.flatten()))
-        for part, scale, tokens in zip(*parts, strict=True):
-            gathered = grad.index_select(0, tokens).to(weights.dtype)
-            scaled.append((gathered * scale.unsqueeze(-1)).to(rows.dtype))
-            products.append((gathered * part).sum(dim=-1))
-        return cat_or_single(scaled), cat_or_single(products).view_as(weights), None, None
+        to_rows, to_weights = weighted_sum_gradients(
+            grads[0], rows, weights.flatten().unsqueeze(-1), order.flatten()
+        )
+        return to_rows, to_weights.view_as(weights), None, None

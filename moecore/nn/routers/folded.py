@@ -60,10 +60,10 @@ class Folded(Router):
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
     """Raise UserError if clusters cannot replace the experts of the router at ``key``."""
-    if not router.chooses_per_token:
+    if not router.chooses_per_token or router.kind == "depth":
         raise UserError.at(
             f"{key}.kind",
-            found=f"{router.kind}, whose tokens do not choose experts",
+            found=f"{router.kind}, whose tokens do not all choose experts",
             allowed=f"others{or_else}",
         )
     if "previous" in router.wants:
@@ -71,12 +71,6 @@ def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> Non
             f"{key}.residual",
             found="true, but the previous layer no longer has the logits of single experts",
             allowed=f"false{or_else}",
-        )
-    if router.kind == "depth":
-        raise UserError.at(
-            f"{key}.kind",
-            found="depth, whose tokens do not all use experts",
-            allowed=f"others{or_else}",
         )
 
 

@@ -1,6 +1,5 @@
 """HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash chooses experts, nothing is learned."""
 
-from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -118,7 +117,6 @@ class HashRouter(nn.Module):
         return torch.where(blank.unsqueeze(-1), otherwise, top_k(scores, self.config.k))
 
 
-@lru_cache(maxsize=64)
 def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
     """Return random directions (pixels, E) with mean 0 and length 1, equal on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -126,7 +124,6 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
     return normalize(values - values.mean(dim=0), dim=0).to(device)
 
 
-@lru_cache(maxsize=64)
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
     """Return each position's expert (T,): every E positions have each expert once, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import CAUSAL, Router
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import router_logits
 
 
@@ -23,19 +23,12 @@ class Merged(Router):
     """
 
     chooses_per_token: ClassVar[bool] = False
+    looks_ahead: ClassVar[str | None] = "whose experts are merged by the mean of all words"
 
     kind: Literal["merged"] = "merged"
     normalise: bool = Field(
         True, description="layer norm of mean token and router weights (the authors' code)"
     )
-
-    def check_causal(self, key: str = "router") -> None:
-        """Raise UserError: the shares depend on all tokens."""
-        raise UserError.at(
-            f"{key}.kind",
-            found="merged, whose experts are merged by the mean of all words, including later ones",
-            allowed=CAUSAL,
-        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "MergedRouter":
         if basis is not None:
@@ -59,7 +52,6 @@ class MergedPlan(NamedTuple):
         return Rows(to_autocast(tokens).flatten(0, 1), ends, shares=self.shares)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows (B·T, d) as tokens (B, T, d)."""
         return rows.unflatten(0, (len(self.shares), -1))
 
 

@@ -146,15 +146,11 @@ class NoisyTopK(Router):
     )
 
     @model_validator(mode="after")
-    def _priority_needs_capacity(self) -> "NoisyTopK":
+    def _settings_fit(self) -> "NoisyTopK":
         if self.batch_priority and not self.has_capacity:
             raise ValueError(
                 "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_fit_balance(self) -> "NoisyTopK":
         if self.groups is not None and self.balance is not None and self.balance.is_alone:
             raise ValueError(
                 describe_refusal(

@@ -68,7 +68,6 @@ class ReluRouter(NoisyTopKRouter):
         self.register_buffer("l1_weight", torch.tensor(config.l1_start))
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Return which experts have a weight above 0, (B, T, E) bool, best first per token."""
         return scores > 0
 
     @torch.no_grad()

@@ -9,11 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import CAUSAL, Router
+from moecore.nn.routers.base import Router
 
 # added under the root of a norm, so that a token of zeros has a finite gradient
 EPSILON = 1e-6
@@ -27,19 +26,12 @@ class SoftSlots(Router):
     """
 
     chooses_per_token: ClassVar[bool] = False
+    looks_ahead: ClassVar[str | None] = "whose slots are means of all words"
 
     kind: Literal["soft_slots"] = "soft_slots"
     slots: int = Field(
         1, ge=1, le=2**16, description="slots per expert: round(tokens · k / experts)"
     )
-
-    def check_causal(self, key: str = "router") -> None:
-        """Raise UserError: every slot is a mean of all tokens."""
-        raise UserError.at(
-            f"{key}.kind",
-            found="soft_slots, whose slots are means of all words, including later ones",
-            allowed=CAUSAL,
-        )
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "SoftSlotsRouter":
         return SoftSlotsRouter(self, width, experts)
@@ -60,7 +52,6 @@ class SlotsPlan(NamedTuple):
         return Rows(slots, numbers * (len(slots) // experts))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype."""
         batch, _, experts, slots = self.weights.shape
         return torch.einsum(
             "btep,ebpd->btd",

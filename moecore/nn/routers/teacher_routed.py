@@ -67,27 +67,21 @@ class TeacherRoutedRouter(NoisyTopKRouter):
             logits = router_logits(inputs, self.weight)
             if not self.training and self.inference == "student":
                 return self.decide(logits)
-            plan, record = self.decide(
-                safe_log(_check_teacher(context.teacher, logits.shape)).to(logits.dtype)
-            )
+            teacher = context.teacher
+            if teacher is None:
+                raise UserError(
+                    "router teacher_routed: the teacher decides, but its routing is missing "
+                    "(context.teacher); give the method a teacher, or set router.inference to "
+                    "student for evaluation without one"
+                )
+            if teacher.shape != logits.shape:
+                raise UserError(
+                    f"router teacher_routed: the teacher's routing has shape {tuple(teacher.shape)}"
+                    f" (images, tokens, experts), the student's {tuple(logits.shape)}; they must "
+                    "be equal: check patch size, image size and experts.number"
+                )
+            plan, record = self.decide(safe_log(teacher).to(logits.dtype))
             if self.training:  # its loss reads the student; measurements read what decides
                 probs = torch.softmax(logits, dim=-1)
                 record = RoutingRecord(logits, probs, record.load, record.chosen, record.combine)
             return plan, record
-
-
-def _check_teacher(teacher: Tensor | None, shape: torch.Size) -> Tensor:
-    """Return the teacher's probs; raise UserError if missing or not (E,) per student's token."""
-    if teacher is None:
-        raise UserError(
-            "router teacher_routed: the teacher decides, but its routing is missing "
-            "(context.teacher); give the method a teacher, or set router.inference to student "
-            "for evaluation without one"
-        )
-    if teacher.shape != shape:
-        raise UserError(
-            f"router teacher_routed: the teacher's routing has shape {tuple(teacher.shape)} "
-            f"(images, tokens, experts), the student's {tuple(shape)}; they must be equal: check "
-            "patch size, image size and experts.number"
-        )
-    return teacher

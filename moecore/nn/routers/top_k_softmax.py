@@ -34,8 +34,6 @@ class TopKSoftmax(NoisyTopK):
 
 
 class TopKSoftmaxRouter(NoisyTopKRouter):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
-
     def __init__(self, config: TopKSoftmax, width: int, experts: int) -> None:
         super().__init__(config, width, experts)
         bound = width**-0.5  # torch's initialisation, as in the language models' code

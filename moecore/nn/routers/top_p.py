@@ -32,7 +32,6 @@ class TopP(Router):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a k of 1, which leaves nothing to decide."""
         yield from super().misfits(around)
         if self.k == 1:
             text = "found 1: each token then uses its first expert"
@@ -49,8 +48,6 @@ class TopP(Router):
 
 
 class TopPRouter(NoisyTopKRouter):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
-
     def __init__(self, config: NoisyTopK, width: int, experts: int, threshold: float) -> None:
         super().__init__(config, width, experts)
         self.threshold = threshold

@@ -14,8 +14,7 @@ from torch import Tensor
 from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import read_tensors
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
-from moecore.nn.backbones.text_tower import TextTowerSettings
-from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.nn.backbones.two_towers import TextTowerSettings, TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
 from moecore.training.teachers.base import Teacher

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
-from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
+from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.layers.moe import MoESettings
 from moecore.study.document import load_yaml_document
 from moecore.training.method import Method
@@ -68,10 +68,6 @@ def test_a_later_word_never_moves_an_earlier_logit(name):
         assert_causal(moe)
 
 
-def test_nor_does_a_hash_of_words():
-    assert_causal(moe_of({"kind": "hash", "by": "word"}))
-
-
 @pytest.mark.parametrize("sampling", ["bce", "predictor"])
 def test_nor_does_depth_in_evaluation(sampling):
     moe = moe_of({"kind": "depth", "share": 0.5, "sampling": sampling})
@@ -80,7 +76,8 @@ def test_nor_does_depth_in_evaluation(sampling):
         assert_causal(moe, modes=(True,))
 
 
-def test_nor_does_the_truth_of_later_words():
+def test_nor_does_a_hash_of_words_or_the_truth_of_later_ones():
+    assert_causal(moe_of({"kind": "hash", "by": "word"}))
     moe = moe_of({"kind": "told"})
     assert_causal(moe, truth=WORDS)
     with pytest.raises(UserError, match=r"^router.kind: found told, which reads truth"):

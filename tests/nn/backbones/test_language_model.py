@@ -11,19 +11,20 @@ from torch.nn.functional import gelu, layer_norm
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, RoutingContext
 from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
-from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.language_block import (
+from moecore.nn.backbones.language_model import (
     AdamBlock,
     BlockState,
     LanguageBlock,
+    LanguageModel,
     MomentumBlock,
     SlidingWindowAttention,
     relative_shift,
     undo_relative_shift,
 )
+from moecore.nn.backbones.single_layer import SingleLayer
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.classification import Classification
@@ -34,14 +35,9 @@ MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.
 
 
 def text(block=4, context=3):
-    channels = context + 1
-    return ImageSpec(
-        channels=channels,
-        size=(block,),
-        mean=(0.0,) * channels,
-        std=(1.0,) * channels,
-        task=NextToken(words=WORDS),
-    )
+    zeros, ones = (0.0,) * (context + 1), (1.0,) * (context + 1)
+    task = NextToken(words=WORDS)
+    return ImageSpec(channels=context + 1, size=(block,), mean=zeros, std=ones, task=task)
 
 
 def model(moe=MOE, block=4, context=3, **settings):
@@ -84,12 +80,9 @@ def test_attention_is_that_of_the_loop():
             for head in range(2):
                 part = slice(4 * head, 4 * head + 4)
                 q = query[stream, token, part]
-                logits = [
-                    (q @ key[stream, token + j, part] + q @ positions[:, j]) / 2 for j in range(3)
-                ]
-                share = torch.stack(logits).softmax(0)
-                seen = value[stream, token : token + 3, part]
-                heads.append(share @ seen)
+                logits = [q @ (key[stream, token + j, part] + positions[:, j]) for j in range(3)]
+                share = (torch.stack(logits) / 2).softmax(0)
+                heads.append(share @ value[stream, token : token + 3, part])
             wanted = attention.proj(torch.cat(heads))
             torch.testing.assert_close(found[stream, token], wanted)
     assert weights.shape == (2, 5, 5)
@@ -115,19 +108,14 @@ def test_with_enough_blocks_before_it_a_window_is_read_as_in_the_stream():
     made = model()
     tokens = stream(40)
     whole = read_on(made, tokens, 4)
+    for block in (8, 40):  # blocks of any length give the same
+        torch.testing.assert_close(read_on(made, tokens, block), whole)
     windows = torch.stack([tokens[start : start + 16].view(4, 4) for start in range(0, 24, 4)])
     final, records, _ = made.encode(windows)
     torch.testing.assert_close(final.flatten(0, 1), whole[12:36])
     assert records[0].probs.shape == (6, 4, 4)
     fewer, _, _ = model(context=1).encode(windows[:, 2:])
     assert not torch.allclose(fewer.flatten(0, 1), whole[12:36])
-
-
-def test_blocks_of_any_length_give_the_same():
-    made = model()
-    tokens = stream(24)
-    torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 8))
-    torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 24))
 
 
 @pytest.mark.parametrize(
@@ -189,18 +177,14 @@ def test_the_residuals_are_those_of_the_definition(kind):
     h = layer_norm(h + block.attn(h, before, positions)[0], (8,))
     assert torch.allclose(entering, h)
     f = block.mlp(h)[0]
-    if kind is LanguageBlock:
-        s, momentum = layer_norm(h + f, (8,)), None
-    elif kind is MomentumBlock:
-        momentum = 0.7 * m + f
-        s = layer_norm(h - momentum, (8,))
-    else:
-        momentum = 0.7 * m + f
-        p, v = 0.1 * f, 0.001 * f**2
-        s = layer_norm(h - (p / (v + 1e-8).sqrt() + h), (8,))
-    torch.testing.assert_close(out.tokens, layer_norm(h + s, (8,)))
-    if momentum is not None:
-        torch.testing.assert_close(out.momentum, momentum)
+    momentum = None if kind is LanguageBlock else 0.7 * m + f
+    inner = {
+        LanguageBlock: h + f,
+        MomentumBlock: h - (0.7 * m + f),
+        AdamBlock: h - (0.1 * f / (0.001 * f**2 + 1e-8).sqrt() + h),
+    }[kind]
+    torch.testing.assert_close(out.tokens, layer_norm(h + layer_norm(inner, (8,)), (8,)))
+    torch.testing.assert_close(out.momentum, momentum)
 
 
 def test_momentum_is_carried_through_the_blocks_of_a_model():
@@ -212,30 +196,17 @@ def test_momentum_is_carried_through_the_blocks_of_a_model():
     made.read(stream(4)[None], states)
     assert seen[0][0].momentum is None
     assert torch.equal(seen[1][0].momentum, seen[0][1].momentum)
-    assert [type(block) for block in model(layers="adam").blocks] == [
-        AdamBlock,
-        MomentumBlock,
-        MomentumBlock,
-    ]
+    kinds = [type(block) for block in model(layers="adam").blocks]
+    assert kinds == [AdamBlock, MomentumBlock, MomentumBlock]
 
 
-@pytest.mark.parametrize(
-    ("settings", "moe", "said"),
-    [
-        ({"heads": 3}, MOE, "model.heads: found 3; allowed: a divisor of model.width = 8"),
-        (
-            {},
-            MoESettings(router=TeacherRouted(k=1), experts=Mlp(number=4), blocks="all"),
-            "router.kind: found teacher_routed, which reads teacher",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings, moe, said):
-    with pytest.raises(UserError, match=said):
-        model(moe=moe, **settings)
-
-
-def test_a_span_that_no_stream_has_is_refused():
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="model.heads: found 3; allowed: a divisor of model.width"):
+        model(heads=3)
+    with pytest.raises(UserError, match="router.kind: found teacher_routed, which reads teacher"):
+        model(MOE.model_copy(update={"router": TeacherRouted(k=1)}))
+    with pytest.raises(UserError, match="model.kind: found language_model, but .* 2 axes"):
+        LanguageModel().build(IMAGE)
     made = model(span=8)
     made.remember(2, 8)
     said = "model.span: found 8, but each of 4 streams has 7 words; allowed: 1 to 7, or a smaller"
@@ -243,32 +214,14 @@ def test_a_span_that_no_stream_has_is_refused():
         made.remember(4, 7)
 
 
-IMAGE = ImageSpec(
-    channels=2,
-    size=4,
-    task=Classification(classes=tuple("abc")),
-    mean=(0.5, 0.25),
-    std=(0.5, 0.125),
-)
-ROUTER = {"kind": "noisy_top_k", "k": 1}
+THREE = Classification(classes=tuple("abc"))
+IMAGE = ImageSpec(channels=2, size=4, task=THREE, mean=(0.5, 0.25), std=(0.5, 0.125))
 
 
-def moe(**settings) -> MoESettings:
-    return MoESettings(
-        **(
-            {
-                "router": ROUTER,
-                "experts": {"kind": "mlp", "number": 4, "hidden_ratio": 0.25},
-                "blocks": [0],
-            }
-            | settings
-        )
-    )
-
-
-def single(**settings):
+def single():
     torch.manual_seed(0)
-    built = SingleLayer(hidden=5).build(IMAGE, moe(**settings)).eval()
+    moe = MoESettings(router=NoisyTopK(k=1), experts=Mlp(number=4, hidden_ratio=0.25), blocks=[0])
+    built = SingleLayer(hidden=5).build(IMAGE, moe).eval()
     for parameter in built.parameters():  # biases start at 0, where a mistake would not show
         parameter.data += 0.3 * torch.randn_like(parameter)
     return built
@@ -276,9 +229,8 @@ def single(**settings):
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
     """(B, 32): channel by channel, row by row."""
-    return torch.cat(
-        [(images[:, 0].flatten(1) - 0.5) / 0.5, (images[:, 1].flatten(1) - 0.25) / 0.125], dim=1
-    )
+    first, second = images.flatten(2).unbind(1)
+    return torch.cat([(first - 0.5) / 0.5, (second - 0.25) / 0.125], dim=1)
 
 
 def test_the_experts_output_times_its_gate_goes_straight_into_the_classifier():
@@ -299,16 +251,11 @@ def test_the_experts_output_times_its_gate_goes_straight_into_the_classifier():
     assert len(found.heads) == 1 and torch.equal(found.heads[0], found.prediction)
     assert len(found.routing) == 1
     assert all(field.shape == (6, 1, 4) for field in found.routing[0][:5])
-
-
-def test_a_dense_model_has_one_mlp_and_no_records():
-    torch.manual_seed(0)
-    built = SingleLayer(hidden=5).build(IMAGE)
-    images = torch.rand(3, 2, 4, 4)
-    output = built(images)
-    hidden = gelu(normalised(images) @ built.mlp.fc1.weight.T + built.mlp.fc1.bias)
-    assert output.routing == () and hidden.shape == (3, 5) and built.moe is None
-    torch.testing.assert_close(output.prediction, built.head(built.mlp.fc2(hidden)))
+    dense = SingleLayer(hidden=5).build(IMAGE)  # has one MLP, and no records
+    output = dense(images)
+    hidden = gelu(normalised(images) @ dense.mlp.fc1.weight.T + dense.mlp.fc1.bias)
+    assert output.routing == () and hidden.shape == (6, 5) and dense.moe is None
+    torch.testing.assert_close(output.prediction, dense.head(dense.mlp.fc2(hidden)))
 
 
 def test_features_are_what_enters_and_leaves_the_layer():
@@ -353,7 +300,6 @@ def test_a_router_gets_what_it_asks_for(monkeypatch):
     assert built.mlp.context == RoutingContext(), "it wants nothing"
     monkeypatch.setattr(type(built.moe.router), "wants", frozenset({"patches", "teacher"}))
     built(images, Guidance(torch.rand(3, 3), (teacher,)))
-    assert torch.equal(built.mlp.context.patches, images.flatten(1)[:, None]) and torch.equal(
-        built.mlp.context.teacher, teacher
-    )
+    assert torch.equal(built.mlp.context.patches, images.flatten(1)[:, None])
+    assert torch.equal(built.mlp.context.teacher, teacher)
     assert built.mlp.context.progress == 1.0 and built.mlp.context.attention is None

@@ -13,6 +13,8 @@ from moecore.testing.check_helpers import IMAGE
 from moecore.testing.model_checks import MOE
 from tests.volumes import VOLUMES
 
+CLASSES = VOLUMES.model_copy(update={"task": IMAGE.task})
+ATTENDING = MOE.model_copy(update={"router": Eigenbasis(context="attention_output")})
 SMALL = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)
 
 
@@ -37,12 +39,8 @@ def test_the_layers_in_the_order_of_the_authors():
     last = (nn.Conv3d(8, 6, 1), nn.BatchNorm3d(6), nn.ReLU())
     theirs = nn.Sequential(*halving[0], *halving[1], *last, nn.AvgPool3d(4), nn.Conv3d(6, 3, 1))
     ours = model.state_dict()
-    theirs.load_state_dict(
-        {
-            name: value.view(shape.shape)
-            for (name, shape), value in zip(theirs.state_dict().items(), ours.values(), strict=True)
-        }
-    )
+    pairs = zip(theirs.state_dict().items(), ours.values(), strict=True)
+    theirs.load_state_dict({name: value.view(like.shape) for (name, like), value in pairs})
     volumes = torch.rand(2, 1, 16, 16, 16)
     output = model(volumes)
     expected = theirs.eval()((volumes - 0.5) / 0.25).flatten(1)
@@ -66,9 +64,8 @@ def test_the_loss_is_the_divergence_from_the_label():
     labels = torch.tensor([60.0, 72.0])
     wanted = soft_labels(labels, model.edges, 5.0)
     output = model(torch.rand(2, 1, 16, 16, 16))
-    assert model.task_loss(output._replace(heads=(wanted.log(),)), labels) == pytest.approx(
-        0, abs=1e-6
-    )
+    exact = model.task_loss(output._replace(heads=(wanted.log(),)), labels)
+    assert exact == pytest.approx(0, abs=1e-6)
     uniform = model.task_loss(output._replace(heads=(torch.zeros(2, 3),)), labels)
     # KL(q ‖ 1/3) = log 3 − H(q)
     entropy = -(wanted * wanted.log()).nansum(1).mean()
@@ -82,18 +79,8 @@ def test_the_loss_is_the_divergence_from_the_label():
     [
         (Sfcn(), VOLUMES, None, r"multiples of 32 voxels .* \[16, 16, 16\] \(set `size`"),
         (SMALL, IMAGE, None, "have 2 axes; allowed: vit"),
-        (
-            SMALL,
-            VOLUMES.model_copy(update={"task": IMAGE.task}),
-            None,
-            "head: found bins, .* classification; allowed: number",
-        ),
-        (
-            SMALL,
-            VOLUMES,
-            MOE.model_copy(update={"router": Eigenbasis(context="attention_output")}),
-            "sfcn has no attention, but the router eigenbasis reads attended",
-        ),
+        (SMALL, CLASSES, None, "head: found bins, .* classification; allowed: number"),
+        (SMALL, VOLUMES, ATTENDING, "no attention, but the router eigenbasis reads attended"),
     ],
 )
 def test_what_does_not_fit_is_refused(config, image, moe, says):

@@ -1,5 +1,5 @@
 """Swin V1, V2 and Swin-MoE's mixture: against timm's, on grids that windows do not divide against a
-slow reference, with six methods, moved to other images, and upcycled.
+slow reference, moved to other images, and upcycled.
 """
 
 import itertools
@@ -9,14 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moecore.core.config import replace_and_validate
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
-from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone, EncodeOptions, ImageSpec
+from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
-from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.window_attention import (
@@ -27,52 +24,47 @@ from moecore.nn.layers.window_attention import (
     merged_grid,
     pair_index,
 )
-from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
-from moecore.training.guide import aligned_teacher_blocks, attach_required_guide, build_guide
-from moecore.training.job import Objective, TrainingJob
-from moecore.training.loop import iterate_training
+from moecore.training.guide import aligned_teacher_blocks, build_guide
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import CompiledBlocks
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
-from tests.methods import METHODS, REPRESENTATIVE
-from tests.nn.test_every_method import SHIFTED
-from tests.training.small import CPU, images
+from tests.nn.test_every_method import SHIFTED, SWINS, swin
+from tests.training.small import IMAGE, images
 
-KINDS = ("swin", "swin_moe", "swin_v2")
-SMALL = Swin(patch=1, width=16, depths=(2, 2), heads=(2, 4), window=4)
-TWO = Classification(classes=("dark", "light"))
-IMAGE = ImageSpec(channels=1, size=8, task=TWO, mean=(0.5,), std=(0.3,))
+SMALL = swin("swin")
 TOP_1 = {"kind": "noisy_top_k", "k": 1, "renormalise": "straight"}
 EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 4.0}
 
 
-def spec(size: int, channels: int = 3) -> ImageSpec:
+def spec(size: int) -> ImageSpec:
     classes = Classification(classes=tuple("abcde"))
-    return ImageSpec(
-        channels=channels,
-        size=size,
-        task=classes,
-        mean=(0.5, 0.4, 0.3)[:channels],
-        std=(0.2, 0.25, 0.3)[:channels],
-    )
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    return ImageSpec(channels=3, size=size, task=classes, mean=mean, std=std)
 
 
-def swin(kind: str, **changes) -> SwinSettings:
-    return replace_and_validate("model", SMALL, {"kind": kind, **changes}, Backbone)
+def spread(model):
+    """The model in evaluation mode; some weights start at 0, where a mistake would not show."""
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
 
 
-def timm_model(kind: str, size: int, config: SwinSettings):
+BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
+
+
+def ours_and_timms(kind: str, size: int, config: SwinSettings):
+    """Both models with the same random weights."""
     define_missing_operators()
     from timm.models.swin_transformer import SwinTransformer
     from timm.models.swin_transformer_v2 import SwinTransformerV2
 
     torch.manual_seed(0)
-    model = {"swin": SwinTransformer, "swin_v2": SwinTransformerV2}[kind](
+    theirs = {"swin": SwinTransformer, "swin_v2": SwinTransformerV2}[kind](
         img_size=size,
         patch_size=config.patch,
         window_size=config.window,
@@ -80,29 +72,14 @@ def timm_model(kind: str, size: int, config: SwinSettings):
         depths=config.depths,
         num_heads=config.heads,
         num_classes=5,
-    ).eval()
-    for parameter in model.parameters():  # some start at 0, where a mistake would not show
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
-
-
-def renamed(state: dict) -> dict:
-    return {
+    )
+    weights = {
         name.replace("head.fc.", "head."): value
-        for name, value in state.items()
+        for name, value in spread(theirs).state_dict().items()
         if not name.endswith(BUFFERS)
     }
-
-
-def tiny(kind: str, size: int, window: int):
-    """Swin-T of the published sizes, ours and timm's with the same random weights."""
-    config = (Swin if kind == "swin" else SwinV2)(window=window)
-    theirs = timm_model(kind, size, config)
     ours = config.build(spec(size)).eval()
-    ours.load_state_dict(renamed(theirs.state_dict()))
+    ours.load_state_dict(weights)
     return ours, theirs
 
 
@@ -120,17 +97,13 @@ def tiny(kind: str, size: int, window: int):
 )
 def test_it_is_timms_model(kind, size, window, patch):
     shape = {"width": 16, "depths": (2, 2, 3, 2), "heads": (1, 2, 4, 8)}
-    config = swin(kind, patch=patch, window=window, **shape)
-    theirs = timm_model(kind, size, config)
-    ours = config.build(spec(size)).eval()
-    ours.load_state_dict(renamed(theirs.state_dict()))
+    ours, theirs = ours_and_timms(kind, size, swin(kind, patch=patch, window=window, **shape))
     pixels = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-    shown = pixels.clone().requires_grad_()
-    expected = theirs(ours.normalised(shown))
-    expected_gradient = torch.autograd.grad(expected.square().sum(), shown)[0]
-    seen = pixels.clone().requires_grad_()
-    found = ours(seen).prediction
-    gradient = torch.autograd.grad(found.square().sum(), seen)[0]
+    pixels.requires_grad_()
+    expected, found = theirs(ours.normalised(pixels)), ours(pixels).prediction
+    (expected_gradient,), (gradient,) = (
+        torch.autograd.grad(logits.square().sum(), pixels) for logits in (expected, found)
+    )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-4)
 
@@ -140,10 +113,8 @@ def test_tiny_at_192_with_windows_of_7_is_timms_where_timm_is_right():
     padding, so rows from round the end see far ones. Ours is another function there; it is timm's
     in the last stage, one window of 6 × 6.
     """
-    ours, theirs = tiny("swin", 192, 7)
-    generator = torch.Generator().manual_seed(1)
-    pixels = torch.rand(1, 3, 192, 192, generator=generator)
-    tokens = torch.randn(1, 12, 12, 384, generator=generator)
+    ours, theirs = ours_and_timms("swin", 192, Swin(window=7))
+    pixels, tokens = torch.rand(1, 3, 192, 192), torch.randn(1, 12, 12, 384)
     with torch.no_grad():
         expected = theirs.layers[3](tokens).flatten(1, 2)
         found = ours.layers[3].downsample(tokens.flatten(1, 2))
@@ -159,20 +130,16 @@ def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
     """Which tokens (T, T) see each other, pair by pair: in one window of the grid whose first
     window begins ``shift`` before the image, round its end.
     """
-    sizes = [min(window, length) for length in grid]
-    shifts = [
-        size // 2 if shifted and size < length else 0
-        for size, length in zip(sizes, grid, strict=True)
-    ]
-    whole = [math.ceil(length / size) * size for length, size in zip(grid, sizes, strict=True)]
 
     def home(place):
         """The window, and whether the token came round the end, along each axis."""
-        moved = [(at - shift) % full for at, shift, full in zip(place, shifts, whole, strict=True)]
-        return [
-            (one // size, at < shift)
-            for one, size, at, shift in zip(moved, sizes, place, shifts, strict=True)
-        ]
+        found = []
+        for at, length in zip(place, grid, strict=True):
+            size = min(window, length)
+            shift = size // 2 if shifted and size < length else 0
+            moved = (at - shift) % (math.ceil(length / size) * size)
+            found.append((moved // size, at < shift))
+        return found
 
     places = list(itertools.product(*map(range, grid)))
     return torch.tensor([[home(a) == home(b) for b in places] for a in places])
@@ -237,44 +204,7 @@ def test_merging_takes_rows_first_and_pads_odd_grids():
     assert merged_grid((3, 2)) == (2, 1)
 
 
-def trained(name: str, kind: str):
-    method = METHODS[name]
-    torch.manual_seed(0)
-    config = swin(kind)
-    guide = None
-    if method.guided:
-        teacher = swin(kind, depths=(1, 2), width=8).build(IMAGE)
-        guide = build_guide(teacher, method, config.stages)
-    model = config.build(IMAGE, method.moe)
-    made = TrainingJob(
-        model,
-        load_split_where_it_fits(images(16), "cpu"),
-        load_split_where_it_fits(images(8, 1), "cpu"),
-        Objective(method.losses, distillation=method.distillation),
-        guide,
-        method.views,
-    )
-    values = [metrics.values for metrics in iterate_training(made, SHIFTED, 0, CPU)]
-    return attach_required_guide(model, guide), values
-
-
-@pytest.mark.parametrize(("name", "kind"), list(zip(REPRESENTATIVE, KINDS * 2, strict=True)))
-def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, name, kind):
-    model, values = trained(name, kind)
-    assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
-    save_model(tmp_path, model)
-    pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    expected, records = predict_in_batches(model, pixels, batch=5)
-    logits, again = predict_in_batches(load_model(tmp_path), pixels, batch=2)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    for ours, theirs, layout in zip(again, records, model.layouts, strict=True):
-        assert torch.equal(ours.chosen, theirs.chosen)
-        assert ours.probs.shape == (5, math.prod(layout.grid), 8)
-    if METHODS[name].moe:
-        assert model.layouts == (TokenLayout(0, (8, 8), (8, 8)), TokenLayout(0, (4, 4), (8, 8)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SWINS)
 def test_other_images_take_its_weights(tmp_path, kind):
     torch.manual_seed(0)
     model = swin(kind, window=8).build(IMAGE).eval()
@@ -297,32 +227,25 @@ def test_other_images_take_its_weights(tmp_path, kind):
         torch.testing.assert_close(inner.flatten(1).flatten(), before.bias().flatten())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SWINS)
 @pytest.mark.parametrize("router", [TOP_1, {"kind": "noisy_top_k", "k": 2, "renormalise": True}])
 def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
     torch.manual_seed(0)
-    dense = swin(kind).build(IMAGE).eval()
-    with torch.no_grad():
-        for parameter in dense.parameters():  # norms of V2 start at 0
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    sparse = upcycle_model(
-        swin(kind).build(IMAGE, MoESettings(router=router, experts=EXPERTS)), dense
-    ).eval()
+    dense = spread(swin(kind).build(IMAGE))
+    moe = MoESettings(router=router, experts=EXPERTS)
+    sparse = upcycle_model(swin(kind).build(IMAGE, moe), dense).eval()
     pixels = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(
         sparse(pixels).prediction, dense(pixels).prediction, atol=1e-5, rtol=1e-5
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SWINS)
 @pytest.mark.parametrize(("size", "window"), [(8, 3), (24, 8)])
 def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, kind, size, window):
     """As fine-tuning brings the dense model there: a continuous bias counts in its old windows."""
     torch.manual_seed(0)
-    dense = swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})).eval()
-    with torch.no_grad():
-        for parameter in dense.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    dense = spread(swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})))
     image = IMAGE.model_copy(update={"size": size})
     config = inherit_pretrained_windows(swin(kind, window=window), image, dense)
     learned = config.trained_on(image).pretrained_windows
@@ -353,9 +276,8 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     save_guide(tmp_path, build_guide(dense, method, (2, 2)))
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
-    learned = build_pretraining(
-        method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu"
-    ).model
+    config = swin(kind, window=8)
+    learned = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu").model
     save_model(tmp_path / "dense", dense)
     moved = load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
@@ -405,50 +327,29 @@ def test_a_teachers_blocks_stand_beside_those_of_the_same_stage():
 def test_routers_see_patches_and_attention_of_their_own_stage():
     torch.manual_seed(0)
     model = Swin(patch=2, width=8, depths=(1, 1), heads=(1, 2), window=3).build(
-        ImageSpec(channels=1, size=10, task=TWO, mean=(0.0,), std=(1.0,)),
+        IMAGE.model_copy(update={"size": 10}),
         MoESettings(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
     )
     pixels = torch.rand(2, 1, 10, 10)
     contexts = model.routing_contexts(pixels, EncodeOptions())
-    assert [tuple(context.patches.shape) for context in contexts.values()] == [
-        (2, 25, 4),
-        (2, 9, 16),
-    ]
+    assert [context.patches.shape for context in contexts.values()] == [(2, 25, 4), (2, 9, 16)]
     corner = contexts[1].patches[0, 8].view(4, 4)
     assert torch.equal(corner[:2, :2], pixels[0, 0, 8:, 8:]) and not corner[2:].any()
     assert model.layouts == (TokenLayout(0, (5, 5), (10, 10)), TokenLayout(0, (3, 3), (12, 12)))
-    assert coarse_patch_indices(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [
-        0,
-        0,
-        1,
-        1,
-        2,
-    ]
+    coarse = coarse_patch_indices(model.layouts[1], model.layouts[0])
+    assert coarse.view(5, 5)[0].tolist() == [0, 0, 1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
+def test_settings_and_images_that_do_not_fit_are_refused():
+    for wrong, said in (
         ({"depths": (2, 2, 2)}, "heads has 2 values"),
         ({"heads": (3, 3)}, "heads is 3 in stage 1"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, said):
-    with pytest.raises(ValidationError, match=said):
-        Swin.model_validate(SMALL.model_dump() | wrong)
-
-
-@pytest.mark.parametrize(
-    ("size", "changed", "said"),
-    [
-        (9, {"patch": 2}, "model.patch: found 2"),
-        ((8, 8, 8), {}, "allowed: vit3d"),
-    ],
-)
-def test_images_that_do_not_fit_are_refused(size, changed, said):
-    image = IMAGE.model_copy(update={"size": size})
-    with pytest.raises(UserError, match=said):
-        SMALL.model_copy(update=changed).build(image)
+    ):
+        with pytest.raises(ValidationError, match=said):
+            Swin.model_validate(SMALL.model_dump() | wrong)
+    for size, said in ((9, "model.patch: found 2"), ((8, 8, 8), "allowed: vit3d")):
+        with pytest.raises(UserError, match=said):
+            swin("swin", patch=2).build(IMAGE.model_copy(update={"size": size}))
 
 
 def test_other_models_weights_are_refused():
@@ -458,7 +359,7 @@ def test_other_models_weights_are_refused():
         upcycle_model(SMALL.build(IMAGE), swin("swin", width=8).build(IMAGE))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SWINS)
 def test_its_blocks_are_compiled_whole(kind):
     moe = MoESettings(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS, blocks=(1, 3))
     torch.manual_seed(0)

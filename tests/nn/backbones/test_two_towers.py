@@ -14,8 +14,12 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
-from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
-from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.nn.backbones.two_towers import (
+    TextTowerSettings,
+    TextTransformer,
+    TwoTowers,
+    caption_fingerprints,
+)
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
@@ -61,16 +65,19 @@ def split(count: int, seed: int = 0) -> Split:
     return Split(pixels.astype(np.uint8), captions(count, seed))
 
 
-def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
+def captioned(method: Method | dict, backbone: TwoTowers = SMALL) -> TrainingJob:
+    method = Method.model_validate(method)
     torch.manual_seed(0)
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
-    train, validation = (
-        load_split_where_it_fits(split(40), "cpu"),
-        load_split_where_it_fits(split(12, 1), "cpu"),
-    )
-    return TrainingJob(model, train, validation, objective, guide, method.views)
+    loaded = (load_split_where_it_fits(images, "cpu") for images in (split(40), split(12, 1)))
+    return TrainingJob(model, *loaded, objective, guide, method.views)
+
+
+def fit(job: TrainingJob) -> list[dict[str, float]]:
+    """The metrics of a short training."""
+    return [metrics.values for metrics in iterate_training(job, SETTINGS, 0, CPU)]
 
 
 @torch.no_grad()
@@ -93,10 +100,8 @@ def slow(tower: TextTransformer, tokens: list[int], quick: bool = False) -> torc
                 attended[place, part] = shares @ values
         hidden = hidden + attended @ block.attn.proj.weight.T + block.attn.proj.bias
         inner = block.norm2(hidden) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias
-        if quick:
-            inner = inner / (1 + torch.exp(-1.702 * inner))
-        else:
-            inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+        share = (1 + torch.erf(inner / math.sqrt(2))) / 2
+        inner = inner * (1 / (1 + torch.exp(-1.702 * inner)) if quick else share)
         hidden = hidden + inner @ block.mlp.fc2.weight.T + block.mlp.fc2.bias
     return tower.projection.weight @ tower.norm(hidden)[tokens.index(2)]
 
@@ -118,7 +123,7 @@ def test_what_pads_takes_no_place_in_training_either():
     inner = {"kind": "noisy_top_k", "noise_std": 0}
     router = {"kind": "depth", "share": 0.5, "sampling": "bce", "router": inner}
     text = {"router": router, "experts": {"kind": "mlp", "number": 4}, "blocks": "all"}
-    job = captioned(Method.model_validate({"text": text}))
+    job = captioned({"text": text})
     tower = job.model.text.train()
     padding = torch.randint(3, 20, (8, 3))
     tokens = torch.cat([torch.tensor([[1, 5, 6, 2]]).expand(8, 4), padding], dim=1)
@@ -126,9 +131,8 @@ def test_what_pads_takes_no_place_in_training_either():
     torch.testing.assert_close(sides, sides[:1].expand(8, -1))
     for record in (first, second):  # of four words two; the router says so of each
         assert record.chosen.any(dim=-1).view(8, 4).sum(dim=1).tolist() == [2] * 8
-        torch.testing.assert_close(
-            record.penalty.view(8, 4)[:1].expand(8, 4).flatten()[None], record.penalty
-        )
+        penalty = record.penalty.view(8, 4)
+        torch.testing.assert_close(penalty, penalty[:1].expand(8, 4))
 
 
 def test_what_pads_changes_nothing_under_a_causal_mask():
@@ -137,9 +141,8 @@ def test_what_pads_changes_nothing_under_a_causal_mask():
     tokens = torch.tensor([[1, 5, 6, 2, 0, 0, 0], [1, 5, 6, 2, 9, 8, 7]])
     first, second = model.text(tokens)[0]
     torch.testing.assert_close(first, second)
-    full = TwoTowers(
-        image=SMALL.image, text=TextTowerSettings(width=16, heads=2, mask="full")
-    ).build(IMAGE)
+    text = TextTowerSettings(width=16, heads=2, mask="full")
+    full = TwoTowers(image=SMALL.image, text=text).build(IMAGE)
     first, second = full.eval().text(tokens)[0]
     assert not torch.allclose(first, second)  # SigLIP's attends to them
 
@@ -173,9 +176,7 @@ def test_the_scale_ends_at_100_and_comes_back():
     job.model.logit_scale.data.fill_(9.0)
     job.model.end_step(ModelOutput(torch.zeros(())), 0.0)
     assert job.model.logit_scale.exp().item() == pytest.approx(100)
-    list(
-        iterate_training(job, SETTINGS, 0, CPU)
-    )  # captions at random: an untrained model is too sure of them
+    fit(job)  # captions at random: an untrained model is too sure of them
     assert job.model.logit_scale.exp().item() < 99
 
 
@@ -191,7 +192,7 @@ def test_marks_tell_captions_apart():
 def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, name):
     method = METHODS[name].model_copy(update={"text": Method.model_validate(TEXT).text})
     job = captioned(method)
-    values = [metrics.values for metrics in iterate_training(job, SETTINGS, 0, CPU)]
+    values = fit(job)
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])
     model = attach_required_guide(job.model, job.guide)
@@ -199,12 +200,12 @@ def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, na
     loaded = load_model(tmp_path)
     images = split(7, 2).images
     expected, _ = predict_in_batches(model, images, batch=7)
-    texts = model.targets(torch.from_numpy(captions(7, 2)))
+    words = torch.from_numpy(captions(7, 2))
+    texts = model.targets(words)
     for batch in (1, 3):
-        torch.testing.assert_close(
-            predict_in_batches(loaded, images, batch)[0], expected, atol=1e-4, rtol=1e-4
-        )
-        part = loaded.targets(torch.from_numpy(captions(7, 2)[:batch]))
+        logits, _ = predict_in_batches(loaded, images, batch)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        part = loaded.targets(words[:batch])
         torch.testing.assert_close(part, texts[:batch], atol=1e-5, rtol=1e-4)
 
 
@@ -212,8 +213,8 @@ def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, na
 def test_routers_of_the_text_tower(name):
     entry = METHODS[name]
     text = {"router": entry.router, "experts": entry.experts, "blocks": (1,)}
-    job = captioned(Method.model_validate({"text": text}))
-    list(iterate_training(job, SETTINGS, 0, CPU))
+    job = captioned({"text": text})
+    fit(job)
     tokens = torch.from_numpy(captions(5)[:, 0])
     _, records = job.model.eval().text(tokens)
     spoken = int(job.model.text.caption_mask(tokens).sum())
@@ -225,11 +226,9 @@ def test_routers_of_the_text_tower(name):
 def test_routers_that_look_at_what_captions_do_not_have_are_refused():
     text = {"router": {"kind": "hash"}, "experts": {"kind": "mlp", "number": 4}, "blocks": [1]}
     with pytest.raises(UserError, match="text.router.kind: found hash, which reads patches"):
-        captioned(Method.model_validate({"text": text}))
+        captioned({"text": text})
     prc = MOE | {"regularizers": [{"kind": "pairwise_consistency"}]}
-    with pytest.raises(
-        ValidationError, match="pairwise_consistency needs two_views, which captions"
-    ):
+    with pytest.raises(ValidationError, match="pairwise_consistency needs two_views, which capt"):
         Method.model_validate({"text": prc})
     with pytest.raises(ValidationError, match="a dense text tower routes nothing"):
         Method.model_validate({"text": {"regularizers": [{"kind": "importance"}]}})
@@ -238,15 +237,14 @@ def test_routers_that_look_at_what_captions_do_not_have_are_refused():
 
 
 def test_a_frozen_tower_stays_as_it_is_and_draws_nothing():
-    frozen = {"text": TEXT["text"] | {"frozen": "always"}}
-    job = captioned(Method.model_validate(frozen))
+    job = captioned({"text": TEXT["text"] | {"frozen": "always"}})
     before = {name: value.clone() for name, value in job.model.text.state_dict().items()}
-    list(iterate_training(job, SETTINGS, 0, CPU))
+    fit(job)
     assert all(torch.equal(before[n], value) for n, value in job.model.text.state_dict().items())
     job.model.train()
     assert job.model.visual.training and not job.model.text.training
-    learned = captioned(Method.model_validate({"text": TEXT["text"] | {"frozen": "finetune"}}))
-    list(iterate_training(learned, SETTINGS, 0, CPU))
+    learned = captioned({"text": TEXT["text"] | {"frozen": "finetune"}})
+    fit(learned)
     assert not torch.equal(before["embedding.weight"], learned.model.text.embedding.weight)
     learned.model.begin_finetuning()
     assert not any(parameter.requires_grad for parameter in learned.model.text.parameters())
@@ -260,18 +258,15 @@ def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
     assert moved.layout.grid == (4, 4)
     words = torch.from_numpy(captions(3))
     assert torch.equal(moved.targets(words), model.targets(words))
-    assert torch.equal(
-        load_adapted_model(tmp_path, IMAGE, None).visual.pos_embed, model.visual.pos_embed
-    )
+    same = load_adapted_model(tmp_path, IMAGE, None)
+    assert torch.equal(same.visual.pos_embed, model.visual.pos_embed)
     other = larger.model_copy(update={"task": TASK.model_copy(update={"vocabulary": "1" * 64})})
     with pytest.raises(UserError, match="other words: captions of 20 words"):
         load_adapted_model(tmp_path, other, None)
 
 
 def test_active_parameters_are_those_of_both_towers():
-    one = captioned(Method.model_validate(MOE | TEXT)).model
+    one = captioned(MOE | TEXT).model
     found = parameter_counts(one)
-    idle = sum(
-        parameter.numel() for name, parameter in one.named_parameters() if ".experts." in name
-    )
+    idle = sum(value.numel() for name, value in one.named_parameters() if ".experts." in name)
     assert found["parameters"] - found["active_parameters"] == idle // 2  # two of four, in both

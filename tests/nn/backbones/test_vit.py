@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import SwinSettings
-from moecore.nn.backbones.text_tower import TextTowerSettings
+from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoESettings
@@ -30,44 +30,33 @@ IMAGE = ImageSpec(
     mean=(0.5, 0.4, 0.3),
     std=(0.2, 0.25, 0.3),
 )
-SMALL = {
-    "img_size": 32,
-    "patch_size": 8,
-    "embed_dim": 48,
-    "depth": 3,
-    "num_heads": 3,
-    "num_classes": 5,
-}
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
 
 
-def timm_model(**settings):
-    define_missing_operators()
-    from timm.models.deit import VisionTransformerDistilled
-    from timm.models.vision_transformer import VisionTransformer
-
-    torch.manual_seed(0)
-    kind = VisionTransformerDistilled if settings.pop("distilled", False) else VisionTransformer
-    model = kind(**SMALL, **settings).eval()
-    for (
-        parameter
-    ) in model.parameters():  # timm starts some at 0 or 1, where a mistake would not show
+def spread(model):
+    """The model in evaluation mode; some of its weights start at 0, where a mistake would hide."""
+    for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    return model
+    return model.eval()
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "settings"),
     [
-        {},
-        {"class_token": False, "global_pool": "avg"},
-        {"distilled": True},
-        {"no_embed_class": True, "init_values": 1e-6},
-        {"qkv_bias": False},
+        ("VisionTransformer", {}),
+        ("VisionTransformer", {"class_token": False, "global_pool": "avg"}),
+        ("VisionTransformerDistilled", {}),
+        ("VisionTransformer", {"no_embed_class": True, "init_values": 1e-6}),
+        ("VisionTransformer", {"qkv_bias": False}),
     ],
     ids=["vit", "mean pooling", "deit distilled", "deit3", "no qkv bias"],
 )
-def test_dense_logits_equal_timms(settings):
-    source = timm_model(**settings)
+def test_dense_logits_equal_timms(kind, settings):
+    define_missing_operators()
+    from timm.models import deit  # which has both kinds
+
+    torch.manual_seed(0)
+    source = spread(getattr(deit, kind)(**SMALL, num_classes=5, **settings))
     model = vit_settings(source).build(IMAGE)
     model.load_state_dict(source.state_dict())
     images = torch.rand(4, 3, 32, 32)
@@ -108,10 +97,11 @@ MOE = MoESettings(
 
 def drawn(config: Vit3d = SMALL_3D, spec: ImageSpec = SPEC, moe: MoESettings | None = None):
     torch.manual_seed(0)
-    model = config.build(spec, moe).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model
+    return spread(config.build(spec, moe))
+
+
+def with_(**changes) -> Vit3d:
+    return SMALL_3D.model_copy(update=changes)
 
 
 def test_cubes_come_in_order_with_the_last_axis_fastest():
@@ -134,10 +124,8 @@ def test_patches_of_images_are_unfolds():
 def test_the_linear_stem_is_a_convolution():
     embed = PatchEmbed(2, 4, 6, axes=3)
     volumes = torch.rand(3, 2, 8, 12, 4)
-    expected = (
-        conv3d(volumes, embed.proj.weight, embed.proj.bias, stride=4).flatten(2).transpose(1, 2)
-    )
-    torch.testing.assert_close(embed(volumes), expected)
+    expected = conv3d(volumes, embed.proj.weight, embed.proj.bias, stride=4).flatten(2)
+    torch.testing.assert_close(embed(volumes), expected.transpose(1, 2))
 
 
 def test_years_are_deviations_about_the_mean():
@@ -161,31 +149,26 @@ def test_years_are_deviations_about_the_mean():
     ],
 )
 def test_every_form_learns_from_every_voxel(changes):
-    model = drawn(SMALL_3D.model_copy(update=changes))
+    model = drawn(with_(**changes))
     volumes = torch.rand(2, 1, 8, 12, 4, requires_grad=True)
     model(volumes).prediction.sum().backward()
     assert (volumes.grad != 0).all()
 
 
 def test_the_pooled_stem_sees_means_only():
-    stem = drawn(SMALL_3D.model_copy(update={"stem": "pooled", "pool": 2})).patch_embed
+    stem = drawn(with_(stem="pooled", pool=2)).patch_embed
     volume = torch.rand(1, 1, 8, 12, 4)
-    swapped = None
     swapped = volume.clone()
     # within one 2³ cube
     swapped[0, 0, 0, 0, 0] = volume[0, 0, 1, 1, 1]
     swapped[0, 0, 1, 1, 1] = volume[0, 0, 0, 0, 0]
     torch.testing.assert_close(stem(volume), stem(swapped))
-    # across two
-    swapped[0, 0, 0, 0, 0], swapped[0, 0, 2, 0, 0] = (
-        swapped[0, 0, 2, 0, 0],
-        swapped[0, 0, 0, 0, 0],
-    )
+    swapped[0, 0, [0, 2], 0, 0] = swapped[0, 0, [2, 0], 0, 0]  # across two
     assert not torch.allclose(stem(volume), stem(swapped))
 
 
 def test_fixed_positions_are_no_weights_and_all_differ():
-    model = drawn(SMALL_3D.model_copy(update={"positions": "sinusoidal"}))
+    model = drawn(with_(positions="sinusoidal"))
     assert "pos_embed" not in model.state_dict() and model.pos_embed.shape == (1, 7, 24)
     assert (model.pos_embed[0, 0] == 0).all()
     distances = torch.cdist(model.pos_embed[0, 1:], model.pos_embed[0, 1:])
@@ -195,8 +178,8 @@ def test_fixed_positions_are_no_weights_and_all_differ():
 @pytest.mark.parametrize(
     ("config", "spec", "named"),
     [
-        (SMALL_3D.model_copy(update={"patch": 8}), SPEC, "model.patch.*8, 12, 4"),
-        (SMALL_3D.model_copy(update={"heads": 5}), SPEC, "model.heads"),
+        (with_(patch=8), SPEC, "model.patch.*8, 12, 4"),
+        (with_(heads=5), SPEC, "model.heads"),
         (Vit(patch=4, width=24), SPEC, "model.kind"),
     ],
 )
@@ -207,7 +190,7 @@ def test_what_does_not_fit_is_named(config, spec, named):
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 def test_saved_loaded_and_transferred_to_the_same_volumes_it_is_the_same(tmp_path, positions):
-    model = drawn(SMALL_3D.model_copy(update={"positions": positions}), moe=MOE)
+    model = drawn(with_(positions=positions), moe=MOE)
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
     for other in (load_model(tmp_path), load_adapted_model(tmp_path, SPEC, MOE).eval()):
@@ -218,16 +201,15 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     model = drawn()
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    other = load_adapted_model(
-        tmp_path,
-        SPEC.model_copy(update={"task": Regression(target="age", mean=30.0, deviation=5.0)}),
-        None,
-    ).eval()
+    other, height = (
+        load_adapted_model(tmp_path, SPEC.model_copy(update={"task": task}), None).eval()
+        for task in (
+            Regression(target="age", mean=30.0, deviation=5.0),
+            Regression(target="height"),
+        )
+    )
     torch.testing.assert_close(
         other(volumes).prediction, model(volumes).prediction, atol=1e-4, rtol=1e-5
-    )
-    height = load_adapted_model(
-        tmp_path, SPEC.model_copy(update={"task": Regression(target="height")}), None
     )
     # another question has a fresh head
     assert not torch.equal(height.head.weight, model.head.weight)
@@ -244,22 +226,15 @@ def test_transfer_to_a_larger_grid_interpolates_along_each_axis(tmp_path):
     expected = torch.tensor([0, 0.25, 0.75, 1]).view(4, 1, 1).expand(4, 3, 2)
     torch.testing.assert_close(larger.pos_embed[0, 1:, 0].view(4, 3, 2), expected)
     with pytest.raises(UserError, match="axes"):
-        load_adapted_model(
-            tmp_path,
-            ImageSpec(channels=1, size=8, mean=(0.4,), std=(0.2,), task=Regression(target="age")),
-            None,
-        )
+        load_adapted_model(tmp_path, SPEC.model_copy(update={"size": 8}), None)
 
 
 def test_upcycled_it_computes_what_the_dense_model_does():
-    dense = drawn(SMALL_3D.model_copy(update={"mlp_ratio": 1.0}))
+    config = with_(mlp_ratio=1.0)
+    dense = drawn(config)
     router = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
-    moe = MoESettings(
-        router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[1]
-    )
-    sparse = upcycle_model(
-        SMALL_3D.model_copy(update={"mlp_ratio": 1.0}).build(SPEC, moe), dense
-    ).eval()
+    moe = MoESettings(router=router, experts=MOE.experts, blocks=[1])
+    sparse = upcycle_model(config.build(SPEC, moe), dense).eval()
     volumes = torch.rand(2, 1, 8, 12, 4)
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
 

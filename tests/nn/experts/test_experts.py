@@ -4,6 +4,7 @@ those without a network.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,10 +69,8 @@ def test_each_expert_is_its_own_mlp_of_w1_and_w2(factored):
     for row, e in enumerate(OF_ROW):
         hidden = gelu(first_map(experts)[e] @ rows[row] + experts.up_bias[e])
         if factored:
-            inner = experts.down_inner[e].T @ hidden
-        else:
-            inner = hidden
-        torch.testing.assert_close(outputs[row], experts.down[e].T @ inner + experts.down_bias[e])
+            hidden = experts.down_inner[e].T @ hidden
+        torch.testing.assert_close(outputs[row], experts.down[e].T @ hidden + experts.down_bias[e])
 
 
 def test_start():
@@ -79,16 +78,11 @@ def test_start():
     # biases are 0.
     for factored in (False, True):
         experts = Eigen(number=4, rank=32, hidden_ratio=3.0, factored_output=factored).build(96)
-        if factored:
-            second = experts.down_inner @ experts.down
-        else:
-            second = experts.down
-        assert first_map(experts).std().item() == pytest.approx(0.02, rel=0.05)
-        assert second.std().item() == pytest.approx(0.02, rel=0.05)
-        assert off_orthonormal(experts.basis) < 1e-5
-        assert (
-            (experts.scale == 1).all() and not experts.up_bias.any() and not experts.down_bias.any()
-        )
+        second = experts.down_inner @ experts.down if factored else experts.down
+        for weights in (first_map(experts), second):
+            assert weights.std().item() == pytest.approx(0.02, rel=0.05)
+        assert off_orthonormal(experts.basis) < 1e-5 and (experts.scale == 1).all()
+        assert not experts.up_bias.any() and not experts.down_bias.any()
         assert not torch.equal(experts.basis[0], experts.basis[1])
         assert experts.up.shape == (4, 32, 288) and second.shape == (4, 288, 96)
 
@@ -107,12 +101,10 @@ def test_default_rank_and_its_saving():
     saved = 6 * (count(plain) - count(eigen))
     assert saved == 48 * (2 * 393216 - 512) and round(284.9 - saved / 1e6, 1) == 247.2
 
-
-def test_rank_above_the_width_is_refused():
+    # a rank above the width is refused
     with pytest.raises(UserError, match="experts.rank is 9, but tokens are 8 wide"):
         Eigen(rank=9).build(8)
     assert Eigen(rank=8).build(8).basis.shape == (8, 8, 8)
-    assert Eigen.provides == {"basis"}
 
 
 def test_reorthonormalising_by_hand():
@@ -121,20 +113,17 @@ def test_reorthonormalising_by_hand():
     # −12]]. Its rows have lengths 6·sqrt(17) and 12, U's had 3 and 4: s = (2·sqrt(17), −3), since s
     # keeps its sign, and Uᵀ's rows are the new ones over that: (6, −24)/(2·sqrt(17)), (0, 4).
     experts = Eigen(number=2, rank=2, hidden_ratio=1.0).build(2)
-    for name, value in {
-        "basis": [[2.0, 2], [0, 1]],
-        "scale": [1.0, -3],
-        "up": [[3.0, 0], [0, 4]],
-    }.items():
-        getattr(experts, name).data = torch.tensor([value, value])
-    experts.reorthonormalise()
     root = 17**0.5
-    for e in range(2):
-        torch.testing.assert_close(experts.basis[e], torch.eye(2))
-        torch.testing.assert_close(experts.scale[e], torch.tensor([2 * root, -3.0]))
-        torch.testing.assert_close(
-            experts.up[e], torch.tensor([[3 / root, -12 / root], [0.0, 4.0]])
-        )
+    expected = {
+        "basis": ([[2.0, 2], [0, 1]], [[1.0, 0], [0, 1]]),
+        "scale": ([1.0, -3], [2 * root, -3.0]),
+        "up": ([[3.0, 0], [0, 4]], [[3 / root, -12 / root], [0.0, 4.0]]),
+    }
+    for name, (before, _) in expected.items():
+        getattr(experts, name).data = torch.tensor([before, before])
+    experts.reorthonormalise()
+    for name, (_, after) in expected.items():
+        torch.testing.assert_close(getattr(experts, name).data, torch.tensor([after, after]))
 
 
 @given(seed=st.integers(0, 999), rank=st.integers(1, 8), worst=st.floats(0, 8))
@@ -154,15 +143,11 @@ def test_reorthonormalising_leaves_the_function_and_is_done_after_once(seed, ran
     for name, value in experts.state_dict().items():
         torch.testing.assert_close(value, once[name], atol=1e-5, rtol=1e-5)
     experts.double()
-    torch.testing.assert_close(
-        first_map(experts), before, atol=1e-5 * before.abs().max().item(), rtol=0
-    )
-    torch.testing.assert_close(
-        experts(Rows(rows.double(), OFFSETS)),
-        outputs,
-        atol=1e-5 * outputs.abs().max().item(),
-        rtol=0,
-    )
+    for now, was in (
+        (first_map(experts), before),
+        (experts(Rows(rows.double(), OFFSETS)), outputs),
+    ):
+        torch.testing.assert_close(now, was, atol=1e-5 * was.abs().max().item(), rtol=0)
 
 
 def test_columns_of_zeros():
@@ -203,9 +188,8 @@ def test_each_expert_is_its_own_mlp(name, activate):
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     values = torch.randn(6, 8)
-    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
-    outputs = experts(Rows(values, offsets))
-    for row, expert in enumerate([0, 0, 2, 2, 2, 2]):
+    outputs = experts(Rows(values, OFFSETS))
+    for row, expert in enumerate(OF_ROW):
         hidden = activate(linear(values[row], experts.up[expert].t(), experts.up_bias[expert]))
         expected = linear(hidden, experts.down[expert].t(), experts.down_bias[expert])
         torch.testing.assert_close(outputs[row], expected, atol=1e-4, rtol=1e-4)
@@ -227,35 +211,22 @@ def made(**settings):
     return Mlp(number=3, hidden_ratio=2, activation="relu", init="flat", **settings).build(8)
 
 
-def plan():
-    chosen = torch.tensor([[[0, 2], [2, 1], [0, 1]]])
-    return SparsePlan.build(chosen, torch.ones(1, 3, 2), None, 3)
-
-
-def by_hand(experts, tokens, kept=None):
-    outputs = []
-    for token, chosen in enumerate([[0, 2], [2, 1], [0, 1]]):
-        total = torch.zeros(8)
-        for choice, expert in enumerate(chosen):
-            hidden = relu(tokens[0, token] @ experts.up[expert] + experts.up_bias[expert])
-            if kept is not None:
-                hidden = hidden * kept[0, token, choice] / 0.5
-            total = total + hidden @ experts.down[expert] + experts.down_bias[expert]
-        outputs.append(total)
-    return torch.stack(outputs)[None]
-
-
 def test_dropout_is_drawn_for_pairs_in_their_order():
     experts = made(dropout=0.5)
+    chosen = torch.tensor([[[0, 2], [2, 1], [0, 1]]])
+    plan = SparsePlan.build(chosen, torch.ones(1, 3, 2), None, 3)
     tokens = torch.randn(1, 3, 8)
-    torch.manual_seed(5)
-    found = plan().combine(experts(plan().dispatch(tokens)))
-    torch.manual_seed(5)
-    kept = torch.empty(1, 3, 2, 16).bernoulli_(0.5)
-    torch.testing.assert_close(found, by_hand(experts, tokens, kept))
-    torch.testing.assert_close(
-        plan().combine(experts.eval()(plan().dispatch(tokens))), by_hand(experts, tokens)
-    )
+    for training in (True, False):
+        torch.manual_seed(5)
+        found = plan.combine(experts.train(training)(plan.dispatch(tokens)))
+        torch.manual_seed(5)
+        kept = torch.empty(1, 3, 2, 16).bernoulli_(0.5) / 0.5
+        expected = torch.zeros(1, 3, 8)
+        for (_, token, choice), expert in zip(np.ndindex(1, 3, 2), chosen.flatten(), strict=True):
+            hidden = relu(tokens[0, token] @ experts.up[expert] + experts.up_bias[expert])
+            hidden = hidden * kept[0, token, choice] if training else hidden
+            expected[0, token] += hidden @ experts.down[expert] + experts.down_bias[expert]
+        torch.testing.assert_close(found, expected)
 
 
 def test_flat_weights_lie_within_their_bound():
@@ -332,8 +303,9 @@ def test_experts_that_cannot_be_split_are_refused():
             MoESettings(router=router, experts=Mlp(hidden_ratio=4.0, **split)).build(8)
     with pytest.raises(UserError, match="^experts.fine: found 2, but the router told has no k"):
         MoESettings(router={"kind": "told"}, experts=Mlp(fine=2)).build(8)
-    with pytest.raises(ValidationError, match="shared: found 8; allowed: 0 to 6"):
-        Mlp(number=4, fine=2, shared=8)
+    for fine, shared, limit in ((2, 8, 6), (None, 4, 3)):
+        with pytest.raises(ValidationError, match=f"shared: found {shared}; allowed: 0 to {limit}"):
+            Mlp(number=4, fine=fine, shared=shared)
 
 
 def test_a_token_that_a_capacity_drops_keeps_its_shared_expert():
@@ -345,14 +317,8 @@ def test_a_token_that_a_capacity_drops_keeps_its_shared_expert():
     output, (record,) = layer(tokens)
     dropped = ~(record.combine > 0).any(dim=-1)
     assert dropped.sum() > 20
-    torch.testing.assert_close(
-        output[dropped], layer.shared(single_expert_rows(tokens))[dropped[0]]
-    )
-
-
-def test_shared_experts_that_cannot_be_are_refused():
-    with pytest.raises(ValidationError, match="shared: found 4; allowed: 0 to 3"):
-        Mlp(number=4, shared=4)
+    expected = layer.shared(single_expert_rows(tokens))[dropped[0]]
+    torch.testing.assert_close(output[dropped], expected)
 
 
 def moe_of(router, **counts):

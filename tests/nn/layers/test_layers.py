@@ -6,19 +6,12 @@ own module.
 import pytest
 import torch
 from torch.func import functional_call, grad
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.block import (
-    Attention,
-    Block,
-    DenseMlp,
-    DropPath,
-    drop_rates,
-    softmax_attention,
-)
+from moecore.nn.layers import block
 from moecore.nn.layers.layer_lipschitz_bound import soften_model
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
@@ -32,6 +25,7 @@ from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.training.teachers.timm import define_missing_operators
 from tests.attacks.models import vit
+from tests.nn.routers import reference
 
 ROUTERS = [
     {"kind": "soft_slots"},
@@ -52,15 +46,11 @@ EXPERTS = Mlp(number=4, hidden_ratio=1.0)
 
 def test_explicit_attention_equals_the_fused_kernel_with_gradients():
     query, key, value = (torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3))
-    ours = softmax_attention(query, key, value)
+    ours = block.softmax_attention(query, key, value)
     theirs = scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(ours, theirs)
-    for mine, reference in zip(
-        torch.autograd.grad(ours.square().sum(), (query, key, value)),
-        torch.autograd.grad(theirs.square().sum(), (query, key, value)),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+    found = (torch.autograd.grad(one.square().sum(), (query, key, value)) for one in (ours, theirs))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -77,15 +67,12 @@ def test_a_row_gradient_runs_along_rows():
     # 1
     positions = torch.tensor([0.0, 0.0, 1.0, 1.0]).view(1, 4, 1)
     resized = resize_positions(positions, prefix=0, size=(4, 4)).view(4, 4)
-    torch.testing.assert_close(
-        resized, torch.tensor([0.0, 0.25, 0.75, 1.0]).view(4, 1).expand(4, 4)
-    )
-
-
-def test_the_same_size_is_untouched_and_no_square_is_refused():
+    expected = torch.tensor([0.0, 0.25, 0.75, 1.0]).view(4, 1).expand(4, 4)
+    torch.testing.assert_close(resized, expected)
+    # the same size is untouched, and no square is refused
     positions = torch.randn(1, 5, 3)
     assert resize_positions(positions, prefix=1, size=(2, 2)) is positions
-    with pytest.raises(ValueError, match="6 position embeddings do not form a grid"):
+    with pytest.raises(ValueError, match="5 position embeddings do not form a grid"):
         resize_positions(torch.randn(1, 6, 3), prefix=1, size=(2, 2))
 
 
@@ -94,14 +81,10 @@ def images(number: int = 3) -> torch.Tensor:
 
 
 def test_equals_the_true_model_where_all_experts_are_chosen():
-    model = vit({"kind": "noisy_top_k", "k": 3})
-    assert torch.allclose(
-        soften_model(model)(images()).prediction, model(images()).prediction, atol=1e-5
-    )
-    fewer = vit({"kind": "noisy_top_k", "k": 1})
-    assert not torch.allclose(
-        soften_model(fewer)(images()).prediction, fewer(images()).prediction, atol=1e-2
-    )
+    for k, atol in ((3, 1e-5), (1, 1e-2)):
+        model = vit({"kind": "noisy_top_k", "k": k})
+        soft, hard = soften_model(model)(images()).prediction, model(images()).prediction
+        assert torch.allclose(soft, hard, atol=atol) == (k == 3)
 
 
 def test_a_layer_is_the_weighted_sum_of_all_experts():
@@ -109,23 +92,12 @@ def test_a_layer_is_the_weighted_sum_of_all_experts():
     layer = soften_model(model).blocks[0].mlp
     tokens = torch.randn(2, 5, 16)
     found, (record,) = layer(tokens)
-    experts = layer.experts
-    each = [
-        torch.nn.functional.gelu(tokens @ experts.up[e] + experts.up_bias[e]) @ experts.down[e]
-        + experts.down_bias[e]
-        for e in range(3)
-    ]
     probs = torch.softmax(tokens @ model.blocks[0].mlp.router.weight.T, dim=-1)
-    assert torch.allclose(found, sum(probs[..., e : e + 1] * each[e] for e in range(3)), atol=1e-5)
+    expected = reference.weighted_sum(layer, tokens, probs)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert record.chosen.all() and torch.equal(record.combine, record.probs)
-
-
-def test_the_gradient_goes_through_every_expert():
-    soft = soften_model(vit({"kind": "noisy_top_k", "k": 1}))
-    soft(images()).prediction.square().sum().backward()
-    grads = soft.blocks[1].mlp.experts.up.grad
-    assert (grads.abs().sum(dim=(1, 2)) > 0).all()
-    soft.zero_grad(set_to_none=True)
+    (gradient,) = torch.autograd.grad(found.square().sum(), layer.experts.up)
+    assert gradient.flatten(1).any(dim=1).all(), "it goes through every expert"
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router["kind"])
@@ -139,7 +111,7 @@ def test_every_router_has_a_surrogate(router):
 
 def test_a_branch_is_dropped_for_whole_samples_and_keeps_its_expectation():
     torch.manual_seed(0)
-    found = DropPath(0.25).train()(torch.ones(20_000, 3, 2))
+    found = block.DropPath(0.25).train()(torch.ones(20_000, 3, 2))
     each = found[:, :1, :1]
     assert torch.equal(found, each.expand_as(found))  # one draw a sample
     assert torch.equal(each.unique(), torch.tensor([0.0, 1 / 0.75]))
@@ -149,18 +121,19 @@ def test_a_branch_is_dropped_for_whole_samples_and_keeps_its_expectation():
 def test_under_autocast_the_scale_is_not_rounded():
     # 1 / 0.9 in bfloat16 would be 1.109375
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = DropPath(0.1).train()(torch.ones(100, 1, 1, dtype=torch.bfloat16))
+        found = block.DropPath(0.1).train()(torch.ones(100, 1, 1, dtype=torch.bfloat16))
     assert found.max().item() == pytest.approx(1 / 0.9, rel=1e-6)
 
 
 def test_rates_rise_in_equal_steps_and_equal_timms():
-    assert drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert block.drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
     for depth in (1, 2, 12):
-        assert drop_rates(0.1, depth) == pytest.approx(torch.linspace(0, 0.1, depth).tolist())
+        timms = torch.linspace(0, 0.1, depth).tolist()
+        assert block.drop_rates(0.1, depth) == pytest.approx(timms)
 
 
 def test_both_branches_of_a_block_drop_as_timms_do():
-    ours = Block(8, Attention(8, 2), DenseMlp(8, 16), drop_path=0.5).train()
+    ours = block.Block(8, block.Attention(8, 2), block.DenseMlp(8, 16), drop_path=0.5).train()
     define_missing_operators()
     from timm.models.vision_transformer import Block as Theirs
 
@@ -176,71 +149,45 @@ def test_both_branches_of_a_block_drop_as_timms_do():
     assert 0 < untouched.sum() < 64  # where both branches were left out
 
 
-def layer_of(width=8, experts=4, seed=0, hidden_ratio=4.0, **router):
-    torch.manual_seed(seed)
-    layer = MoESettings(
-        router=NoisyTopK(**router), experts=Mlp(number=experts, hidden_ratio=hidden_ratio)
-    ).build(width)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return layer
-
-
 def mask_loop(layer, tokens):
     """The slow oracle: every expert computes the tokens that a boolean mask picks; weights from the
     record.
     """
     combine = layer.router(tokens)[1].combine
     outputs = torch.zeros_like(tokens)
-    experts = layer.experts
     for expert in range(combine.shape[-1]):
         chosen = combine[..., expert] > 0
-        hidden = gelu(tokens[chosen] @ experts.up[expert] + experts.up_bias[expert])
-        answer = hidden @ experts.down[expert] + experts.down_bias[expert]
+        answer = reference.expert_output(layer, expert, tokens[chosen])
         outputs[chosen] = outputs[chosen] + combine[..., expert][chosen].unsqueeze(-1) * answer
     return outputs
-
-
-def gradients(layer, tokens, forward, seed=3):
-    torch.manual_seed(seed)  # the same noise for both
-    outputs = forward(tokens)
-    towards = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(9))
-    return outputs, torch.autograd.grad(
-        outputs, [tokens, *layer.parameters()], towards.to(outputs.dtype)
-    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("width", [8, 6])  # grouped_mm, and the fallback
 def test_outputs_and_all_gradients_agree_with_the_mask_loop(settings, width):
-    layer = layer_of(width, hidden_ratio=width - 4.5, **settings).train()
+    layer = reference.layer_of(NoisyTopK(**settings), width).train()
     tokens = torch.randn(3, 7, width, requires_grad=True)
-    actual, ours = gradients(layer, tokens, lambda x: layer(x)[0])
-    expected, theirs = gradients(layer, tokens, lambda x: mask_loop(layer, x))
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    reference.assert_like(layer, tokens, lambda values: mask_loop(layer, values))
 
 
 def test_bf16_autocast_stays_close_to_fp32_and_routes_alike():
-    layer = layer_of(32, k=2).eval()
+    layer = reference.layer_of(NoisyTopK(), 32).eval()
     tokens = torch.randn(4, 20, 32, requires_grad=True)
-    expected, theirs = gradients(layer, tokens, lambda x: layer(x)[0])
+    inputs = [tokens, *layer.parameters()]
+    expected, theirs = reference.outputs_and_gradients(lambda: layer(tokens)[0], inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual, (record,) = layer(tokens)
+        combine = layer(tokens)[1][0].combine
+        actual, ours = reference.outputs_and_gradients(lambda: layer(tokens)[0], inputs)
     assert actual.dtype == torch.bfloat16
-    assert torch.equal(record.combine, layer(tokens)[1][0].combine)
+    assert torch.equal(combine, layer(tokens)[1][0].combine)
     assert (actual - expected).norm() < 0.02 * expected.norm()
-    towards = torch.randn(actual.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
-    for mine, other in zip(
-        torch.autograd.grad(actual, [tokens, *layer.parameters()], towards), theirs, strict=True
-    ):
+    for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.float32
         assert (mine - other).norm() < 0.03 * other.norm()
 
 
 def test_functional_transforms_see_the_same_gradient():
-    layer = layer_of(k=2).eval()
+    layer = reference.layer_of(NoisyTopK()).eval()
     tokens = torch.randn(2, 5, 8)
     parameters = dict(layer.named_parameters())
     loss = lambda parameters: functional_call(layer, parameters, (tokens,))[0].square().mean()
@@ -286,11 +233,9 @@ def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
     (record,) = records
     assert record.probs.shape == (*recorded, 4)
     # all four are chosen: each token is the weighted sum of all experts on it
-    experts = layer.feed_forward.experts
-    hidden = torch.einsum("...d,edh->...eh", tokens, experts.up) + experts.up_bias
-    each = torch.einsum("...eh,ehd->...ed", torch.nn.functional.gelu(hidden), experts.down)
-    weights = record.combine.reshape(*shape[:-1], 4, 1)
-    torch.testing.assert_close(output, ((each + experts.down_bias) * weights).sum(-2))
+    weights = record.combine.reshape(*shape[:-1], 4)
+    expected = reference.weighted_sum(layer.feed_forward, tokens, weights)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize(
@@ -309,22 +254,16 @@ def test_other_tokens_are_refused_in_one_line(tokens, problem):
 @pytest.mark.parametrize(
     ("router", "reads"),
     [
-        (Hash(), "patches"),
-        (Eigenbasis(), "attention, basis"),
-        (TeacherRouted(), "teacher"),
-        (FrozenCopy(), "the training's progress"),
+        (Hash(), "which reads patches;"),
+        (Eigenbasis(), "which reads attention, basis;"),
+        (TeacherRouted(), "which reads teacher;"),
+        (FrozenCopy(), "which reads the training's progress;"),
+        (Relu(), "whose loss adaptive_l1 reads"),
+        (Dynamic(), "whose loss diversity_simplicity reads"),
     ],
 )
-def test_a_router_that_reads_more_than_tokens_is_refused(router, reads):
-    with pytest.raises(UserError, match=f"^router: found {router.kind}, which reads {reads};"):
-        MoELayer(8, router, EXPERTS)
-
-
-@pytest.mark.parametrize(
-    ("router", "loss"), [(Relu(), "adaptive_l1"), (Dynamic(), "diversity_simplicity")]
-)
-def test_a_router_whose_loss_records_do_not_suffice_for_is_refused(router, loss):
-    with pytest.raises(UserError, match=f"^router: found {router.kind}, whose loss {loss} reads"):
+def test_a_router_that_reads_more_than_tokens_or_records_is_refused(router, reads):
+    with pytest.raises(UserError, match=f"^router: found {router.kind}, {reads}"):
         MoELayer(8, router, EXPERTS)
 
 

@@ -2,6 +2,8 @@
 layer.
 """
 
+import math
+
 import torch
 from torch.nn.functional import gelu
 
@@ -13,11 +15,8 @@ from moecore.nn.layers.moe import MoEFeedForward
 def layer_of(router, width=8, experts=4, seed=0):
     """A layer of a router's settings and Mlp experts, all parameters drawn with std 0.5."""
     torch.manual_seed(seed)
-    layer = MoEFeedForward(
-        router.build(width, experts),
-        Mlp(number=experts, hidden_ratio=1.5).build(width),
-        router.wants,
-    )
+    module = Mlp(number=experts, hidden_ratio=1.5).build(width)
+    layer = MoEFeedForward(router.build(width, experts), module, router.wants)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -26,10 +25,8 @@ def layer_of(router, width=8, experts=4, seed=0):
 def expert_output(layer, expert, values):
     """Expert ``expert`` on values (..., d)."""
     experts = layer.experts
-    return (
-        gelu(values @ experts.up[expert] + experts.up_bias[expert]) @ experts.down[expert]
-        + experts.down_bias[expert]
-    )
+    hidden = gelu(values @ experts.up[expert] + experts.up_bias[expert])
+    return hidden @ experts.down[expert] + experts.down_bias[expert]
 
 
 def weighted_sum(layer, tokens, combine):
@@ -45,10 +42,14 @@ def outputs_and_gradients(forward, inputs):
     (0 where one takes no part).
     """
     outputs = forward()
-    towards = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(9)).to(
-        outputs.dtype
-    )
+    towards = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(9))
+    towards = towards.to(outputs.dtype)
     return outputs, torch.autograd.grad(outputs, inputs, towards, materialize_grads=True)
+
+
+def phi(x):
+    """The normal distribution."""
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
 def assert_like(layer, tokens, slow, context=RoutingContext(), further=()):

@@ -49,6 +49,8 @@ def test_the_largest_scores_take_part_by_hand():
     assert record.chosen.any(dim=-1).int().tolist() == [[1, 0, 1, 1, 0, 1, 1, 0]]
     nobody, _ = sampled(-tokens.abs())
     assert not pass_tokens(nobody, tokens).any()
+    _, record = router_of()(torch.zeros(2, 3, 2))  # ties go to the first, and one takes part
+    assert record.chosen.any(dim=-1).tolist() == [[True, False, False]] * 2
 
 
 def test_padding_takes_no_place_of_a_caption_by_hand():
@@ -67,11 +69,6 @@ def test_padding_takes_no_place_of_a_caption_by_hand():
         assert plan.places.shape == (3, 2)
     _, alone = router(tokens[:1, :, :], RoutingContext(padding=padding[:1]))
     assert torch.equal(alone.combine, router(tokens[:1])[1].combine)  # without any it is as ever
-
-
-def test_ties_go_to_the_first_and_one_token_always_takes_part():
-    _, record = router_of()(torch.zeros(2, 3, 2))
-    assert record.chosen.any(dim=-1).tolist() == [[True, False, False]] * 2
 
 
 def test_the_layer_is_the_inner_one_of_those_that_take_part_times_their_scores():

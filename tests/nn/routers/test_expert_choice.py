@@ -34,9 +34,8 @@ def test_evaluation_by_hand():
     assert torch.equal(record.load, record.chosen.float())
     rows = plan.dispatch(tokens)
     torch.testing.assert_close(rows.values, tokens[0, [0, 1, 1, 2]])
-    assert (
-        rows.offsets.tolist() == [2, 4] and rows.offsets.dtype == torch.int32 and not rows.projected
-    )
+    assert rows.offsets.tolist() == [2, 4] and rows.offsets.dtype == torch.int32
+    assert not rows.projected
     # Row r is worth (r, 10): tokens get 0.75·0, 0.5·1 + 0.5·2, 0.75·3, nothing.
     outputs = plan.combine(torch.tensor([[0.0, 10], [1, 10], [2, 10], [3, 10]]))
     torch.testing.assert_close(outputs, torch.tensor([[[0, 7.5], [1.5, 10], [2.25, 7.5], [0, 0]]]))
@@ -46,44 +45,27 @@ def slow_taken(gates, share, group_size):
     """Expert by expert, group by group: a stable sort of Python, then the first C."""
     batch, tokens, experts = gates.shape
     found = []
-    for expert in range(experts):
+    for of_expert in gates.flatten(0, 1).t().tolist():
         mine = []
         for start in range(0, batch, group_size):
-            places = [
-                image * tokens + token
-                for image in range(start, min(batch, start + group_size))
-                for token in range(tokens)
-            ]
+            places = range(start * tokens, min(batch, start + group_size) * tokens)
             seats = min(len(places), math.ceil(len(places) * share / experts))
-            best = sorted(places, key=lambda place: -gates.flatten(0, 1)[place, expert].item())[
-                :seats
-            ]
-            mine += sorted(best)
+            mine += sorted(sorted(places, key=lambda place: -of_expert[place])[:seats])
         found.append(mine)
     return found
 
 
-SHARES = ["0.1", "0.7", "1", "1.1", "2", "9"]
+SHARES = [Fraction(share) for share in ("0.1", "0.7", "1", "1.1", "2", "9")]
+NUMBER = st.integers(1, 6)
 
 
-@given(
-    st.integers(1, 5),
-    st.integers(1, 6),
-    st.integers(2, 4),
-    st.integers(1, 6),
-    st.sampled_from(SHARES),
-    st.integers(0, 999),
-)
+@given(NUMBER, NUMBER, st.integers(2, 4), NUMBER, st.sampled_from(SHARES), st.integers(0, 999))
 @settings(max_examples=80, deadline=None)
 def test_taken_agrees_with_sorting_one_by_one(batch, tokens, experts, group_size, share, seed):
-    # with ties
-    gates = (
-        torch.randint(0, 4, (batch, tokens, experts), generator=torch.Generator().manual_seed(seed))
-        / 4
-    )
-    assert top_tokens_per_expert(gates, Fraction(share), group_size).tolist() == slow_taken(
-        gates, Fraction(share), group_size
-    )
+    generator = torch.Generator().manual_seed(seed)
+    gates = torch.randint(0, 4, (batch, tokens, experts), generator=generator) / 4  # with ties
+    found = top_tokens_per_expert(gates, share, group_size)
+    assert found.tolist() == slow_taken(gates, share, group_size)
 
 
 def test_the_number_taken_is_exact_in_decimals_and_not_rounded_up_further():
@@ -92,9 +74,8 @@ def test_the_number_taken_is_exact_in_decimals_and_not_rounded_up_further():
     assert router(torch.randn(1, 160, 4))[0].order.shape == (4, 44)
     # ceil(1·1.1/4) = 1 of each of two images
     assert router(torch.randn(2, 1, 4))[0].order.shape == (4, 2)
-    assert ExpertChoice(k=4, capacity_factor=3.0).build(4, 4).eval()(torch.randn(2, 5, 4))[
-        0
-    ].order.shape == (4, 10)  # never more than all
+    generous = ExpertChoice(k=4, capacity_factor=3.0).build(4, 4).eval()
+    assert generous(torch.randn(2, 5, 4))[0].order.shape == (4, 10)  # never more than all
 
 
 def test_training_gates_are_noisy_and_losses_see_clean_probs():
@@ -108,9 +89,8 @@ def test_training_gates_are_noisy_and_losses_see_clean_probs():
     torch.testing.assert_close(record.logits, logits)
     torch.testing.assert_close(record.probs, logits.softmax(-1))
     torch.testing.assert_close(record.combine, gates * record.chosen)
-    assert [
-        column.nonzero().flatten().tolist() for column in record.chosen.flatten(0, 1).t()
-    ] == slow_taken(gates, 2, 1)
+    taken = [column.nonzero().flatten().tolist() for column in record.chosen.flatten(0, 1).t()]
+    assert taken == slow_taken(gates, 2, 1)
     first = layer.eval().router(tokens)[1]
     second = layer.router(tokens)[1]
     assert all(torch.equal(a, b) for a, b in zip(first[:-1], second[:-1], strict=True))

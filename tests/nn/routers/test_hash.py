@@ -10,18 +10,12 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
+from moecore.nn.backbones.two_towers import TextTowerSettings, TextTransformer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers import hash as hash_router
-from moecore.nn.routers.hash import (
-    PRIME,
-    Hash,
-    draw_hash_factor_and_shift,
-    experts_by_position,
-    hash_directions,
-)
+from moecore.nn.routers.hash import PRIME, Hash, experts_by_position, hash_directions
 from tests.measure.test_truth import IMAGE
 from tests.nn.backbones.test_language_model import text
 from tests.nn.backbones.test_two_towers import TASK
@@ -43,15 +37,12 @@ def test_the_record_by_hand(k):
     plan, record = Hash(k=k).build(8, 4)(torch.randn(2, 9, 8), RoutingContext(patches=patches_of()))
     assert (record.chosen.sum(-1) == k).all()
     expected = torch.where(record.chosen, 1 / k, 0.0)
-    assert all(
-        torch.equal(field, expected) for field in (record.probs, record.combine)
-    ) and torch.equal(record.load, record.chosen.float())
+    assert torch.equal(record.probs, expected) and torch.equal(record.combine, expected)
+    assert torch.equal(record.load, record.chosen.float())
     torch.testing.assert_close(record.logits[record.chosen].unique(), torch.tensor([-math.log(k)]))
     torch.testing.assert_close(record.logits.softmax(-1), record.probs)
-    # so z-loss is 0
-    torch.testing.assert_close(
-        torch.logsumexp(record.logits, dim=-1), torch.zeros(2, 9), atol=1e-6, rtol=0
-    )
+    total = torch.logsumexp(record.logits, dim=-1)
+    torch.testing.assert_close(total, torch.zeros(2, 9), atol=1e-6, rtol=0)  # so z-loss is 0
     assert torch.equal(plan.weights, torch.full((2, 9, k), 1 / k))
 
 
@@ -65,8 +56,7 @@ def test_a_patch_goes_to_the_direction_it_points_along():
     chosen = choices(Hash(seed=5).build(8, 4), torch.randn(1, 4, 8), patches)
     assert chosen[0].int().argmax(-1).tolist() == [2, 0, 3, 1]
 
-
-def test_second_choices_are_the_next_directions():
+    # second choices are the next directions
     patches = patches_of()
     scores = (patches - patches.mean(-1, keepdim=True)) @ hash_directions(0, 12, 4, CPU)
     chosen = choices(Hash(k=2).build(8, 4), torch.randn(2, 9, 8), patches)
@@ -80,18 +70,7 @@ def test_neither_brightness_nor_contrast_nor_the_tokens_nor_the_position_matter_
     expected = choices(router, torch.randn(2, 9, 8), patches)
     assert torch.equal(choices(router, torch.zeros(2, 9, 8), 0.4 * patches + 0.3), expected)
     assert torch.equal(choices(router, torch.zeros(2, 9, 8), patches[:, order]), expected[:, order])
-    assert (
-        len(
-            {
-                tuple(row)
-                for row in choices(Hash().build(8, 4), torch.zeros(2, 9, 8), patches)
-                .flatten(0, 1)
-                .int()
-                .tolist()
-            }
-        )
-        > 1
-    )
+    assert len(expected.flatten(0, 1).unique(dim=0)) > 1
 
 
 def test_blank_patches_and_special_tokens_go_by_position():
@@ -117,36 +96,24 @@ def test_positions_are_balanced(k):
     counts = choices(Hash(by="position").build(8, 4), torch.randn(1, 10, 8))[0].sum(0)
     assert sorted(counts.tolist()) == [2, 2, 3, 3]
 
-
-def test_a_longer_sequence_begins_as_a_shorter_one():
+    # a longer sequence begins as a shorter one
     assert torch.equal(experts_by_position(0, 23, 4, CPU)[:9], experts_by_position(0, 9, 4, CPU))
     assert torch.equal(experts_by_position(0, 3, 8, CPU), experts_by_position(0, 8, 8, CPU)[:3])
 
 
-def test_the_hash_is_fixed_and_the_seed_decides_it():
+def test_the_hash_is_fixed_and_the_seed_decides_it_and_no_generator_of_the_training():
     tokens = torch.randn(2, 40, 8)
     patches = patches_of(tokens=40)
     for by in ("patch", "position"):
         first = choices(Hash(by=by).build(8, 4), tokens, patches)
-        hash_directions.cache_clear(), experts_by_position.cache_clear()
         torch.manual_seed(123)
-        torch.randn(5)
+        before = torch.random.get_rng_state()
         assert torch.equal(choices(Hash(by=by).build(8, 4).eval(), tokens, patches), first)
+        assert torch.equal(torch.random.get_rng_state(), before)
         assert not torch.equal(choices(Hash(by=by, seed=1).build(8, 4), tokens, patches), first)
-    assert torch.equal(
-        experts_by_position(0, 6, 8, CPU), torch.tensor(list(experts_by_position(0, 6, 8, CPU)))
-    )
-
-
-def test_the_hash_draws_from_no_generator_of_the_training():
-    hash_directions.cache_clear(), experts_by_position.cache_clear()
-    before = torch.random.get_rng_state()
-    Hash().build(8, 4)(torch.zeros(2, 9, 8), RoutingContext(patches=patches_of()))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_hash_made_in_inference_mode_serves_in_training():
-    hash_directions.cache_clear(), experts_by_position.cache_clear()
     layer = reference.layer_of(Hash())
     context = RoutingContext(patches=patches_of())
     with torch.inference_mode():
@@ -171,8 +138,9 @@ def test_words_by_hand(monkeypatch):
 
 
 def test_words_are_spread_over_the_experts_by_the_seed():
-    factor, shift = draw_hash_factor_and_shift(0)
-    assert (factor, shift) == draw_hash_factor_and_shift(0) != draw_hash_factor_and_shift(1)
+    draw = hash_router.draw_hash_factor_and_shift
+    factor, shift = draw(0)
+    assert (factor, shift) == draw(0) != draw(1)
     experts = (torch.arange(4000) * factor + shift) % PRIME % 8
     assert torch.bincount(experts).tolist() == pytest.approx([500] * 8, rel=0.1)
 
@@ -182,7 +150,7 @@ def test_a_text_is_routed_by_its_words_and_an_image_has_none():
     moe = MoESettings(router=Hash(by="word"), experts=Mlp(number=3), blocks="all")
     model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(4, 1), moe).eval()
     words = torch.tensor([[[1, 2, 3, 4], [5, 1, 5, 2]]])
-    factor, shift = draw_hash_factor_and_shift(0)
+    factor, shift = hash_router.draw_hash_factor_and_shift(0)
     expected = (words[0, 1] * factor + shift) % PRIME % 3
     for record in model(words).routing:
         assert torch.equal(record.chosen[0].int().argmax(-1), expected)

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.nn.routers.capacity import (
-    exact_fraction,
-    expert_capacity,
-    within_capacity,
-)
+from moecore.nn.routers.capacity import exact_fraction, expert_capacity, within_capacity
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
@@ -27,10 +23,6 @@ def router_of(width=6, experts=4, seed=0, **settings):
     router = NoisyTopK(**settings).build(width, experts)
     torch.nn.init.normal_(router.weight)
     return router
-
-
-def phi(x):
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
 def test_evaluation_by_hand():
@@ -46,7 +38,7 @@ def test_evaluation_by_hand():
     torch.testing.assert_close(record.probs.flatten(), torch.tensor([0.5, 0.25, 0.125, 0.125]))
     torch.testing.assert_close(record.combine.flatten(), torch.tensor([0.5, 0.25, 0, 0]))
     assert record.chosen.flatten().tolist() == [True, True, False, False]
-    far = phi(4 * math.log(2))
+    far = reference.phi(4 * math.log(2))
     torch.testing.assert_close(record.load.flatten(), torch.tensor([far, 0.5, 1 - far, 1 - far]))
     assert plan.offsets.tolist() == [1, 2, 2, 2]
     torch.testing.assert_close(plan.weights.flatten(), torch.tensor([0.5, 0.25]))
@@ -64,31 +56,14 @@ def test_training_gates_are_noisy_and_losses_see_clean_probs():
     torch.testing.assert_close(record.logits, logits)
     torch.testing.assert_close(record.probs, logits.softmax(-1))
     torch.testing.assert_close(plan.weights, gates[..., :2])
-    assert torch.equal(
-        record.chosen, torch.zeros_like(record.chosen).scatter(-1, order[..., :2], True)
-    )
-    threshold = noisy.sort(dim=-1, descending=True).values[..., 1:2]
-    torch.testing.assert_close(
-        record.load, torch.distributions.Normal(0, 0.25).cdf(logits - threshold)
-    )
-    assert torch.equal(record.combine > 0, record.chosen)
-
-
-def test_load_is_the_chance_to_pass_the_threshold_when_noise_is_drawn_again():
-    router = router_of(k=2)
-    tokens = torch.randn(1, 3, 6)
-    torch.manual_seed(1)
-    _, record = router(tokens)
-    torch.manual_seed(1)
-    threshold = (
-        (record.logits + torch.randn_like(record.logits) / 4)
-        .sort(dim=-1, descending=True)
-        .values[..., 1:2]
-    )
-    again = record.logits + torch.randn(20000, 1, 1, 4) / 4
-    torch.testing.assert_close(
-        (again > threshold).float().mean(0), record.load.detach(), atol=0.02, rtol=0
-    )
+    expected = torch.zeros_like(record.chosen).scatter(-1, order[..., :2], True)
+    assert torch.equal(record.chosen, expected) and torch.equal(record.combine > 0, expected)
+    # the chance to pass the threshold if noise is drawn again
+    threshold = noisy.topk(2).values[..., 1:]
+    load = torch.distributions.Normal(0, 0.25).cdf(logits - threshold)
+    torch.testing.assert_close(record.load, load)
+    again = logits + torch.randn(20000, 1, 1, 4) / 4
+    torch.testing.assert_close((again > threshold).float().mean(0), load, atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -149,10 +124,8 @@ def test_seats_agree_with_seating_one_by_one(
     # low experts are crowded
     scores = torch.rand(batch, tokens, number, generator=generator) * torch.linspace(2, 1, number)
     experts = top_k(scores, k)
-    # with ties
-    priority = (
-        (torch.randint(0, 4, (batch, tokens), generator=generator) / 4) if prioritised else None
-    )
+    ties = torch.randint(0, 4, (batch, tokens), generator=generator) / 4
+    priority = ties if prioritised else None
     expected = slow_seats(experts, priority, number, factor, group_size)
     kept = within_capacity(experts, priority, number, exact_fraction(factor), group_size)
     assert torch.equal(kept, expected)
@@ -173,18 +146,18 @@ def test_priority_decides_who_of_the_first_choices_sits():
     # Six tokens want expert 0, which has C = 4 seats (6·1·1/2 = 3, rounded up): the last ones have
     # the largest gates.
     experts = torch.zeros(1, 6, 1, dtype=torch.int64)
-    rising = torch.arange(6.0)[None]
-    kept = within_capacity(experts, None, 2, exact_fraction(1.0), 8)
-    assert kept[0, :, 0].tolist() == [True] * 4 + [False] * 2
-    kept = within_capacity(experts, rising, 2, exact_fraction(1.0), 8)
-    assert kept[0, :, 0].tolist() == [False] * 2 + [True] * 4
+    for priority, sits in (
+        (None, [1, 1, 1, 1, 0, 0]),
+        (torch.arange(6.0)[None], [0, 0, 1, 1, 1, 1]),
+    ):
+        kept = within_capacity(experts, priority, 2, exact_fraction(1.0), 8)
+        assert kept.flatten().tolist() == sits
 
 
 def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
     assert expert_capacity(8 * 197, 2, exact_fraction(1.05), 8) == 416  # 413.7 -> 414 -> 416
-    assert (
-        expert_capacity(160, 1, exact_fraction(1.1), 4) == 44
-    )  # binary 160·1.1/4 is 44.000000000000007
+    # binary 160·1.1/4 is 44.000000000000007
+    assert expert_capacity(160, 1, exact_fraction(1.1), 4) == 44
     assert expert_capacity(1, 1, exact_fraction(0.01), 8) == 4
 
 
@@ -203,9 +176,8 @@ def test_a_dropped_choice_has_weight_0_in_training_and_none_is_dropped_in_evalua
 
 
 def test_priority_is_the_largest_gate():
-    router = router_of(
-        width=2, experts=2, k=1, noise_std=0.0, capacity_factor=1.0, batch_priority=True
-    )
+    limited = {"capacity_factor": 1.0, "batch_priority": True}
+    router = router_of(width=2, experts=2, k=1, noise_std=0.0, **limited)
     router.weight.data = torch.eye(2)
     strength = torch.tensor([1.0, 6, 2, 5, 3, 4])  # six tokens for expert 0, which has four seats
     _, record = router(torch.stack([strength, torch.zeros(6)], dim=-1)[None])
@@ -269,10 +241,8 @@ def test_softmax_over_the_chosen_evaluation_by_hand():
     torch.testing.assert_close(plan.weights.flatten(), torch.tensor([2 / 3, 1 / 3]))
     torch.testing.assert_close(record.combine.flatten(), torch.tensor([1 / 3, 0, 2 / 3, 0]))
     assert record.chosen.flatten().tolist() == [True, False, True, False]
-    torch.testing.assert_close(
-        record.load.flatten(),
-        torch.tensor([0.5, phi(-4 * math.log(2)), phi(4 * math.log(2)), phi(-8 * math.log(2))]),
-    )
+    load = [reference.phi(4 * math.log(ratio)) for ratio in (1, 1 / 2, 2, 1 / 4)]
+    torch.testing.assert_close(record.load.flatten(), torch.tensor(load))
 
 
 def test_softmax_over_the_chosen_training_noise_decides_and_losses_see_clean_probs():
@@ -286,28 +256,19 @@ def test_softmax_over_the_chosen_training_noise_decides_and_losses_see_clean_pro
     best, order = noisy.sort(dim=-1, descending=True)
     torch.testing.assert_close(record.logits, logits)
     torch.testing.assert_close(record.probs, logits.softmax(-1))
-    torch.testing.assert_close(
-        record.combine,
-        torch.zeros_like(logits).scatter(-1, order[..., :2], best[..., :2].softmax(-1)),
-    )
-    torch.testing.assert_close(
-        record.load, torch.distributions.Normal(0, 0.75).cdf(logits - best[..., 1:2])
-    )
+    weights = best[..., :2].softmax(-1)
+    expected = torch.zeros_like(logits).scatter(-1, order[..., :2], weights)
+    torch.testing.assert_close(record.combine, expected)
+    load = torch.distributions.Normal(0, 0.75).cdf(logits - best[..., 1:2])
+    torch.testing.assert_close(record.load, load)
 
 
 def test_softmax_over_one_chosen_has_weight_1_and_gives_the_router_no_task_gradient():
     layer = reference.layer_of(TopKSoftmax(k=1)).train()
     outputs, (record,) = layer(torch.randn(3, 7, 8))
     assert torch.equal(record.combine, record.chosen.float())
-    for gradient in torch.autograd.grad(
-        outputs.square().sum(), list(layer.router.parameters()), retain_graph=True
-    ):
-        assert not gradient.any()
     # what regularizers look at still teaches it
-    for loss in (record.probs.square().sum(), record.load.square().sum()):
-        assert all(
-            gradient.any()
-            for gradient in torch.autograd.grad(
-                loss, list(layer.router.parameters()), retain_graph=True
-            )
-        )
+    for values, teaches in ((outputs, False), (record.probs, True), (record.load, True)):
+        loss, parameters = values.square().sum(), list(layer.router.parameters())
+        for gradient in torch.autograd.grad(loss, parameters, retain_graph=True):
+            assert gradient.any() == teaches

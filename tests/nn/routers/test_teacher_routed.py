@@ -17,10 +17,6 @@ def teacher_of(batch=2, tokens=9, experts=4, seed=2):
     return (2 * scores).softmax(-1)
 
 
-def phi(x):
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-
 def test_evaluation_by_hand():
     # The teacher says (0.1, 0.6, 0.2, 0.1): k = 2 takes experts 1 and 2 with 0.6 and 0.2, not
     # renormalised.
@@ -33,10 +29,8 @@ def test_evaluation_by_hand():
     plan, record = router(token, RoutingContext(teacher=teacher))
     torch.testing.assert_close(record.combine.flatten(), torch.tensor([0, 0.6, 0.2, 0]))
     assert record.chosen.flatten().tolist() == [False, True, True, False]
-    low = phi(-4 * math.log(2))
-    torch.testing.assert_close(
-        record.load.flatten(), torch.tensor([low, phi(4 * math.log(3)), 0.5, low])
-    )
+    low, high = reference.phi(-4 * math.log(2)), reference.phi(4 * math.log(3))
+    torch.testing.assert_close(record.load.flatten(), torch.tensor([low, high, 0.5, low]))
     torch.testing.assert_close(record.logits, teacher.log())
     torch.testing.assert_close(record.probs, teacher)
     torch.testing.assert_close(plan.weights.flatten(), torch.tensor([0.6, 0.2]))
@@ -52,12 +46,8 @@ def test_training_adds_noise_to_the_teachers_log_probs():
     torch.manual_seed(7)
     _, record = layer.router(tokens, RoutingContext(teacher=teacher))
     torch.manual_seed(7)
-    # σ = noise_std / E
-    gates, order = (
-        (teacher.log() + torch.randn_like(teacher) * 3 / 4)
-        .softmax(-1)
-        .sort(dim=-1, descending=True)
-    )
+    noisy = teacher.log() + torch.randn_like(teacher) * 3 / 4  # σ = noise_std / E
+    gates, order = noisy.softmax(-1).sort(dim=-1, descending=True)
     expected = torch.zeros_like(teacher).scatter(-1, order[..., :2], gates[..., :2])
     torch.testing.assert_close(record.combine, expected)
     torch.testing.assert_close(record.probs, (tokens @ layer.router.weight.t()).softmax(-1))
@@ -71,14 +61,9 @@ def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token(k, tra
     context = RoutingContext(teacher=teacher)
 
     def slow(values):
-        if training:
-            noise = torch.randn(teacher.shape) / 4
-        else:
-            noise = torch.zeros(teacher.shape)
+        noise = torch.randn(teacher.shape) / 4 if training else 0
         gates = (teacher.log() + noise).softmax(-1)
-        combine = torch.where(
-            gates >= gates.sort(dim=-1, descending=True).values[..., k - 1 : k], gates, 0
-        )
+        combine = torch.where(gates >= gates.topk(k).values[..., -1:], gates, 0)
         return reference.weighted_sum(layer, values, combine)
 
     reference.assert_like(layer, tokens, slow, context, further=[teacher])
@@ -89,27 +74,16 @@ def test_the_task_teaches_the_teachers_router_and_the_imitation_only_the_student
     teacher = teacher_of().requires_grad_()
     tokens = torch.randn(2, 9, 8, requires_grad=True)
     outputs, (record,) = layer(tokens, RoutingContext(teacher=teacher))
-    task = torch.autograd.grad(
-        outputs.square().sum(), [teacher, layer.router.weight], retain_graph=True, allow_unused=True
-    )
-    assert task[0].norm() > 1e-3 and task[1] is None
-    balance = torch.autograd.grad(
-        record.load.square().sum(),
-        [teacher, layer.router.weight],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    assert balance[0].norm() > 1e-3 and balance[1] is None
-    imitation = torch.autograd.grad(
-        router_kl(teacher=teacher, student=record.probs),
-        [teacher, tokens, layer.router.weight],
-        allow_unused=True,
-    )
-    assert imitation[0] is None and imitation[1] is None
-    difference = (record.probs - teacher).detach().flatten(
-        0, 1
-    ) / 18  # of softmax and KL, averaged over 2·9 tokens
-    torch.testing.assert_close(imitation[2], difference.t() @ tokens.detach().flatten(0, 1))
+    leaves = [teacher, tokens, layer.router.weight]
+    for loss in (outputs.square().sum(), record.load.square().sum()):  # of task and balance
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        assert found[0].norm() > 1e-3 and found[2] is None
+    imitation = router_kl(teacher=teacher, student=record.probs)
+    to_teacher, to_tokens, to_router = torch.autograd.grad(imitation, leaves, allow_unused=True)
+    assert to_teacher is None and to_tokens is None
+    # of softmax and KL, averaged over 2·9 tokens
+    difference = (record.probs - teacher).detach().flatten(0, 1) / 18
+    torch.testing.assert_close(to_router, difference.t() @ tokens.detach().flatten(0, 1))
 
 
 def test_the_student_may_decide_in_evaluation_only():
@@ -118,9 +92,8 @@ def test_the_student_may_decide_in_evaluation_only():
     layer = reference.layer_of(TeacherRouted(k=2, inference="student"))
     outputs, (record,) = layer.eval()(tokens)  # without any teacher
     top = record.probs.topk(2)
-    torch.testing.assert_close(
-        record.combine, torch.zeros_like(record.probs).scatter(-1, top.indices, top.values)
-    )
+    expected = torch.zeros_like(record.probs).scatter(-1, top.indices, top.values)
+    torch.testing.assert_close(record.combine, expected)
     torch.testing.assert_close(record.logits, tokens @ layer.router.weight.t())
 
     def slow(values):  # attacks see the whole gradient, through the router too
@@ -128,14 +101,11 @@ def test_the_student_may_decide_in_evaluation_only():
         return reference.weighted_sum(layer, values, torch.where(record.chosen, gates, 0))
 
     reference.assert_like(layer, tokens, slow)
-    torch.manual_seed(3)
-    decided = layer.train()(tokens, RoutingContext(teacher=teacher))[1][0]
-    torch.manual_seed(3)
-    upper = reference.layer_of(TeacherRouted(k=2)).train()
-    torch.manual_seed(3)
-    assert torch.equal(
-        decided.combine, upper(tokens, RoutingContext(teacher=teacher))[1][0].combine
-    )
+    found = []
+    for one in (layer, reference.layer_of(TeacherRouted(k=2))):
+        torch.manual_seed(3)
+        found.append(one.train()(tokens, RoutingContext(teacher=teacher))[1][0].combine)
+    assert torch.equal(*found)
 
 
 def test_probs_that_were_rounded_to_0_stay_finite():

@@ -94,9 +94,7 @@ def test_a_text_is_routed_by_the_kinds_after_its_words():
 
 
 def test_without_truth_it_is_refused():
-    with pytest.raises(
-        UserError, match=r"router.kind: found told.*allowed: data whose card has truth"
-    ):
+    with pytest.raises(UserError, match="router.kind: found told.*allowed: data whose card has"):
         VIT.build(IMAGE.model_copy(update={"truth": 0}), MOE)
     model = LanguageModel(width=8, depth=3, heads=2, span=4)
     with pytest.raises(UserError, match="found told, which reads truth; this text has none"):
@@ -114,9 +112,5 @@ def test_attacks_leave_the_truth(attack):
     assert torch.equal(attacked[:, 1], images[:, 1])
     assert not torch.equal(attacked[:, 0], images[:, 0])
 
-
-def test_attacks_in_bfloat16_leave_the_truth():
-    images = pictures([[1, 2, 3, 1], [3, 3, 2, 2]])
-    target = Target(VIT.build(IMAGE, MOE).eval(), IMAGE.task, images, torch.tensor([0, 1]), 2)
-    attacked = target._replace(precision="bfloat16").attacked(Pgd(steps=1, form="strong"), 8 / 255)
-    assert torch.equal(attacked[:, 1], images[:, 1])
+    target = Target(model, IMAGE.task, images, torch.tensor([0, 1]), 2, precision="bfloat16")
+    assert torch.equal(target.attacked(attack, 8 / 255)[:, 1], images[:, 1])

@@ -125,12 +125,6 @@ def test_layers_compete_by_step_and_layer_whatever_else_is_drawn():
     assert len(set(schedule)) > 4 and len(set(zip(*schedule, strict=True))) == 4
 
 
-def test_one_chosen_expert_has_nobody_to_differ_from():
-    assert competing(0.1, 0.1, 0.0, k=1).active(8) == 1
-    with pytest.raises(ValidationError, match="diversity_weight: found 0.1, .*; allowed: 0"):
-        competing(0.1, 0.1, 0.1, k=1)
-
-
 def test_merged_experts_by_hand():
     # The mean token (2, ½) has logits (1, ½): shares .622459 and .377541. The merged expert sees
     # (1, 2) as 1.37754 and answers with that times (.81123, .377541).
@@ -178,6 +172,9 @@ def test_a_merged_token_costs_one_expert_and_an_image_the_merger():
     assert Merged().active(4) == 4  # of all parameters, each image's are made
 
 
-def test_experts_with_bases_are_not_merged():
+def test_what_cannot_be_is_refused():
+    assert competing(0.1, 0.1, 0.0, k=1).active(8) == 1  # one expert has nobody to differ from
+    with pytest.raises(ValidationError, match="diversity_weight: found 0.1, .*; allowed: 0"):
+        competing(0.1, 0.1, 0.1, k=1)
     with pytest.raises(UserError, match="^experts.kind: found experts with bases, .*; allowed"):
         build_moe_feed_forward(Merged(), Eigen(number=4), 8)
