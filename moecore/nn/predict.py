@@ -133,10 +133,9 @@ def text_perplexity(
     predicted = (length - 1) // block * block if whole else length - 1  # words
     number = math.ceil(predicted / block)
     text = tokens[:, : streams * length].view(-1, streams, length).long().to(model_device(model))
+    fill = (0, number * block - predicted)
     rows, (right, *_) = (
-        pad(text[:, :, start : start + predicted], (0, number * block - predicted), value=-1).view(
-            -1, streams, number, block
-        )
+        pad(text[:, :, start : start + predicted], fill, value=-1).view(-1, streams, number, block)
         for start in (0, 1)
     )
     parts = max(1, min(number, MAX_STREAMS // streams)) if coupled_image_count(model) == 1 else 1

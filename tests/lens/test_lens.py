@@ -129,7 +129,7 @@ def test_images_come_with_their_classes(tmp_path):
     )
     _, (record, _) = predict_in_batches(model, data.test.images[places])
     torch.testing.assert_close(trace.layer(0).probs, record.probs)
-    with pytest.raises(UserError, match="^trace: VisionTransformer has no known router"):
+    with pytest.raises(UserError, match="^trace: PatchTransformer has no known router"):
         record_trained_model(tmp_path / "dense", data.folder, out)
 
 

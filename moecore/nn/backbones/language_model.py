@@ -46,9 +46,8 @@ class SlidingWindowAttention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
+        maps = [nn.Linear(width, width, bias=False) for _ in range(4)]
+        self.query, self.key, self.value, self.proj = maps
         self.dropout = Dropout(dropout)
 
     def forward(
@@ -256,9 +255,8 @@ class LanguageTransformer(BackboneModel):
         if config.layers == "adam":
             kinds[0] = AdamBlock
         hidden = max(1, round(config.mlp_ratio * width))
-        mlps = build_feed_forwards(
-            moe, width, config.depth, lambda: ReluMlp(width, hidden, config.dropout)
-        )
+        build_dense = lambda: ReluMlp(width, hidden, config.dropout)
+        mlps = build_feed_forwards(moe, width, config.depth, build_dense)
         self.blocks = nn.ModuleList(
             kind(width, config.heads, mlp, config.dropout)
             for kind, mlp in zip(kinds, mlps, strict=True)
@@ -288,9 +286,8 @@ class LanguageTransformer(BackboneModel):
         """Return the output of the blocks for the last M of word ids (B, C, M)."""
         word_ids, kinds = self.split_kinds(images)
         if self.training and self.memory is not None:
-            last, states = self.read(
-                word_ids[:, -1], self.memory.local_states(), options, 0, kinds[:, -1]
-            )
+            states = self.memory.local_states()
+            last, states = self.read(word_ids[:, -1], states, options, 0, kinds[:, -1])
             self.memory.store_states(states)
             return last
         states = self.read_earlier(word_ids, kinds, options)

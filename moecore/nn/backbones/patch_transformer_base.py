@@ -1,8 +1,4 @@
-"""Settings and model of transformers over patches of images (2 axes) or volumes (3 axes).
-
-B images, C channels, T tokens (special tokens first, then patches, the last axis fastest), K
-outputs: classes, or one for a target.
-"""
+"""Settings and model of transformers over patches of images (2 axes) or volumes (3 axes)."""
 
 import math
 from typing import Any, ClassVar, Literal
@@ -14,15 +10,7 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
 from moecore.nn.backbones import base_model
-from moecore.nn.layers.block import (
-    Activation,
-    Attention,
-    Block,
-    DenseMlp,
-    HiddenRatio,
-    drop_rates,
-    trunc_normal_linear,
-)
+from moecore.nn.layers import block as layers
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 
@@ -38,7 +26,7 @@ class TransformerSettings(base_model.Backbone):
     width: int = Field(192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(3, ge=1, description="number of attention heads; divides the width")
-    mlp_ratio: HiddenRatio = Field(
+    mlp_ratio: layers.HiddenRatio = Field(
         4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     pooling: Literal["class", "class+distillation", "mean"] = Field(
@@ -52,7 +40,7 @@ class TransformerSettings(base_model.Backbone):
     )
     qkv_bias: bool = True
     pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
-    activation: Activation = Field(
+    activation: layers.Activation = Field(
         "gelu",
         description="of dense MLPs; quick_gelu: x·σ(1.702 x), as in OpenAI's CLIP; linear: none",
     )
@@ -81,7 +69,7 @@ class PatchTransformer(base_model.BackboneModel):
         moe: MoESettings | None = None,
     ) -> None:
         super().__init__(config, image, moe)
-        width = config.width
+        width, eps = config.width, config.norm_eps
         self.special = special = {"class": 1, "class+distillation": 2, "mean": 0}[config.pooling]
         patches = torch.Size(config.grid(image)).numel()
         check_cells_of_patches(config, image)
@@ -89,30 +77,21 @@ class PatchTransformer(base_model.BackboneModel):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if special >= 1 else None
         self.dist_token = nn.Parameter(torch.zeros(1, 1, width)) if special == 2 else None
         self.pos_embed = nn.Parameter(torch.zeros(1, patches + self.positioned_tokens, width))
-        self.norm_pre = nn.Identity()  # timm's name
-        if config.pre_norm:
-            self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps)
-        rates = drop_rates(config.drop_path, config.depth)
+        self.norm_pre = nn.LayerNorm(width, eps=eps) if config.pre_norm else nn.Identity()
+        rates = layers.drop_rates(config.drop_path, config.depth)
         hidden = round(width * config.mlp_ratio)
-        mlps = build_feed_forwards(
-            moe, width, config.depth, lambda: DenseMlp(width, hidden, config.activation)
-        )
+        build_dense = lambda: layers.DenseMlp(width, hidden, config.activation)
+        mlps = build_feed_forwards(moe, width, config.depth, build_dense)
+        build_attention = lambda: layers.Attention(width, config.heads, config.qkv_bias)
         self.blocks = nn.ModuleList(
-            Block(
-                width,
-                Attention(width, config.heads, config.qkv_bias),
-                mlp,
-                config.layer_scale,
-                rate,
-                config.norm_eps,
-            )
+            layers.Block(width, build_attention(), mlp, config.layer_scale, rate, eps)
             for mlp, rate in zip(mlps, rates, strict=True)
         )
         # timm has two names of the last norm: before selecting the head's token, or after the mean
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps) if special else nn.Identity()
-        self.fc_norm = nn.Identity() if special else nn.LayerNorm(width, eps=config.norm_eps)
-        self.head = trunc_normal_linear(width, image.outputs)
-        self.head_dist = trunc_normal_linear(width, image.outputs) if special == 2 else None
+        self.norm = nn.LayerNorm(width, eps=eps) if special else nn.Identity()
+        self.fc_norm = nn.Identity() if special else nn.LayerNorm(width, eps=eps)
+        self.head = layers.trunc_normal_linear(width, image.outputs)
+        self.head_dist = layers.trunc_normal_linear(width, image.outputs) if special == 2 else None
         for token in (self.cls_token, self.dist_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)

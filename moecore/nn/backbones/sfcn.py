@@ -103,9 +103,8 @@ class ConvolutionalNetwork(BackboneModel):
         super().__init__(config, image, moe)
         *halving, last = config.channels
         inputs = (image.channels, *halving[:-1])
-        self.features = nn.Sequential(
-            *(_halving_block(*widths) for widths in zip(inputs, halving, strict=True))
-        )
+        blocks = (_halving_block(*widths) for widths in zip(inputs, halving, strict=True))
+        self.features = nn.Sequential(*blocks)
         self.width = halving[-1]
         self.norm = nn.Identity()
         self.moe_layer = None

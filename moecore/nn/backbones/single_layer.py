@@ -1,7 +1,4 @@
-"""The model of MoGE's study of invariance (§2.4): one token, one MoE layer, a classifier.
-
-B images, C channels, H × W pixels, width d = C·H·W of the token, K classes.
-"""
+"""The model of MoGE's study of invariance (§2.4): one token, one MoE layer, a classifier."""
 
 import math
 from typing import ClassVar, Literal
@@ -44,7 +41,7 @@ class SingleLayer(base_model.Backbone):
 
 
 class SingleLayerModel(base_model.BackboneModel):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] returns a ModelOutput, T = 1."""
+    """``model(images)``: (B, C, H, W) in [0, 1] to ModelOutput; T = 1, d = C·H·W."""
 
     def __init__(
         self, config: SingleLayer, image: base_model.ImageSpec, moe: MoESettings | None = None

@@ -14,15 +14,8 @@ from torch.nn.functional import interpolate
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
 from moecore.nn.backbones import base_model
+from moecore.nn.layers import block as layers
 from moecore.nn.layers import window_attention
-from moecore.nn.layers.block import (
-    Block,
-    DenseMlp,
-    FeedForward,
-    HiddenRatio,
-    drop_rates,
-    trunc_normal_linear,
-)
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 
@@ -54,7 +47,7 @@ class SwinSettings(base_model.Backbone):
     pretrained_windows: tuple[int, ...] | None = Field(
         None, description="swin_moe, swin_v2: window of the learned positions, per stage"
     )
-    mlp_ratio: HiddenRatio = Field(
+    mlp_ratio: layers.HiddenRatio = Field(
         4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
     )
     qkv_bias: bool = True
@@ -94,9 +87,8 @@ class SwinSettings(base_model.Backbone):
         """Return a copy with these images' windows, for which a continuous bias was learned."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
-        return self.model_copy(
-            update={"pretrained_windows": tuple(max(size) for size in self.windows(image))}
-        )
+        windows = tuple(max(size) for size in self.windows(image))
+        return self.model_copy(update={"pretrained_windows": windows})
 
     def grid(self, image: base_model.ImageSpec) -> window_attention.Grid:
         """Return the grid of the first stage."""
@@ -104,10 +96,8 @@ class SwinSettings(base_model.Backbone):
 
     def windows(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
         """Return the window of each stage, in tokens along each axis."""
-        return tuple(
-            window_attention.window_and_shift(grid, self.window, False)[0]
-            for grid in self.grids(image)
-        )
+        cut = window_attention.window_and_shift
+        return tuple(cut(grid, self.window, False)[0] for grid in self.grids(image))
 
     def grids(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
         """Return the grid of tokens of each stage."""
@@ -141,7 +131,7 @@ class Swin(SwinSettings):
 class SwinStage(nn.Module):
     """A stage: merging of 2 × 2 tokens, except in the first stage, then blocks."""
 
-    def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
+    def __init__(self, downsample: nn.Module, blocks: list[layers.Block]) -> None:
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.ModuleList(blocks)
@@ -184,7 +174,7 @@ class SwinTransformer(base_model.BackboneModel):
         self.layers = nn.ModuleList(stages)
         last = self.places[-1].width
         self.norm = nn.LayerNorm(last, eps=window_attention.EPS)
-        self.head = trunc_normal_linear(last, image.outputs)
+        self.head = layers.trunc_normal_linear(last, image.outputs)
 
     @property
     def layout(self) -> TokenLayout:
@@ -245,10 +235,10 @@ class SwinTransformer(base_model.BackboneModel):
             resized[name] = table.flatten(2)[0].t().to(value.dtype)
         return weights | resized
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[layers.Block]:
         config = self.config
         sparse = () if self.moe is None else self.moe.indices(config.depth)
-        rates = drop_rates(config.drop_path, config.depth)
+        rates = layers.drop_rates(config.drop_path, config.depth)
         first = [sum(config.depths[:stage]) for stage in range(len(config.depths))]
         for index, (stage, grid, width) in enumerate(self.places):
             pretrained = None
@@ -258,10 +248,10 @@ class SwinTransformer(base_model.BackboneModel):
             attention = window_attention.WindowAttention(
                 config.kind, width, config.heads[stage], windows, config.qkv_bias, pretrained
             )
-            mlp: FeedForward = DenseMlp(width, int(width * config.mlp_ratio))
+            mlp: layers.FeedForward = layers.DenseMlp(width, int(width * config.mlp_ratio))
             if self.moe is not None and index in sparse:
                 mlp = self.moe.build(width)
             if config.kind == "swin_v2":
                 yield window_attention.PostNormBlock(width, attention, mlp, rates[index])
             else:
-                yield Block(width, attention, mlp, None, rates[index], window_attention.EPS)
+                yield layers.Block(width, attention, mlp, None, rates[index], window_attention.EPS)

@@ -28,7 +28,7 @@ from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, HiddenRatio
+from moecore.nn.layers.block import Attention, Block, DenseMlp, HiddenRatio
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards, update_routers
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
@@ -106,8 +106,16 @@ class TextTransformer(nn.Module):
         self.positions = nn.Parameter(torch.empty(task.context, width))
         self.embedding = nn.Embedding(task.words, width)
         self.last = nn.Parameter(torch.empty(1, 1, width)) if config.pooling == "class" else None
+
+        def build_mlp() -> DenseMlp:
+            mlp = DenseMlp(width, round(width * config.mlp_ratio), config.activation)
+            nn.init.normal_(mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(mlp.fc2.weight, std=width**-0.5 * (2 * config.depth) ** -0.5)
+            return mlp
+
+        mlps = build_feed_forwards(moe, width, config.depth, build_mlp)
         self.blocks = nn.ModuleList(
-            Block(width, TextAttention(config), mlp, eps=1e-5) for mlp in self._feed_forwards()
+            Block(width, TextAttention(config), mlp, eps=1e-5) for mlp in mlps
         )
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, task.width, bias=False)
@@ -152,18 +160,6 @@ class TextTransformer(nn.Module):
         """Return which tokens (B, M) belong to the caption, up to its end token, bool."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
-
-    def _feed_forwards(self) -> list[FeedForward]:
-        config = self.config
-        width = config.width
-
-        def build_mlp() -> DenseMlp:
-            mlp = DenseMlp(width, round(width * config.mlp_ratio), config.activation)
-            nn.init.normal_(mlp.fc1.weight, std=(2 * width) ** -0.5)
-            nn.init.normal_(mlp.fc2.weight, std=width**-0.5 * (2 * config.depth) ** -0.5)
-            return mlp
-
-        return build_feed_forwards(config.moe, width, config.depth, build_mlp)
 
 
 def caption_fingerprints(captions: Tensor) -> Tensor:
@@ -363,10 +359,8 @@ class TwoTowerModel(base_model.BackboneModel):
         self.text.eval()
         device = self.logit_scale.device
         with torch.autocast(device.type, enabled=False):
-            parts = [
-                self.text_side(part.to(device))[0].cpu()
-                for part in labels.flatten(0, -2).split(TEXTS)
-            ]
+            texts = labels.flatten(0, -2).split(TEXTS)
+            parts = [self.text_side(part.to(device))[0].cpu() for part in texts]
         self.text.train(mode and not self.text_frozen)
         return torch.cat(parts).unflatten(0, labels.shape[:-1])
 

@@ -69,11 +69,8 @@ class VolumeTransformer(PatchTransformer):
         if config.positions == "sinusoidal":
             fixed = patch_embed.sinusoidal_positions(config.grid(image), config.width)
             del self.pos_embed
-            self.register_buffer(
-                "pos_embed",
-                torch.cat([fixed.new_zeros(1, self.positioned_tokens, config.width), fixed], dim=1),
-                persistent=False,
-            )
+            special = fixed.new_zeros(1, self.positioned_tokens, config.width)
+            self.register_buffer("pos_embed", torch.cat([special, fixed], dim=1), persistent=False)
 
 
 def _build_stem(config: Vit3d, channels: int) -> nn.Module:

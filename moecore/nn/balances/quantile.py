@@ -1,7 +1,4 @@
-"""Quantile balancing: each expert's bias is such that its even share of tokens chooses it.
-
-N = B·T tokens over all ranks.
-"""
+"""Quantile balancing: each expert's bias is such that its even share of tokens chooses it."""
 
 import math
 from typing import Literal
@@ -79,7 +76,7 @@ class QuantileBias(BalanceModule):
 def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     """Return the biases (E,) at which each expert has N·k/E tokens, with the tokens' cuts fixed.
 
-    scores: (N, E).  bias: (E,) of the tokens' choice.  A token's cut is the (k + 1)-th largest of
+    scores: (N tokens, E).  bias: (E,) of the choice.  A token's cut is the (k + 1)-th largest of
     its scores + bias; an expert reaches it with the bias cut − score. Of these N numbers this
     returns the quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen). Raises
     UserError if an even share is less than one token.

@@ -1,7 +1,4 @@
-"""Sinkhorn's balance: in training an even plan of tokens and experts chooses (S-BASE; Megatron).
-
-G groups of S tokens.
-"""
+"""Sinkhorn's balance: in training an even plan of tokens and experts chooses (S-BASE; Megatron)."""
 
 from typing import Literal
 
@@ -72,7 +69,7 @@ class SinkhornPlanner(BalanceModule):
 
 
 def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
-    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S, E).
+    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E).
 
     plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token and 1/E per
     expert. A group stops when its factors change by ``tolerance`` or less on average.

@@ -103,9 +103,8 @@ class EigenExperts(ExpertsModule):
         stretch = torch.copysign(new_length / torch.where(old_length > 0, old_length, 1), scale)
         has_length = (new_length > 0).unsqueeze(-1)
         self.basis.copy_(basis)
-        self.up.copy_(
-            torch.where(has_length, mixed / torch.where(has_length, stretch.unsqueeze(-1), 1), up)
-        )
+        divisor = torch.where(has_length, stretch.unsqueeze(-1), 1)
+        self.up.copy_(torch.where(has_length, mixed / divisor, up))
         # s = 0 with U = 0 would have no gradient ever again
         self.scale.copy_(torch.where((new_length == 0) & (old_length == 0), scale, stretch))
 

@@ -5,9 +5,8 @@ grouped_mm does not take the tensors on CUDA, and in graphs compiled for CPU, ro
 tiles of one expert each. No shape then depends on how rows are spread over experts: the host never
 waits for the device, one batched product computes all tiles, and torch.compile gets one graph.
 
-Products of fp32 stay in fp32. Splitting each number into a sum of three bf16 does not work with
-grouped_mm: torch 2.13 rounds its output to bf16 on every device (`out_dtype=torch.float32` is
-refused, GroupedMMUtils.h), although it sums in fp32.
+Products of fp32 stay in fp32, not in sums of bf16: grouped_mm rounds its output to bf16 (torch
+2.13 refuses `out_dtype=torch.float32`, GroupedMMUtils.h), although it sums in fp32.
 
 E experts, R rows, i inputs, o outputs, n tiles of m rows.
 """
@@ -134,12 +133,8 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 
 def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
     """Return each row's expert, (R,) int32, without waiting for the device."""
-    return torch.searchsorted(
-        offsets,
-        torch.arange(rows, dtype=offsets.dtype, device=offsets.device),
-        right=True,
-        out_int32=True,
-    )
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets, numbers, right=True, out_int32=True)
 
 
 def rows_at_once(rows: Tensor) -> int:
@@ -227,9 +222,10 @@ class Tiles(NamedTuple):
     height: int  # m
 
     @classmethod
-    def of(cls, offsets: Tensor, rows: int, height: int) -> "Tiles":
+    def of(cls, offsets: Tensor, rows: int, height: int | None = None) -> "Tiles":
         """Return the tiles of ``rows`` rows; offsets: (E,), where each expert's rows end."""
         experts = len(offsets)
+        height = height or tile_height(rows, experts)
         ends = offsets.long()
         sizes = ends.diff(prepend=ends.new_zeros(1))
         begins = ends - sizes
@@ -270,7 +266,7 @@ class TiledProduct(Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        tiles = _make_tiles(rows, offsets)
+        tiles = Tiles.of(offsets, len(rows))
         values = tiles.fill_tiles(rows)
         tile_weights = weight.index_select(0, tiles.experts)
         if bias is None:
@@ -288,7 +284,7 @@ class TiledProduct(Function):
         (grad,) = grads
         rows, weight, offsets = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        tiles = _make_tiles(rows, offsets)
+        tiles = Tiles.of(offsets, len(rows))
         tile_grads = tiles.fill_tiles(grad)
         to_rows = to_weight = to_bias = None
         if wants_rows:
@@ -314,7 +310,3 @@ def tile_height(rows: int, experts: int) -> int:
     # 50 TFLOP/s in fp32 (a GPU's data sheet) that is 67 / m of the work.
     height = math.sqrt(128 * max(1, rows) / experts)
     return max(_MIN_HEIGHT, min(_MAX_HEIGHT, 1 << round(math.log2(height))))
-
-
-def _make_tiles(rows: Tensor, offsets: Tensor) -> Tiles:
-    return Tiles.of(offsets, len(rows), tile_height(len(rows), len(offsets)))

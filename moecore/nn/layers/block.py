@@ -88,10 +88,7 @@ def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tenso
 
 
 class Attention(nn.Module):
-    """Self-attention over (B, T, width) tokens; causal: see ``attention_weights``.
-
-    Returns the attended tokens and the weights (B, T, T) averaged over heads, or None.
-    """
+    """Self-attention of (B, T, width); with ``weights`` also (B, T, T), averaged over heads."""
 
     def __init__(
         self,

@@ -31,8 +31,6 @@ _UNDEFINED = {
     "teacher_routed": "the teacher's features decide, not a linear map of the token",
 }
 _NUMBERS = 2**24  # entries of the experts' Jacobians at a time
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -117,11 +115,8 @@ def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Lemma
         outputs = _compute_expert_outputs(experts, tokens, number)
         distances = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
         pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, distances)
-    return LemmaTerms(
-        torch.linalg.matrix_norm(jacobians, ord=2),
-        (probs.T * slopes).sum(dim=0),
-        torch.linalg.matrix_norm(pulls, ord=2),
-    )
+    of_layer, of_router = (torch.linalg.matrix_norm(each, ord=2) for each in (jacobians, pulls))
+    return LemmaTerms(of_layer, (probs.T * slopes).sum(dim=0), of_router)
 
 
 def frozen_double_copy(module: M) -> M:

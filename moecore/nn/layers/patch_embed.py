@@ -36,9 +36,8 @@ class PatchEmbed(nn.Module):
     def __init__(self, channels: int, patch: int, width: int, axes: int = 2) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = {2: nn.Conv2d, 3: nn.Conv3d}[axes](
-            channels, width, kernel_size=patch, stride=patch
-        )
+        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[axes]
+        self.proj = convolution(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = cut_patches(images, [self.patch] * (images.ndim - 2))

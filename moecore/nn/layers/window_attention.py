@@ -1,8 +1,5 @@
 """Windows of a grid of tokens, attention within them, and its blocks, with timm's names.
 
-Swin V1 (Liu et al. 2021), Swin V2 (Liu et al. 2022), and Swin-MoE's mixture of the two (Hwang et
-al. 2023), which MoGE trains.
-
 B images, T tokens of a grid (rows × columns, columns fastest), W windows of n tokens, h heads,
 width d.
 """
@@ -71,9 +68,8 @@ class Windows(nn.Module):
 
     def join(self, windows: Tensor) -> Tensor:
         """Return tokens (B, T, d) of windows (B, W, n, d) without padding."""
-        return _GatherPadded.apply(
-            windows.flatten(1, 2), self.back, self.places, False, self.padded
-        )
+        flat = windows.flatten(1, 2)
+        return _GatherPadded.apply(flat, self.back, self.places, False, self.padded)
 
     def expand_attention(self, attention: Tensor) -> Tensor:
         """Return attention within windows (B, W, n, n) as attention of all tokens (B, T, T)."""
@@ -264,9 +260,8 @@ class WindowAttention(nn.Module):
         else:  # −∞ between tokens that must not attend
             bias = (bias + self.windows.mask[:, None]).flatten(0, 1)
         if query.is_cuda and not weights:
-            mixed = scaled_dot_product_attention(
-                query, key, value, attn_mask=bias.to(query.dtype), scale=1.0
-            )
+            bias = bias.to(query.dtype)
+            mixed = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
             return self._merge_heads(mixed), None
         weights_by_head = torch.softmax(query @ key.transpose(-2, -1) + bias, dim=-1)
         merged = self._merge_heads(weights_by_head.to(value.dtype) @ value)
@@ -307,11 +302,7 @@ class WindowAttention(nn.Module):
 
 
 class PostNormBlock(Block):
-    """x + norm1(attention(x)), then x + norm2(feed_forward(x)): Swin V2. Gains start at 0.
-
-    With a mixture of experts at k = 1, the router has almost no task gradient: the norm removes the
-    length that its weight gave to the expert's output.
-    """
+    """x + norm1(attention(x)), then x + norm2(feed_forward(x)): Swin V2. Gains start at 0."""
 
     def __init__(
         self, width: int, attention: nn.Module, mlp: FeedForward, drop_path: float = 0.0

@@ -1,7 +1,4 @@
-"""Competition (CompeteSMoE, Nguyen et al. 2025): the experts with the strongest outputs are chosen.
-
-In some training steps all experts compute, and the router learns which are strongest.
-"""
+"""Competition (CompeteSMoE, Nguyen et al. 2025): experts with the strongest outputs are chosen."""
 
 from typing import Literal
 
@@ -13,15 +10,10 @@ from torch.nn.functional import normalize, one_hot, softplus
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers import token_choice
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import (
-    FLOOR,
-    PlanAndRecord,
-    gate_weights,
-    plan_and_record,
-    top_k,
-)
+from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record
 
 
 class Competition(Router):
@@ -116,36 +108,30 @@ class CompetitionRouter(NoisyTopKRouter):
             probs = torch.softmax(logits, dim=-1)
             outputs = outputs.to(logits.dtype)
             strengths = softplus(outputs).mean(dim=-1)
-            chosen = top_k(strengths, self.config.k)
+            chosen = token_choice.top_k(strengths, self.config.k)
             best = strengths.gather(-1, chosen)
+            weights = token_choice.gate_weights(best, best, "relu", renormalise=True)
             plan, record = plan_and_record(
-                logits=logits,
-                probs=probs,
-                chosen=chosen,
-                weights=gate_weights(best, best, "relu", renormalise=True),
+                logits=logits, probs=probs, chosen=chosen, weights=weights
             )
             shares = strengths.softmax(dim=-1)
             errors = (probs - shares.detach()).square()
-            penalty = self._penalty(errors, outputs, chosen)
-            if self.settings.bal_comp:
+            settings = self.settings
+            among_chosen = settings.chosen_weight * errors.gather(-1, chosen).mean(dim=-1)
+            penalty = settings.router_weight * (errors.mean(dim=-1) + among_chosen)
+            if settings.diversity_weight:
+                alike = mean_cosine_among_chosen(outputs, chosen)
+                penalty = penalty + settings.diversity_weight / 2 * alike
+            if settings.bal_comp:
                 uneven = uneven_strength(shares, chosen[..., 0], context.padding)
-                penalty = penalty + self.settings.bal_comp * uneven
+                penalty = penalty + settings.bal_comp * uneven
             return plan, record.with_penalty(penalty)
-
-    def _penalty(self, errors: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
-        """Return the penalty (B, T) of squared errors (B, T, E), outputs and ids (B, T, k)."""
-        settings = self.settings
-        among_chosen = settings.chosen_weight * errors.gather(-1, chosen).mean(dim=-1)
-        penalty = settings.router_weight * (errors.mean(dim=-1) + among_chosen)
-        if not settings.diversity_weight:
-            return penalty
-        return penalty + settings.diversity_weight / 2 * mean_cosine_among_chosen(outputs, chosen)
 
 
 def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     """Return the mean cosine (B, T) of chosen experts' outputs, over k × k with diagonal 0."""
     places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
-    directions = normalize(outputs.gather(-2, places), dim=-1, eps=FLOOR)
+    directions = normalize(outputs.gather(-2, places), dim=-1, eps=token_choice.FLOOR)
     cosines = directions @ directions.mT
     return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
 

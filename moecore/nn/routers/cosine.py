@@ -1,7 +1,4 @@
-"""The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding.
-
-An embedding has width d_e.
-"""
+"""The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding."""
 
 import math
 from typing import ClassVar, Literal

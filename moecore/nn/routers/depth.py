@@ -1,7 +1,4 @@
-"""Mixture-of-Depths (Raposo et al. 2024): a share of an image's tokens uses experts, others skip.
-
-C participating tokens in each of G groups, R rows.
-"""
+"""Mixture-of-Depths (Raposo et al. 2024): a share of an image's tokens uses experts."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self
@@ -127,9 +124,8 @@ class DepthRouter(nn.Module):
             signs = scores
             if self.inner is not None:
                 signs = router_logits(gelu(router_logits(tokens.detach(), self.inner)), self.outer)
-            places = self._places(
-                scores.detach().squeeze(-1), signs.detach().squeeze(-1), context.padding
-            )
+            ranks, decisions = scores.detach().squeeze(-1), signs.detach().squeeze(-1)
+            places = self._places(ranks, decisions, context.padding)
             shape = (tokens.shape[0], tokens.shape[1])
             plan, record = self.router(tokens.flatten(0, 1)[places], context)
             factors = scores.flatten(0, 1)[places]
@@ -169,7 +165,7 @@ class DepthRouter(nn.Module):
 
 
 class DepthPlan(NamedTuple):
-    """The plan (G, C) of the participating tokens; the output of all others is 0."""
+    """The plan of C participating tokens in each of G groups; the output of all others is 0."""
 
     is_per_token = True
 

@@ -7,14 +7,9 @@ from torch import Tensor, nn
 
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers import token_choice
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import (
-    PlanAndRecord,
-    cosines_to_embeddings,
-    expert_probs,
-    plan_and_record,
-    top_k,
-)
+from moecore.nn.routers.token_choice import PlanAndRecord
 
 
 class Dynamic(Router):
@@ -54,17 +49,17 @@ class DynamicRouter(nn.Module):
 
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
         with full_precision(tokens):
-            logits = cosines_to_embeddings(tokens, self.embeddings)
+            logits = token_choice.cosines_to_embeddings(tokens, self.embeddings)
             above = torch.relu(torch.sigmoid(logits) - torch.sigmoid(self.thresholds))
             chosen = above > 0
             if not self.training:
-                nearest = torch.zeros_like(chosen).scatter(-1, top_k(logits, 1), True)
+                nearest = torch.zeros_like(chosen).scatter(-1, token_choice.top_k(logits, 1), True)
                 chosen = chosen | (nearest & ~chosen.any(dim=-1, keepdim=True))
             # 1 where chosen, with the gradient of ``above`` (straight-through)
             ones = chosen + (above - above.detach())
-            return plan_and_record(
+            return token_choice.plan_and_record(
                 logits=logits,
-                probs=expert_probs(logits, "sigmoid"),
+                probs=token_choice.expert_probs(logits, "sigmoid"),
                 chosen=torch.arange(len(self.thresholds), device=tokens.device).expand_as(logits),
                 weights=ones / chosen.sum(dim=-1, keepdim=True).clamp_min(1),
                 valid=chosen,

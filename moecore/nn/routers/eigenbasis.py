@@ -1,7 +1,4 @@
-"""The eigenbasis router of ERMoE: agreement of a token and its context in each expert's basis.
-
-A basis has rank r.
-"""
+"""The eigenbasis router of ERMoE: agreement of a token and its context in each expert's basis."""
 
 from typing import ClassVar, Literal
 
@@ -26,10 +23,10 @@ _FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"
 class Eigenbasis(Router):
     """Choose the best k experts by cos(Bᵀx, Bᵀc) of token x and context c, above a threshold.
 
-    B is the basis of each expert. With a learned context, as in the brain model, c is a direction
-    per expert: s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8), and the block's attention is
-    not read. B is the experts' basis if they have one, else the router's own (`plain weights` of
-    table S3).
+    B (d, r) is the basis of each expert. With a learned context, as in the brain model, c is a
+    direction per expert: s = cos(Bᵀx, ψ) with ψ in R^r (algorithm 2, line 8), and the block's
+    attention is not read. B is the experts' basis if they have one, else the router's own (`plain
+    weights` of table S3).
     """
 
     has_score_threshold: ClassVar[bool] = True
@@ -93,33 +90,34 @@ class EigenbasisRouter(nn.Module):
     def __init__(self, config: Eigenbasis, width: int, experts: int, basis: Tensor | None) -> None:
         super().__init__()
         self.config = config
+        self.basis: nn.Parameter | None = None
         if basis is None:
-            rank = config.rank or default_rank(width)
-            self.basis = draw_bases(experts, width, rank)
-        else:
-            rank = basis.shape[-1]
-            self.basis: nn.Parameter | None = None
-        # Only the direction matters; with lengths near 1 the optimizer turns it as fast as a column
-        # of the basis.
+            basis = self.basis = draw_bases(experts, width, config.rank or default_rank(width))
+        self.target: nn.Parameter | None = None
         if config.context == "learned":
+            # Only the direction matters; with lengths near 1 the optimizer turns it as fast as a
+            # column of the basis.
+            rank = basis.shape[-1]
             self.target = nn.Parameter(torch.randn(experts, rank) / rank**0.5)
-        else:
-            self.target: nn.Parameter | None = None
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple["SparsePlan | ProjectionDispatchPlan", RoutingRecord]:
         with full_precision(tokens):
-            basis = self.basis
-            if basis is None:
-                basis = self._require_field("basis", context)
+            basis = self._require_field("basis", context) if self.basis is None else self.basis
             basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
             tokens = tokens.to(basis.dtype)
             projections = project_on_bases(tokens, basis)
-            scores = safe_cosine(
-                projections, self._context_projections(tokens, projections, basis, context)
-            )
-            chosen, plan, record = self.decide(scores)
+            if self.target is not None:
+                contexts = self.target.to(basis.dtype)
+            else:
+                field = _FIELDS[self.config.context]
+                values = self._require_field(field, context).to(basis.dtype)
+                if field == "attended":
+                    contexts = project_on_bases(values, basis)
+                else:
+                    contexts = project_contexts(values, tokens, projections, basis)
+            chosen, plan, record = self.decide(safe_cosine(projections, contexts))
         if self.basis is not None:
             return plan, record
         return ProjectionDispatchPlan.build(plan, projections, chosen), record
@@ -150,18 +148,6 @@ class EigenbasisRouter(nn.Module):
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
 
-    def _context_projections(
-        self, tokens: Tensor, projections: Tensor, basis: Tensor, context: RoutingContext
-    ) -> Tensor:
-        """Return the context's projections, (B, T, E, r), or (E, r) if learned."""
-        if self.target is not None:
-            return self.target.to(basis.dtype)
-        field = _FIELDS[self.config.context]
-        values = self._require_field(field, context).to(basis.dtype)
-        if field == "attended":
-            return project_on_bases(values, basis)
-        return project_contexts(values, tokens, projections, basis)
-
     def _require_field(self, field: str, context: RoutingContext) -> Tensor:
         value = getattr(context, field)
         if value is None:
@@ -176,9 +162,8 @@ class EigenbasisRouter(nn.Module):
 
 def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
     """Return Bᵀx per expert, (B, T, E, r), for tokens (B, T, d) and basis (E, d, r)."""
-    return (tokens @ basis.transpose(0, 1).flatten(1)).unflatten(
-        -1, (basis.shape[0], basis.shape[2])
-    )
+    projections = tokens @ basis.transpose(0, 1).flatten(1)
+    return projections.unflatten(-1, (basis.shape[0], basis.shape[2]))
 
 
 def project_contexts(

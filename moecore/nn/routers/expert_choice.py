@@ -77,20 +77,14 @@ class ExpertChoiceRouter(nn.Module):
         if self.training and self.config.noise_std:
             noisy = logits + normal_like(logits) * (self.config.noise_std / logits.shape[-1])
         gates = torch.softmax(noisy, dim=-1)
-        order = top_tokens_per_expert(
-            gates.detach(), self.share, self.config.group_size if self.training else 1
-        )
+        group_size = self.config.group_size if self.training else 1
+        order = top_tokens_per_expert(gates.detach(), self.share, group_size)
         by_expert = gates.flatten(0, 1).t()
         nothing = torch.zeros_like(by_expert, dtype=torch.bool)
         chosen = nothing.scatter(1, order, True).t().view(gates.shape)
         plan = ExpertChoicePlan(order, by_expert.gather(1, order), (gates.shape[0], gates.shape[1]))
-        return plan, RoutingRecord(
-            logits,
-            torch.softmax(logits, dim=-1),
-            chosen.to(gates.dtype),
-            chosen,
-            torch.where(chosen, gates, 0),
-        )
+        probs, combine = torch.softmax(logits, dim=-1), torch.where(chosen, gates, 0)
+        return plan, RoutingRecord(logits, probs, chosen.to(gates.dtype), chosen, combine)
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
@@ -183,7 +177,6 @@ class _WeightedSumOfTaken(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order = ctx.saved_tensors
-        to_rows, to_weights = weighted_sum_gradients(
-            grads[0], rows, weights.flatten().unsqueeze(-1), order.flatten()
-        )
+        by_row = weights.flatten().unsqueeze(-1)
+        to_rows, to_weights = weighted_sum_gradients(grads[0], rows, by_row, order.flatten())
         return to_rows, to_weights.view_as(weights), None, None

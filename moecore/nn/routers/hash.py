@@ -86,9 +86,8 @@ class HashRouter(nn.Module):
         """Return (B, T, k): the expert of each position and the following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
-            first = experts_by_position(
-                self.config.seed, tokens.shape[1], self.experts, tokens.device
-            )
+            seed, number = self.config.seed, tokens.shape[1]
+            first = experts_by_position(seed, number, self.experts, tokens.device)
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)
 
@@ -127,10 +126,8 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
     """Return each position's expert (T,): every E positions have each expert once, shuffled."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    shuffles = [
-        torch.randperm(experts, generator=generator, device="cpu")
-        for _ in range(-(-tokens // experts))
-    ]
+    rounds = range(-(-tokens // experts))
+    shuffles = [torch.randperm(experts, generator=generator, device="cpu") for _ in rounds]
     return torch.cat(shuffles)[:tokens].to(device)
 
 

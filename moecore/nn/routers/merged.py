@@ -81,12 +81,8 @@ class MergedRouter(nn.Module):
                 weight = layer_norm(weight, weight.shape[-1:]) * self.gain
             logits = router_logits(mean, weight, self.bias)
             shares = torch.softmax(logits, dim=-1)
-            probs = shares.unsqueeze(1).repeat(1, tokens.shape[1], 1)
-            ones = torch.ones_like(probs)
-            return MergedPlan(shares), RoutingRecord(
-                logits=logits.unsqueeze(1).repeat(1, tokens.shape[1], 1),
-                probs=probs,
-                load=ones,
-                chosen=ones.bool(),
-                combine=probs,
+            logits, probs = (
+                values.unsqueeze(1).repeat(1, tokens.shape[1], 1) for values in (logits, shares)
             )
+            ones = torch.ones_like(probs)
+            return MergedPlan(shares), RoutingRecord(logits, probs, ones, ones.bool(), probs)

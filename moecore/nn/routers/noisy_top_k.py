@@ -139,7 +139,6 @@ class NoisyTopK(Router):
         "normal",
         description="orthonormal: initial rows are orthonormal, without weight decay (simbal)",
     )
-
     residual: bool = Field(
         False,
         description="add a learned map, 0 at first, of the previous MoE layer's logits (MoE++)",
@@ -243,11 +242,8 @@ class NoisyTopKRouter(nn.Module):
 
     Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
     softmax over all experts before the choice and are not renormalised after it, so that k = 1
-    still has a task gradient. Capacity applies in training only, unless ``eval_capacity_factor`` is
-    set: it couples the images of a group, and without it evaluation and attacks drop no tokens.
-
-    A router with other logits overrides ``logits``. ``barred``: experts that measurements forbid,
-    see ``top_k_and_open_slots``.
+    still has a task gradient. A router with other logits overrides ``logits``. ``barred``: experts
+    that measurements forbid, see ``top_k_and_open_slots``.
     """
 
     barred: Tensor | None = None

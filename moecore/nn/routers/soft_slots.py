@@ -1,7 +1,4 @@
-"""SoftMoE (Puigcerver et al. 2023), a baseline of TGR-MoE: experts compute mixtures of tokens.
-
-p slots per expert, R = E·B·p rows.
-"""
+"""SoftMoE (Puigcerver et al. 2023), a baseline of TGR-MoE: experts compute mixtures of tokens."""
 
 from typing import ClassVar, Literal, NamedTuple
 
@@ -38,7 +35,7 @@ class SoftSlots(Router):
 
 
 class SlotsPlan(NamedTuple):
-    """Weighted sums from tokens to slots and back, within each image."""
+    """Weighted sums from tokens to slots, p per expert, and back, within each image."""
 
     mixing: Tensor  # (B, T, E, p), sum to 1 over an image's tokens
     weights: Tensor  # (B, T, E, p), sum to 1 over all slots
@@ -53,11 +50,8 @@ class SlotsPlan(NamedTuple):
 
     def combine(self, rows: Tensor) -> Tensor:
         batch, _, experts, slots = self.weights.shape
-        return torch.einsum(
-            "btep,ebpd->btd",
-            self.weights.to(rows.dtype),
-            rows.view(experts, batch, slots, rows.shape[-1]),
-        )
+        values = rows.view(experts, batch, slots, rows.shape[-1])
+        return torch.einsum("btep,ebpd->btd", self.weights.to(rows.dtype), values)
 
 
 class SoftSlotsRouter(nn.Module):
@@ -71,9 +65,8 @@ class SoftSlotsRouter(nn.Module):
     def __init__(self, config: SoftSlots, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
-        self.slots = nn.Parameter(
-            nn.init.normal_(torch.empty(width, experts, config.slots), std=width**-0.5)
-        )
+        slots = torch.empty(width, experts, config.slots)
+        self.slots = nn.Parameter(nn.init.normal_(slots, std=width**-0.5))
         self.scale = nn.Parameter(torch.ones(1))  # not a scalar: sharded models have none
         self.register_load_state_dict_pre_hook(_give_scale_an_axis)
 
@@ -83,10 +76,8 @@ class SoftSlotsRouter(nn.Module):
         with full_precision(tokens):
             dtype = torch.promote_types(self.slots.dtype, torch.float32)
             directions = unit_vectors(self.slots.to(dtype), dim=0) * self.scale
-            scores = torch.einsum(
-                "btd,dep->btep", unit_vectors(tokens.to(dtype), dim=-1), directions
-            )
-            return self.decide(scores)
+            units = unit_vectors(tokens.to(dtype), dim=-1)
+            return self.decide(torch.einsum("btd,dep->btep", units, directions))
 
     def decide(self, scores: Tensor) -> tuple[SlotsPlan, RoutingRecord]:
         """Return plan and record for scores (B, T, E, p) of tokens and slots."""

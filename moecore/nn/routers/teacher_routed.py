@@ -52,8 +52,6 @@ class TeacherRoutedRouter(NoisyTopKRouter):
     training ``load``, ``chosen`` and ``combine`` are the decision's, ``logits`` and ``probs`` the
     student's, whose loss reaches its ``weight`` only, not the tokens. In evaluation the record is
     of the router that decides; if that is the student's, attacks see its gradient to the tokens.
-
-    Raises UserError if the teacher decides and its probs are missing or of another shape.
     """
 
     def __init__(self, config: TeacherRouted, width: int, experts: int) -> None:

@@ -1,7 +1,4 @@
-"""Logits, gates, choice and plan of routers that choose experts per token.
-
-A gate turns logits into scores, and the chosen scores into weights.
-"""
+"""Logits, gates (scores and weights), choice and plan of routers that choose experts per token."""
 
 from typing import Literal
 
@@ -128,10 +125,5 @@ def plan_and_record(
     mask = nothing.scatter(-1, chosen, True if valid is None else valid)
     if load is None:
         load = mask.to(logits.dtype)
-    return plan, RoutingRecord(
-        logits=logits,
-        probs=probs,
-        load=load,
-        chosen=mask,
-        combine=torch.zeros_like(logits).scatter(-1, chosen, plan.weights),
-    )
+    combine = torch.zeros_like(logits).scatter(-1, chosen, plan.weights)
+    return plan, RoutingRecord(logits, probs, load, mask, combine)

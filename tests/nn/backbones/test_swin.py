@@ -15,15 +15,8 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers import window_attention
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.window_attention import (
-    PatchMerging,
-    WindowAttention,
-    Windows,
-    log_coordinates,
-    merged_grid,
-    pair_index,
-)
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
@@ -150,7 +143,7 @@ def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
     ("grid", "window"), [((16, 16), 7), ((5, 5), 3), ((8, 8), 4), ((3, 7), 4), ((4, 4), 7)]
 )
 def test_windows_hold_what_may_see_each_other(grid, window, shifted):
-    windows = Windows(grid, window, shifted)
+    windows = window_attention.Windows(grid, window, shifted)
     tokens = math.prod(grid)
     seen = torch.zeros(1, windows.number, windows.length, windows.length)
     if windows.mask is not None:
@@ -167,11 +160,10 @@ def test_windows_hold_what_may_see_each_other(grid, window, shifted):
 
 
 def test_padding_is_never_seen():
-    """A grid of 5 with windows of 3: what is behind the grid changes nothing, and no rows but the
-    real ones have weight.
-    """
+    # a grid of 5 with windows of 3: no rows but the real ones have weight
     torch.manual_seed(0)
-    attention = WindowAttention("swin", 8, 2, Windows((5, 5), 3, True))
+    windows = window_attention.Windows((5, 5), 3, True)
+    attention = window_attention.WindowAttention("swin", 8, 2, windows)
     tokens = torch.randn(2, 25, 8)
     mixed, weights = attention(tokens, weights=True)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 25))
@@ -181,27 +173,27 @@ def test_padding_is_never_seen():
 
 
 def test_positions_of_pairs_and_their_logarithms():
-    index = pair_index((2, 3))
+    index = window_attention.pair_index((2, 3))
     assert index.shape == (6, 6) and index[0, 0] == 7  # (0 + 1) · 5 + 0 + 2
     assert index[0, 5] == 0 and index[5, 0] == 14
-    found = log_coordinates((3, 3)).view(5, 5, 2)
+    found = window_attention.log_coordinates((3, 3)).view(5, 5, 2)
     farthest = math.log2(9) / math.log2(8)
     assert found[0, 0].tolist() == pytest.approx([-farthest, -farthest])
     assert found[2, 3].tolist() == pytest.approx([0, math.log2(5) / 3])
-    wider = log_coordinates((5, 5), (3, 3)).view(9, 9, 2)
+    wider = window_attention.log_coordinates((5, 5), (3, 3)).view(9, 9, 2)
     assert torch.equal(wider[2:7, 2:7], found), "places keep the values that were learned"
-    assert log_coordinates((1, 1)).tolist() == [[0, 0]]
+    assert window_attention.log_coordinates((1, 1)).tolist() == [[0, 0]]
 
 
 def test_merging_takes_rows_first_and_pads_odd_grids():
-    merge = PatchMerging((3, 2), 1, post_norm=True)
+    merge = window_attention.PatchMerging((3, 2), 1, post_norm=True)
     merge.norm = torch.nn.Identity()
     with torch.no_grad():
         merge.reduction.weight.copy_(torch.tensor([[1.0, 10, 100, 1000], [0, 0, 0, 0]]))
     tokens = torch.arange(1.0, 7).view(1, 6, 1)  # 1 2 / 3 4 / 5 6
     found = merge(tokens)
     assert found[0, :, 0].tolist() == [1 + 30 + 200 + 4000, 5 + 600]
-    assert merged_grid((3, 2)) == (2, 1)
+    assert window_attention.merged_grid((3, 2)) == (2, 1)
 
 
 @pytest.mark.parametrize("kind", SWINS)

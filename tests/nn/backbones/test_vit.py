@@ -113,15 +113,12 @@ def test_cubes_come_in_order_with_the_last_axis_fastest():
     cubes = cut_patches(volume, (4, 4, 4))
     assert cubes.shape == (1, 6, 64) and cubes[0, 5, 27] == 1 and cubes.sum() == 1
 
-
-def test_patches_of_images_are_unfolds():
+    # patches of images are unfolds
     images = torch.rand(2, 3, 8, 12)
     assert torch.equal(cut_patches(images, (4, 4)), unfold(images, 4, stride=4).transpose(1, 2))
     with pytest.raises(ValueError, match="8×12×5 pixels .* 4×4×4"):
         cut_patches(torch.rand(1, 1, 8, 12, 5), (4, 4, 4))
-
-
-def test_the_linear_stem_is_a_convolution():
+    # the linear stem is a convolution
     embed = PatchEmbed(2, 4, 6, axes=3)
     volumes = torch.rand(3, 2, 8, 12, 4)
     expected = conv3d(volumes, embed.proj.weight, embed.proj.bias, stride=4).flatten(2)

@@ -11,23 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.nn.kernels import expert_loop, grouped
 from moecore.nn.kernels.expert_loop import ExpertGroup, ExpertGroups
-from moecore.nn.kernels.grouped import (
-    Tiles,
-    can_group,
-    experts_of_rows,
-    grouped_linear,
-    grouped_mlp,
-    register_flop_formulas,
-    tile_count,
-    tile_height,
-)
+from moecore.nn.kernels.grouped import can_group, grouped_linear, grouped_mlp
 
 
 @pytest.fixture(params=["loop", "groups", "grouped_mm", "tiles"])
 def way(request, monkeypatch):
-    """The ways that a CPU computes: one expert at a time where experts have few rows, a group of
-    them where they are many too, grouped_mm where they have many rows. And what CUDA and compiled
-    graphs do where grouped_mm cannot.
+    """The ways of a CPU: one expert at a time where they have few rows, a group where they are many
+    too, grouped_mm for many rows. And tiles: of CUDA and compiled graphs without grouped_mm.
     """
     looped = request.param in ("loop", "groups")
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
@@ -226,8 +216,8 @@ def test_groups_by_hand(monkeypatch):
 def test_flops_are_counted_once_the_formula_is_registered(way):
     if way == "tiles":
         pytest.skip("empty places are multiplied too")
-    register_flop_formulas()
-    register_flop_formulas()
+    grouped.register_flop_formulas()
+    grouped.register_flop_formulas()
     rows, weight, _, offsets = inputs((3, 0, 2))
     with FlopCounterMode(display=False) as counter:
         grouped_linear(rows, weight, None, offsets).square().sum().backward()
@@ -241,10 +231,10 @@ def test_flops_are_counted_once_the_formula_is_registered(way):
 def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
     rows = sum(sizes)
     offsets = torch.tensor(sizes).cumsum(0).int()
-    tiles = Tiles.of(offsets, rows, height)
+    tiles = grouped.Tiles.of(offsets, rows, height)
     experts = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
-    assert experts_of_rows(offsets, rows).tolist() == experts.tolist()
-    assert len(tiles.experts) == tile_count(rows, len(sizes), height)
+    assert grouped.experts_of_rows(offsets, rows).tolist() == experts.tolist()
+    assert len(tiles.experts) == grouped.tile_count(rows, len(sizes), height)
     assert len(tiles.rows) == height * len(tiles.experts)
     assert torch.equal(tiles.rows[tiles.places], torch.arange(rows))
     assert tiles.is_filled[tiles.places].all() and int(tiles.is_filled.sum()) == rows
@@ -257,12 +247,13 @@ def test_every_row_has_one_place_in_a_tile_of_its_expert(sizes, height):
 
 
 def test_a_tile_is_a_power_of_two_near_the_least_waste():
-    assert tile_height(131_072, 8) == 1024 and tile_height(200, 400) == 8 and tile_height(0, 3) == 8
+    for rows, experts, height in ((131_072, 8, 1024), (200, 400, 8), (0, 3, 8)):
+        assert grouped.tile_height(rows, experts) == height
     for rows, experts in ((131_072, 64), (65_536, 128), (4096, 16)):
         each = rows / experts
         wasted = {2**power: 2**power / (2 * each) + 67 / 2**power for power in range(3, 11)}
         best = min(wasted, key=wasted.__getitem__)
-        assert abs(math.log2(tile_height(rows, experts) / best)) <= 1
+        assert abs(math.log2(grouped.tile_height(rows, experts) / best)) <= 1
 
 
 def test_fp32_is_as_exact_in_tiles_as_products_in_fp32_are(way):

@@ -1,6 +1,4 @@
-"""A slow MoE layer to compare routers' plans with, and what several tests of routers ask of a
-layer.
-"""
+"""A slow MoE layer to compare routers' plans with, and what tests of routers ask of a layer."""
 
 import math
 

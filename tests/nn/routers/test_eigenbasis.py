@@ -1,6 +1,4 @@
-"""The eigenbasis router: scores, thresholded choice, and projections that it shares with the
-experts.
-"""
+"""The eigenbasis router: scores, thresholded choice, and projections shared with the experts."""
 
 from itertools import product
 

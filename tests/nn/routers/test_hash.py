@@ -1,6 +1,4 @@
-"""HashMoE: fixed, without parameters, balanced by position and alike for patches that look
-alike.
-"""
+"""HashMoE: fixed, without parameters, balanced by position; patches that look alike go together."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""The noisy top-k router: what it records, who gets a seat; and the one with a softmax over the
-chosen.
-"""
+"""The noisy top-k router: its record, who gets a seat; and a softmax over the chosen."""
 
 import math
 
@@ -10,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moecore.core.files import UserError
 from moecore.nn.routers.capacity import exact_fraction, expert_capacity, within_capacity
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
@@ -159,6 +156,8 @@ def test_seats_are_a_multiple_of_four_and_exact_in_decimals():
     # binary 160·1.1/4 is 44.000000000000007
     assert expert_capacity(160, 1, exact_fraction(1.1), 4) == 44
     assert expert_capacity(1, 1, exact_fraction(0.01), 8) == 4
+    with pytest.raises(ValidationError, match="give `capacity_factor` too"):
+        NoisyTopK(batch_priority=True)
 
 
 @pytest.mark.parametrize("prioritised", [True, False])
@@ -182,13 +181,6 @@ def test_priority_is_the_largest_gate():
     strength = torch.tensor([1.0, 6, 2, 5, 3, 4])  # six tokens for expert 0, which has four seats
     _, record = router(torch.stack([strength, torch.zeros(6)], dim=-1)[None])
     assert (record.combine[0, :, 0] > 0).tolist() == [False, True, False, True, True, True]
-
-
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(UserError, match="k is 5, but there are 4 experts"):
-        NoisyTopK(k=5).build(6, 4)
-    with pytest.raises(ValidationError, match="give `capacity_factor` too"):
-        NoisyTopK(batch_priority=True)
 
 
 def test_straight_weights_sum_to_1_and_have_the_gradient_of_gates_over_a_constant():

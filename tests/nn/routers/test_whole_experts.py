@@ -1,6 +1,4 @@
-"""Routers that need the experts themselves, by hand: competition their outputs, a merger their
-parameters.
-"""
+"""Routers that need the experts, by hand: competition their outputs, a merger their parameters."""
 
 import pytest
 import torch
