@@ -29,7 +29,6 @@ class DrawnSource(Source, ABC):
 
     task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True  # a mirrored vector is a different vector
-    paper: ClassVar[str]
 
     train: int = Field(16000, ge=1, description="Number of images for training")
     validation: int = Field(4000, ge=1, description="Number of images for validation")
@@ -38,23 +37,8 @@ class DrawnSource(Source, ABC):
 
     @property
     @abstractmethod
-    def title(self) -> str:
-        """Title of the data."""
-
-    @property
-    @abstractmethod
-    def side(self) -> int:
-        """Pixels per side of an image."""
-
-    @property
-    @abstractmethod
-    def kinds(self) -> int:
-        """Number of kinds D; every image is of one kind."""
-
-    @property
-    @abstractmethod
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
+    def uncounted_card(self) -> Card:
+        """The card without counts; its ``truth`` is the number of kinds D."""
 
     @abstractmethod
     def draw_rule(self, random: np.random.Generator) -> Any:
@@ -65,17 +49,8 @@ class DrawnSource(Source, ABC):
         """Draw ``number`` images by the rule."""
 
     def describe(self) -> Card:
-        task = Classification(classes=self.classes)
         counts = {split: (getattr(self, split),) for split in SPLITS}
-        card = Card(
-            self.title, 1, self.side, task, LICENCE, self.paper, counts=counts, truth=self.kinds
-        )
-
-        def check_rule() -> dict[str, Any]:
-            self._rule()
-            return {}
-
-        return card.complete_with(check_rule)
+        return self.uncounted_card._replace(counts=counts).check_with(self._rule)
 
     def write(self, folder: Path) -> dict[str, Any]:
         rule = self._rule()

@@ -147,7 +147,7 @@ def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) 
 
 
 def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarray] | Path) -> None:
-    shape = (labels, card.stored_channels, *card.shape)
+    shape = (labels, card.channels + bool(card.truth), *card.shape)
     if isinstance(images, Path):
         shutil.move(images, path)
         open_array(path, shape, np.uint8)

@@ -102,12 +102,11 @@ def open_volumes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return volumes, labels and people of a split. Raises UserError if they misfit card.json."""
     number = card["images"][split]
-    size = tuple(card["size"])
-    images = open_array(
-        folder / f"{split}_images.npy", (number, card["channels"], *size), np.float16
-    )
+    shape = (number, card["channels"], *card["size"])
+    images = open_array(folder / f"{split}_images.npy", shape, np.float16)
     if regions := card["regions"]:
-        open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
+        shape = (number, len(regions), *card["size"])
+        open_array(folder / f"{split}_regions.npy", shape, np.uint8)
     subjects = read_subject_rows(folder / f"{split}_subjects.csv")
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)

@@ -88,14 +88,9 @@ PRESETS: dict[str, PopulationSpread] = {
 }
 
 
-def grey_matter_relative_to_25(age: float) -> float:
-    """Return grey matter at an age, relative to age 25; linear between the medians."""
-    return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
-
-
-def white_matter_relative_to_25(age: float) -> float:
-    """Return white matter at an age, relative to age 25; linear between the medians."""
-    return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
+def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
+    """Return GREY_ML or WHITE_ML at an age, relative to age 25; linear between the medians."""
+    return float(np.interp(age, AGES, medians / medians[REFERENCE]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
@@ -222,10 +217,8 @@ def load_template() -> Template:
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
-        brightness, grey, white, fluid = (
-            stored[name].astype(np.float32) / 255
-            for name in ("brightness", "grey", "white", "fluid")
-        )
+        names = ("brightness", "grey", "white", "fluid")
+        brightness, grey, white, fluid = (stored[name].astype(np.float32) / 255 for name in names)
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
     full = np.maximum(grey + white + fluid, 1)  # shares rounded to bytes may add up to 1.006

@@ -1,13 +1,16 @@
 """Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1)."""
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.drawn_images import DrawnImages, DrawnSource
+from moecore.data.card import Card
+from moecore.data.drawn_images import LICENCE, DrawnImages, DrawnSource
+from moecore.tasks.classification import Classification
 
+PAPER = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
 SIGNAL = (0.5, 2.0)  # range of α and γ, uniform; the paper's third setting, with equal ranges
 CENTRE = (1.0, 2.0)  # range of β
 
@@ -27,8 +30,6 @@ class Clusters(DrawnSource):
     truth k.
     """
 
-    paper: ClassVar[str] = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
-
     kind: Literal["clusters"] = "clusters"
     clusters: int = Field(4, ge=2, le=255, description="Number of clusters K")
     patch: int = Field(7, ge=2, le=64, description="Side of a patch p, pixels")
@@ -38,21 +39,10 @@ class Clusters(DrawnSource):
     )
 
     @property
-    def title(self) -> str:
-        return f"{self.clusters} clusters"
-
-    @property
-    def side(self) -> int:
-        return self.grid * self.patch
-
-    @property
-    def kinds(self) -> int:
-        return self.clusters
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The two labels y."""
-        return ("-1", "+1")
+    def uncounted_card(self) -> Card:
+        name, side = f"{self.clusters} clusters", self.grid * self.patch
+        task = Classification(classes=("-1", "+1"))
+        return Card(name, 1, side, task, LICENCE, PAPER, truth=self.clusters)
 
     def draw_rule(self, random: np.random.Generator) -> ClusterDirections:
         """Draw the directions. Raises UserError where a patch has too few pixels for them."""
@@ -85,6 +75,7 @@ class Clusters(DrawnSource):
         order = random.random(patches.shape[:2]).argsort(axis=1)
         patches = np.take_along_axis(patches, order[:, :, None], axis=1)
         cells = patches.reshape(number, self.grid, self.grid, self.patch, self.patch)
-        values = cells.swapaxes(2, 3).reshape(number, self.side, self.side)
+        side = self.grid * self.patch
+        values = cells.swapaxes(2, 3).reshape(number, side, side)
         largest = max(SIGNAL[1], CENTRE[1]) * np.abs(np.stack(rule)).max()
         return DrawnImages(values / largest, labels, kinds)

@@ -19,17 +19,8 @@ from moecore.data.files.published_image_sets import (
 )
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
-CLASSES = (
-    "t-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
+CLASSES = tuple(
+    "t-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
 )
 SHA256 = {  # of the decompressed content
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",

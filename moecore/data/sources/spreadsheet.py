@@ -41,13 +41,23 @@ class SpreadsheetReading(NamedTuple):
 def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> cohorts.CohortTable:
     """Read the subjects of the table root/name; each problem has file and line."""
     path = root / name
-    rows = _rename_columns(path, _read_rows(root, path), reading)
+    if path.suffix not in SEPARATORS:
+        raise UserError.at(
+            path,
+            found=f"a file that ends in {path.suffix!r}",
+            allowed="a table saved as .csv (between commas) or .tsv (between tabs)",
+        )
+    if not join_below_root(root, path).is_file():
+        raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
+    _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
+    if not rows:
+        raise UserError(f"{path}: has no rows")
     problems = []
     subjects = []
     diagnosis_counts: Counter[str] = Counter()
     people = defaultdict(list)
     places: dict[str, str] = {}
-    for line, row in enumerate(rows, 2):
+    for line, row in enumerate(_rename_columns(path, rows, reading), 2):
         diagnosis_counts[row.get("diagnosis") or "none given"] += 1
         if reading.diagnoses is not None and row.get("diagnosis") not in reading.diagnoses:
             continue
@@ -64,21 +74,6 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> coho
             f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, diagnosis_counts)}"
         )
     return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
-
-
-def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
-    if path.suffix not in SEPARATORS:
-        raise UserError.at(
-            path,
-            found=f"a file that ends in {path.suffix!r}",
-            allowed="a table saved as .csv (between commas) or .tsv (between tabs)",
-        )
-    if not join_below_root(root, path).is_file():
-        raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-    _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
-    if not rows:
-        raise UserError(f"{path}: has no rows")
-    return rows
 
 
 def _rename_columns(

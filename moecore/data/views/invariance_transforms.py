@@ -56,11 +56,8 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
         within(share * side).round()
         for share, side in zip(settings.translate, size[::-1], strict=True)
     )
-    linear = (
-        warping.rotation_affines(turn)
-        @ warping.scaling_affines(settings.scale, settings.scale, count)
-        @ warping.shearing_affines(0, shear, count)
-    )
+    scaling = warping.scaling_affines(settings.scale, settings.scale, count)
+    linear = warping.rotation_affines(turn) @ scaling @ warping.shearing_affines(0, shear, count)
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
 
 
