@@ -6,7 +6,7 @@ from typing import Any
 
 from moecore.brain import age_measurement, prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
-from moecore.brain.age_measurement import AgeResult, Ages
+from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line
 from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
@@ -33,9 +33,7 @@ class AgeCalibration(ModelCalibration):
             outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
             predicted[split] = outputs[:, 0].double().numpy()
         ages = Ages.of(data, predicted, self.files.model / "model.safetensors")
-        line = age_measurement.fit_age_line(
-            ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal
-        )
+        line = fit_age_line(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
         result = age_measurement.summarize_age_errors(ages, line)
         if settings.tissue_ridge is not None:
             result = result._replace(tissue_ridge=measure_tissue_ridge(data, settings.tissue_ridge))
@@ -157,8 +155,14 @@ def _error_section(result: AgeResult) -> str:
         if ridge.reference:
             title += f", {ridge.n_test} volumes outside the reference parts"
         rows.append(_error_row(title, ridge.errors))
+    correction = f"No correction was fitted: {result.refused}."
+    if not result.refused:
+        split = result.fit_on.replace("_", " ")
+        correction = f"The correction was fitted on {result.n_fit} predictions ({split})."
+    if result.uses_age:
+        correction += f" {TAKES_AGE}"
     table = "\n".join([TABLE_HEAD, *rows])
-    lines = [table, about, _correction_line(result), _interval_line(result.interval)]
+    lines = [table, about, correction, _interval_line(result.interval)]
     if result.diagnosis_gaps:
         lines.append("\n".join([GAP_HEAD, *map(_diagnosis_row, result.diagnosis_gaps)]))
     return "\n\n".join(lines)
@@ -174,14 +178,6 @@ def _diagnosis_row(gap: DiagnosisGap) -> str:
 def _error_row(title: str, errors: AgeErrors) -> str:
     cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
     return f"| {title} | {' | '.join(map(_format_estimate, cells))} |"
-
-
-def _correction_line(result: AgeResult) -> str:
-    if result.refused:
-        return f"No correction was fitted: {result.refused}."
-    split = result.fit_on.replace("_", " ")
-    fitted = f"The correction was fitted on {result.n_fit} predictions ({split})."
-    return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
 def _interval_line(interval: prediction_table.ConformalInterval) -> str:

@@ -51,8 +51,7 @@ def measure_age_errors(
     """
     if np.ptp(ages) == 0:
         raise UserError(
-            f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
-            "or more"
+            f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: two ages or more"
         )
     weights = draw_resample_weights(participants)
     limits = {"mae": (0.0,), "corr": (-1.0, 1.0)}
@@ -184,16 +183,10 @@ def measure_diagnosis_gaps(
         controls = np.flatnonzero(names == reference)
         if any(len(set(people[side])) < MIN_PARTICIPANTS for side in (cases, controls)):
             continue
-        measured.append(
-            DiagnosisGap(
-                diagnosis=name,
-                reference=reference,
-                corrected=corrected,
-                n=len(cases),
-                n_reference=len(controls),
-                **_compare_sides(rows, cases, controls),
-            )
-        )
+        gap: dict[str, Any] = {"diagnosis": name, "reference": reference, "corrected": corrected}
+        gap |= {"n": len(cases), "n_reference": len(controls)}
+        gap |= _compare_sides(rows, cases, controls)
+        measured.append(DiagnosisGap.model_validate(gap))
     return tuple(measured)
 
 

@@ -1,7 +1,4 @@
-"""Correct one model's predicted ages, and measure errors before and after the correction.
-
-N volumes of a split, in years.
-"""
+"""Correct one model's predicted ages, and measure errors before and after: N volumes, in years."""
 
 import math
 import warnings

@@ -55,9 +55,7 @@ class SiteHarmonisation(NamedTuple):
 
         Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
         """
-        names, place, counts = np.unique(
-            np.asarray(sites, str), return_inverse=True, return_counts=True
-        )
+        names, place, counts = np.unique(sites, return_inverse=True, return_counts=True)
         if len(names) < 2 or "" in names:
             listed = ", ".join(name or "(no name)" for name in names)
             raise UserError(

@@ -46,6 +46,10 @@ class Card(NamedTuple):
         """Number of pixels along each axis."""
         return (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
 
+    @property
+    def stored_channels(self) -> int:
+        return self.channels + bool(self.truth)
+
     def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
         """Add the fields ``read_fields`` returns; a UserError becomes the card's ``problem``."""
         try:

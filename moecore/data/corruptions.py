@@ -355,8 +355,7 @@ def corrupt_images(
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
         raise UserError(
-            f"corruptions: images are {height} × {width} pixels; "
-            f"allowed: {MIN_SIDE} × {MIN_SIDE} and larger"
+            f"corruptions: images are {height} × {width} pixels; allowed: {MIN_SIDE} or more a side"
         )
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.

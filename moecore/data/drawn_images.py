@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -16,12 +16,7 @@ RULE = 0  # random stream of the rule, which all splits share; the splits' strea
 LICENCE = "none needed: drawn numbers"
 
 
-class DrawnImages(NamedTuple):
-    """Values (n, S, S), clipped to −1 to 1 when stored; labels and kinds from 0, (n,)."""
-
-    values: np.ndarray
-    labels: np.ndarray
-    kinds: np.ndarray
+DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), labels and kinds (n,)
 
 
 class DrawnSource(Source, ABC):
@@ -46,7 +41,7 @@ class DrawnSource(Source, ABC):
 
     @abstractmethod
     def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
-        """Draw ``number`` images by the rule."""
+        """Draw ``number`` images by the rule: values, labels and kinds, both from 0."""
 
     def describe(self) -> Card:
         counts = {split: (getattr(self, split),) for split in SPLITS}
@@ -57,11 +52,11 @@ class DrawnSource(Source, ABC):
         parts = {}
         for stream, name in enumerate(SPLITS, RULE + 1):
             random = np.random.default_rng([self.seed, stream])
-            images = self.draw_images(rule, getattr(self, name), random)
-            grey = np.rint(128 + 127 * images.values.clip(-1, 1))
-            truth = np.broadcast_to(images.kinds[:, None, None] + 1, grey.shape)
+            values, labels, kinds = self.draw_images(rule, getattr(self, name), random)
+            grey = np.rint(128 + 127 * values.clip(-1, 1))
+            truth = np.broadcast_to(kinds[:, None, None] + 1, grey.shape)
             pixels = np.stack([grey, truth], axis=1).astype(np.uint8)
-            parts[name] = SplitToWrite(images.labels, [pixels])
+            parts[name] = SplitToWrite(labels, [pixels])
         return write_images(folder, self, self.describe(), parts)
 
     def _rule(self) -> Any:

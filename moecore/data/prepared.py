@@ -72,8 +72,8 @@ class Prepared(NamedTuple):
         """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W); UserError without maps."""
         if not self.card.get("regions"):
             raise UserError(
-                f"{self.folder}: this data has no tissue maps; "
-                "allowed: a cohort prepared with maps (regions: wm, gm, csf)"
+                f"{self.folder}: this data has no tissue maps; allowed: a cohort with maps "
+                "(regions: wm, gm, csf)"
             )
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 

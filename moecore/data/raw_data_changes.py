@@ -55,10 +55,16 @@ def describe_change(before: Mapping[str, Any]) -> str | None:
 
 def _files_below(root: str) -> Iterator[tuple[str, int]]:
     """Yield path below ``root`` and bytes of each file; links to folders are not followed."""
-    # A folder that cannot be listed is left out: `prepare` says which one, and why.
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            path = os.path.join(folder, name)
-            if not name.startswith(".") and os.path.isfile(path):
-                yield path[len(root) :], os.path.getsize(path)
+    folders = [root]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError:  # `prepare` says which folder cannot be listed, and why
+            continue
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            elif entry.is_file():
+                yield entry.path[len(root) :], entry.stat().st_size

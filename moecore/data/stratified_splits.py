@@ -30,8 +30,7 @@ class SplitSettings(Config):
     def _whole_number(self) -> Self:
         if self.validation >= 1 and not float(self.validation).is_integer():
             raise ValueError(
-                f"validation is {self.validation}; allowed: a share below 1 or a whole number of "
-                "images"
+                f"validation is {self.validation}; allowed: a share below 1 or a whole number"
             )
         return self
 

@@ -260,8 +260,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """Return the sorted names of the class folders; UserError for fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    names = sorted(name for name in names if not name.startswith("."))
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
     if len(names) < 2:
         raise UserError.at(
             folder,

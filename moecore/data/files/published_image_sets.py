@@ -149,8 +149,7 @@ class PublishedSource(SplitSettings, Source):
 
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
-    digest = files.file_checksum(path, algorithm)
-    if digest != expected:
+    if (digest := files.file_checksum(path, algorithm)) != expected:
         raise files.UserError(
             f"{source}: has {algorithm} {digest}; published: {expected}. Fetch it again"
         )
@@ -169,7 +168,6 @@ def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None
             ValueError,  # of a bad address in a redirection
         ) as error:
             raise files.UserError(
-                f"{url}: download failed ({error}); check the network, or put the file at {path} "
-                "by hand"
+                f"{url}: download failed ({error}); check the network, or put the file at {path}"
             ) from error
         check(temporary)

@@ -15,15 +15,11 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card, write_card
 from moecore.data.stored_arrays import new_array, open_array, open_labels, save_array
-from moecore.data.volumes.subjects import (
-    VolumeSubject,
-    read_subject_rows,
-    sex_counts,
-    write_subject_table,
-)
+from moecore.data.volumes.subjects import VolumeSubject, read_subject_rows, write_subject_table
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
+SEXES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
 BRAIN = 0.5  # a voxel with at least this share of tissue is inside the brain
 # shares of the head, wide enough for ages 18 to 95 with atrophy
 USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
@@ -67,6 +63,11 @@ def write_volumes(
         dtype="float16",
         seed=settings.model_dump()["seed"],
     )
+
+
+def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
+    counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
+    return {name: number for name, number in counts.items() if number or name != "unknown"}
 
 
 def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:

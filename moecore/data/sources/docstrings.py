@@ -111,9 +111,7 @@ def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting, too
         why = str(error) or "nested too deep"
-        raise UserError(
-            f"{path}: no Python of this version: {why}; leave its package out"
-        ) from None
+        raise UserError(f"{path}: no Python of this version: {why}; leave it out") from None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -108,8 +108,7 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
         raise UserError(f"{path}: found more than {MAX_BYTES:,} bytes; fetch the file again")
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
         raise UserError(
-            f"{path}: its content has sha256 {digest}; the published file has {sha256}. Fetch the "
-            "file again"
+            f"{path}: its content has sha256 {digest}; published: {sha256}. Fetch the file again"
         )
     # IDX: magic (0, 0, type, dimensions), big-endian sizes, values
     shape = np.frombuffer(content, ">u4", dimensions, 4)

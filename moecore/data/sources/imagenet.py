@@ -66,12 +66,10 @@ class Imagenet(image_files.ImageFilesSource):
             names = sorted(path.name for path in (root / half).iterdir() if path.is_dir())
             if not names:
                 raise UserError(
-                    f"{root / half}: holds no class folders; sort the images into folders named "
-                    "by wnid (n01440764, …) first"
+                    f"{root / half}: holds no class folders; sort the images by wnid (n01440764, …)"
                 )
             if wrong := [name for name in names if not WNID.fullmatch(name)]:
                 raise UserError(
-                    f"{root / half}: folder {wrong[0]} is not a wnid; "
-                    "allowed: n and eight digits, as n01440764"
+                    f"{root / half}: folder {wrong[0]} is not a wnid; allowed: n and eight digits"
                 )
         return root

@@ -39,9 +39,7 @@ class Subspaces(DrawnSource):
         """Draw the bases (D, d, r). Raises UserError where an image has fewer than r pixels."""
         dimension = self.size**2
         if self.rank > dimension:
-            raise UserError.at(
-                "rank", found=self.rank, allowed=f"at most {dimension}, the pixels of an image"
-            )
+            raise UserError.at("rank", found=self.rank, allowed=f"at most {dimension} pixels")
         return np.linalg.qr(random.standard_normal((self.subspaces, dimension, self.rank)))[0]
 
     def draw_images(
@@ -55,4 +53,4 @@ class Subspaces(DrawnSource):
         points = np.einsum("ndr,nr->nd", rule[kinds], coordinates) + noise
         largest = MAX_DEVIATIONS * deviation * (1 + self.noise**2) ** 0.5
         values = (points / largest).reshape(number, self.size, self.size)
-        return DrawnImages(values, coordinates.argmax(axis=1), kinds)
+        return values, coordinates.argmax(axis=1), kinds

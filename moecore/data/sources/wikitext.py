@@ -50,8 +50,7 @@ class Wikitext(TextSource):
         if (expected := PRINTED_COUNTS.get(self.name, counts)) != counts:
             raise UserError(
                 f"{self.root}: found {counts[0]:,} words and {counts[1]:,} training tokens; "
-                f"allowed with name {self.name}: {expected[0]:,} and {expected[1]:,}, or another "
-                "name"
+                f"allowed with name {self.name}: {expected[0]:,} and {expected[1]:,}, or a new name"
             )
         vocabulary = list(numbers)
         if UNKNOWN not in numbers:

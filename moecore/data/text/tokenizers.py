@@ -77,9 +77,8 @@ class BpeTokenizer:
         self.loaded.no_padding()
         self.words = self.loaded.get_vocab_size()
         if self.words != words:
-            raise UserError.at(
-                path, found=f"{self.words:,} words", allowed=f"{words:,}, as tokenizer.words says"
-            )
+            says = f"{words:,}, as tokenizer.words says"
+            raise UserError.at(path, found=f"{self.words:,} words", allowed=says)
         numbers: dict[str, Any] = {special: self.loaded.token_to_id(special) for special in CLIP}
         if missing := [special for special, number in numbers.items() if number is None]:
             raise UserError(f"{path}: lacks the token {missing[0]}; allowed: CLIP's vocabulary")

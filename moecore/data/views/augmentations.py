@@ -234,9 +234,8 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
             for name in get_args(Geometric)
         }
         shear = warping.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
-        move = warping.translation_affines(
-            0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
-        )
+        down, right = 0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"]
+        move = warping.translation_affines(down, right, count)
         turn = warping.rotation_affines(math.radians(30) * level["rotate"])
         # At most one of the three is not the identity.
         total = warping.recentre_affines(move @ turn @ shear, height, width) @ total

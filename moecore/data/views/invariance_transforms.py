@@ -20,8 +20,7 @@ class Transform(NamedTuple):
     """A family of random affines; the default is the identity."""
 
     degrees: float = 0.0  # rotation from −degrees to +degrees
-    # horizontal, vertical: at most this share of the side
-    translate: tuple[float, float] = (0.0, 0.0)
+    translate: tuple[float, float] = (0.0, 0.0)  # horizontal, vertical, at most; of the side
     scale: float = 1.0  # exactly
     shear: float = 0.0  # from −shear to +shear degrees
 

@@ -209,9 +209,8 @@ def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
     """Return images for evaluation, fp32 (B, C, H, W) in [0, 1]; uneven ones as centre squares."""
     if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
-    if images.is_floating_point():
-        return images.to(torch.float32)
-    return images.to(torch.float32).mul_(1 / 255)
+    pixels = images.to(torch.float32)
+    return pixels if images.is_floating_point() else pixels.mul_(1 / 255)
 
 
 def _frame_affines(

@@ -108,9 +108,7 @@ def table_of_usable_rows(
             duplicate_problems.append(SubjectProblem(*who, f"{reason}; {once}"))
     problems = problems + duplicate_problems + split_problems
     bad = {problem[:2] for problem in problems}
-    usable = [
-        subject for subject in subjects if not bad & {subject[:2], (subject.participant_id, "*")}
-    ]
+    usable = [row for row in subjects if not bad & {row[:2], (row.participant_id, "*")}]
     return CohortTable(usable, splits, problems, places)
 
 
@@ -303,10 +301,8 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
             "train on; allowed: less than 1 together"
         )
-    shares = {
-        "test": 0.0 if settings.test_sites else settings.test,
-        "validation": settings.validation,
-    }
+    test_share = 0.0 if settings.test_sites else settings.test
+    shares = {"test": test_share, "validation": settings.validation}
     remaining = np.arange(len(people))
     # a group per quantile of age, and sex
     ages = np.array([person.age for person in people])
@@ -316,25 +312,19 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
     splits_of = {person.participant_id: "train" for person in people}
     for split, purpose in PURPOSE.items():
         number = round(shares[split] * len(people))
-        chosen = _draw_from_groups(remaining, groups, number, [settings.seed, purpose])
+        if not number:
+            continue
+        # from every group in proportion
+        names, counts = np.unique(groups[remaining], return_counts=True)
+        random = np.random.default_rng([settings.seed, purpose])
+        drawn = [
+            random.permutation(remaining[groups[remaining] == name])[:take]
+            for name, take in zip(names, class_quotas(counts, number), strict=True)
+        ]
+        chosen = np.concatenate(drawn)
         splits_of |= {people[row].participant_id: split for row in chosen}
         remaining = np.setdiff1d(remaining, chosen)
     return splits_of
-
-
-def _draw_from_groups(
-    rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]
-) -> np.ndarray:
-    """Draw ``number`` of the rows, from every group in proportion (largest remainder)."""
-    if number == 0:
-        return rows[:0]
-    names, counts = np.unique(groups[rows], return_counts=True)
-    random = np.random.default_rng(seed)
-    drawn = [
-        random.permutation(rows[groups[rows] == name])[:take]
-        for name, take in zip(names, class_quotas(counts, number), strict=True)
-    ]
-    return np.concatenate(drawn)
 
 
 def age_cohort_card(
