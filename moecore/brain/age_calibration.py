@@ -4,17 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.brain import prediction_table
+from moecore.brain import age_measurement, prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
-from moecore.brain.age_measurement import (
-    METRICS,
-    AgeResult,
-    Ages,
-    CalibratorFit,
-    fit_age_line,
-    summarize_age_errors,
-)
-from moecore.brain.tissue_ridge import RidgeResult, measure_tissue_ridge
+from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line
+from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
@@ -28,7 +21,7 @@ from moecore.statistics.intervals import Estimate
 class AgeCalibration(ModelCalibration):
     """Calibration of predicted ages, fitted on the split that the calibrator names."""
 
-    metrics = METRICS
+    metrics = age_measurement.METRICS
     page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -41,7 +34,7 @@ class AgeCalibration(ModelCalibration):
             predicted[split] = outputs[:, 0].double().numpy()
         ages = Ages.of(data, predicted, self.files.model / "model.safetensors")
         line = fit_age_line(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
-        result = summarize_age_errors(ages, line)
+        result = age_measurement.summarize_age_errors(ages, line)
         if settings.tissue_ridge is not None:
             result = result._replace(tissue_ridge=measure_tissue_ridge(data, settings.tissue_ridge))
         write_calibration_folder(self.files.out, ages, line, result, self.files.item)
@@ -50,7 +43,7 @@ class AgeCalibration(ModelCalibration):
 
 
 def write_calibration_folder(
-    folder: Path, ages: Ages, line: CalibratorFit, result: AgeResult, item: str
+    folder: Path, ages: Ages, line: age_measurement.CalibratorFit, result: AgeResult, item: str
 ) -> None:
     """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md, all or nothing.
 
@@ -62,23 +55,18 @@ def write_calibration_folder(
         corrected = ages.correct_split(split, line.fitted)
         volumes = getattr(ages.data, split).images
         flags = [
-            [
-                *prediction_table.out_of_range_flags(volume, reference),
-                *prediction_table.age_range_flags(float(best), float(age), reference),
-            ]
+            prediction_table.quality_flags(volume, float(best), float(age), reference)
             for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
         ]
-        radius = result.interval.radius
         rows += prediction_table.prediction_rows(
-            ages.subjects[split], split, corrected, radius, flags
+            ages.subjects[split], split, corrected, result.interval.radius, flags
         )
     with whole_folder(folder) as target:
         if line.fitted:
             write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
         write_sealed(target / "reference.json", to_jsonable(reference))
         prediction_table.write_predictions(target / "predictions.csv", rows)
-        card = render_model_card(ages.data.card, result, item)
-        write_whole(target / "MODEL_CARD.md", card)
+        write_whole(target / "MODEL_CARD.md", render_model_card(ages.data.card, result, item))
 
 
 SIMULATED = """\
@@ -110,7 +98,6 @@ predictions."""
 TABLE_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
-
 GAP_HEAD = """\
 | Gap against diagnosis | difference, years | at equal age and sex | AUC |
 | --- | --- | --- | --- |"""
@@ -156,21 +143,28 @@ def _error_section(result: AgeResult) -> str:
     if result.sex_specific is not None:
         rows.append(_error_row("corrected, a line per sex", result.sex_specific))
     low, high = result.age_range
-    test = (
+    about = (
         f"{result.n_test} test volumes, ages {low:.1f} to {high:.1f}; in brackets 95 % intervals "
-        "over participants."
-    )
-    median = (
-        "Always predicting the median age of the training split has an MAE of "
+        "over participants. Always predicting the median age of the training split has an MAE of "
         f"{result.median_mae:.2f} {result.unit}."
     )
     if (ridge := result.tissue_ridge) is not None:
-        rows.append(_error_row(_describe_ridge(ridge), ridge.errors))
+        title = "baseline: ridge on tissue volumes"
+        if ridge.harmonise != "none":
+            title += f", {ridge.harmonise}"
+        if ridge.reference:
+            title += f", {ridge.n_test} volumes outside the reference parts"
+        rows.append(_error_row(title, ridge.errors))
+    correction = f"No correction was fitted: {result.refused}."
+    if not result.refused:
+        split = result.fit_on.replace("_", " ")
+        correction = f"The correction was fitted on {result.n_fit} predictions ({split})."
+    if result.uses_age:
+        correction += f" {TAKES_AGE}"
     table = "\n".join([TABLE_HEAD, *rows])
-    lines = [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
+    lines = [table, about, correction, _interval_line(result.interval)]
     if result.diagnosis_gaps:
-        rows = [_diagnosis_row(gap) for gap in result.diagnosis_gaps]
-        lines += ["\n".join([GAP_HEAD, *rows])]
+        lines.append("\n".join([GAP_HEAD, *map(_diagnosis_row, result.diagnosis_gaps)]))
     return "\n\n".join(lines)
 
 
@@ -184,23 +178,6 @@ def _diagnosis_row(gap: DiagnosisGap) -> str:
 def _error_row(title: str, errors: AgeErrors) -> str:
     cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
     return f"| {title} | {' | '.join(map(_format_estimate, cells))} |"
-
-
-def _describe_ridge(ridge: RidgeResult) -> str:
-    title = "baseline: ridge on tissue volumes"
-    if ridge.harmonise != "none":
-        title += f", {ridge.harmonise}"
-    if ridge.reference:
-        title += f", {ridge.n_test} volumes outside the reference parts"
-    return title
-
-
-def _correction_line(result: AgeResult) -> str:
-    if result.refused:
-        return f"No correction was fitted: {result.refused}."
-    split = result.fit_on.replace("_", " ")
-    fitted = f"The correction was fitted on {result.n_fit} predictions ({split})."
-    return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
 def _interval_line(interval: prediction_table.ConformalInterval) -> str:

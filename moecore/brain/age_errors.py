@@ -5,7 +5,7 @@ N volumes, R resamples, in years. Source: ERMoE, supplement, table S1.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,7 @@ class AgeErrors(Config):
 
 
 class MeanAbsoluteError(Config):
-    """The mean |ŷ − y| of a group, years."""
-
-    mae: Estimate
+    mae: Estimate  # the mean |ŷ − y| of a group, years
 
 
 class GroupErrors(Config):
@@ -53,12 +51,21 @@ def measure_age_errors(
     """
     if np.ptp(ages) == 0:
         raise UserError(
-            f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
-            "or more"
+            f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: two ages or more"
         )
     weights = draw_resample_weights(participants)
-    errors = {name: _age_errors(values, ages, weights) for name, values in variants.items()}
-    return errors | {name: errors[name].model_copy(update={"mae": None}) for name in no_predictions}
+    limits = {"mae": (0.0,), "corr": (-1.0, 1.0)}
+    errors = {}
+    for name, predictions in variants.items():
+        fit: Any = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
+        estimates: dict[str, Estimate | None] = {
+            key: bootstrap_estimate(fit[key], values, *limits.get(key, ()))
+            for key, values in age_errors_by_resample(predictions, ages, weights).items()
+        }
+        if name in no_predictions:
+            estimates["mae"] = None
+        errors[name] = AgeErrors.model_validate(estimates)
+    return errors
 
 
 def measure_group_errors(
@@ -81,20 +88,13 @@ def measure_group_errors(
     return tuple(rows)
 
 
-def age_decade(age: float) -> str:
-    """Return the decade of an age: 67.3 → "60–69"."""
-    first = int(age // 10) * 10
-    return f"{first}–{first + 9}"
-
-
 def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
     """Return how often each volume is in each resample, (R, N)."""
     # Participants are resampled, not volumes: two sessions of one person are not independent.
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
-    counts = np.random.default_rng(0).multinomial(
-        number, np.full(number, 1 / number), size=resamples
-    )
+    shares = np.full(number, 1 / number)
+    counts = np.random.default_rng(0).multinomial(number, shares, size=resamples)
     return counts[:, person].astype(np.float64)
 
 
@@ -124,17 +124,6 @@ def age_errors_by_resample(
     return {"mae": mae, "corr": corr, "slope": slope, "intercept": intercept}
 
 
-def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> AgeErrors:
-    fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    resampled = age_errors_by_resample(predictions, ages, weights)
-    return AgeErrors(
-        mae=bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
-        corr=bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
-        slope=bootstrap_estimate(fit["slope"], resampled["slope"]),
-        intercept=bootstrap_estimate(fit["intercept"], resampled["intercept"]),
-    )
-
-
 def bootstrap_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
@@ -142,9 +131,8 @@ def bootstrap_estimate(
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
-    return Estimate.of(
-        reflected_interval(value, resampled.tolist(), lowest=lowest, highest=highest)
-    )
+    interval = reflected_interval(value, resampled.tolist(), lowest=lowest, highest=highest)
+    return Estimate.of(interval)
 
 
 MIN_PARTICIPANTS = 2  # per diagnosis, to resample
@@ -195,24 +183,17 @@ def measure_diagnosis_gaps(
         controls = np.flatnonzero(names == reference)
         if any(len(set(people[side])) < MIN_PARTICIPANTS for side in (cases, controls)):
             continue
-        measured.append(
-            DiagnosisGap(
-                diagnosis=name,
-                reference=reference,
-                corrected=corrected,
-                n=len(cases),
-                n_reference=len(controls),
-                **_compare_sides(rows, cases, controls),
-            )
-        )
+        gap: dict[str, Any] = {"diagnosis": name, "reference": reference, "corrected": corrected}
+        gap |= {"n": len(cases), "n_reference": len(controls)}
+        gap |= _compare_sides(rows, cases, controls)
+        measured.append(DiagnosisGap.model_validate(gap))
     return tuple(measured)
 
 
 def _compare_sides(rows: GapRows, cases: np.ndarray, controls: np.ndarray) -> dict[str, Estimate]:
-    weights = [
-        draw_resample_weights([rows.people[place] for place in side]) for side in (cases, controls)
-    ]
-    ones = [np.ones((1, len(side))) for side in (cases, controls)]
+    sides = (cases, controls)
+    weights = [draw_resample_weights([rows.people[place] for place in side]) for side in sides]
+    ones = [np.ones((1, len(side))) for side in sides]
     observed, resampled = (
         {
             "difference": _mean(rows.gaps[cases], first) - _mean(rows.gaps[controls], second),

@@ -1,24 +1,17 @@
-"""Correct one model's predicted ages, and measure errors before and after the correction.
-
-N volumes of a split, in years.
-"""
+"""Correct one model's predicted ages, and measure errors before and after: N volumes, in years."""
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from moecore.brain import age_errors
-from moecore.brain.prediction_table import (
-    ConformalInterval,
-    CorrectedAges,
-    correct_ages,
-    read_predictions,
-)
+from moecore.brain import age_errors, prediction_table
+from moecore.brain.prediction_table import ConformalInterval, CorrectedAges
 from moecore.brain.tissue_ridge import RidgeResult
 from moecore.core.files import UserError, file_checksum
 from moecore.data.prepared import SPLITS, Prepared
@@ -57,8 +50,8 @@ class Ages(NamedTuple):
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
-        sexes = self.column(split, "sex")
-        return correct_ages(self.predicted[split], sexes, fitted, self.known(split))
+        predicted, sexes = self.predicted[split], self.column(split, "sex")
+        return prediction_table.correct_ages(predicted, sexes, fitted, self.known(split))
 
 
 class CalibratorFit(NamedTuple):
@@ -85,7 +78,16 @@ def fit_age_line(
     gives its reason instead of raising UserError.
     """
     if calibrator.split == "out_of_fold":
-        rows = _read_training_predictions(ages, out_of_fold)
+        rows = prediction_table.read_predictions(out_of_fold)
+        predicted_volumes, training_volumes = (
+            {(row["participant_id"], row["session_id"]) for row in table}
+            for table in (rows, ages.subjects["train"])
+        )
+        if predicted_volumes != training_volumes:
+            raise UserError(
+                f"{out_of_fold}: its volumes differ from the training split's; run the stage "
+                "`out_of_fold` again"
+            )
         predicted = np.array([float(row["predicted_age"]) for row in rows])
         known_ages = np.array([float(row["age"]) for row in rows])
         sexes = [row["sex"] for row in rows]
@@ -104,24 +106,9 @@ def fit_age_line(
     return CalibratorFit(fitted, None, len(known_ages), calibrator.split, calibrator.kind)
 
 
-def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:
-    rows = read_predictions(path)
-    predicted, trained = (
-        {(row["participant_id"], row["session_id"]) for row in table}
-        for table in (rows, ages.subjects["train"])
-    )
-    if predicted != trained:
-        raise UserError(
-            f"{path}: its volumes differ from the training split's; run the stage `out_of_fold` "
-            "again"
-        )
-    return rows
-
-
 INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
-
-
 PREDICTIONS = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
+_of_ages = partial(Metric, paper="ages")
 METRICS = {
     "median_mae": Metric(
         "Median predictor's MAE", note="of always predicting the median age of the training split"
@@ -132,81 +119,59 @@ METRICS = {
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
     ),
     "mae_pooled": Metric("MAE, corrected", "lower", note="one line for all, (ŷ − a)/b"),
-    "mae_sex_specific": Metric(
-        "MAE, corrected per sex", "lower", note="a line for each sex", paper="ages"
-    ),
+    "mae_sex_specific": _of_ages("MAE, corrected per sex", "lower", note="a line for each sex"),
     "mae_raw": Metric(""),
-}
-METRICS |= {
-    f"corr_{name}": Metric(
-        f"Corr., {title}", note="of the error with age; 0 is no leaning", paper="ages"
-    )
-    for name, title in PREDICTIONS.items()
-}
-METRICS |= {
-    f"corr_size_{name}": Metric(
-        f"|Corr.|, {title}",
-        "lower",
-        note="of the error with age, without its sign",
-        paper="ages",
-        detail=True,
-    )
-    for name, title in PREDICTIONS.items()
-}
-METRICS |= {
-    f"{number}_{name}": Metric(
-        f"{number.title()}, {title}", note="of predicted on known age", paper="ages", detail=True
-    )
-    for name, title in PREDICTIONS.items()
-    for number in ("slope", "intercept")
-}
-METRICS |= {
-    "gap": Metric(
+    **{
+        f"corr_{name}": _of_ages(f"Corr., {title}", note="of the error with age; 0 is no leaning")
+        for name, title in PREDICTIONS.items()
+    },
+    **{
+        f"corr_size_{name}": _of_ages(
+            f"|Corr.|, {title}",
+            "lower",
+            note="of the error with age, without its sign",
+            detail=True,
+        )
+        for name, title in PREDICTIONS.items()
+    },
+    **{
+        f"{number}_{name}": _of_ages(
+            f"{number.title()}, {title}", note="of predicted on known age", detail=True
+        )
+        for name, title in PREDICTIONS.items()
+        for number in ("slope", "intercept")
+    },
+    "gap": _of_ages(
         "Gap, {}",
         note="its mean minus that of the diagnosis of most training volumes, years",
-        paper="ages",
         over="diagnosis",
     ),
-    "gap_adjusted": Metric(
+    "gap_adjusted": _of_ages(
         "Gap at equal age and sex, {}",
         note="minus that of the diagnosis of most training volumes, years",
-        paper="ages",
         over="diagnosis",
     ),
-    "gap_auc": Metric(
+    "gap_auc": _of_ages(
         "AUC of the gap, {}",
         note="against the diagnosis of most training volumes; ½ is chance",
-        paper="ages",
         over="diagnosis",
     ),
-    "ridge_mae": Metric(
+    "ridge_mae": _of_ages(
         "Ridge's MAE, years",
         "lower",
         note="of ridge regression on the volumes of the three tissues, on the same data",
-        paper="ages",
     ),
-    "interval_radius": Metric(
-        "90 % interval, ± years",
-        "lower",
-        note="split conformal, of a single prediction",
-        paper="ages",
+    "interval_radius": _of_ages(
+        "90 % interval, ± years", "lower", note="split conformal, of a single prediction"
     ),
-    "interval_coverage": Metric(
+    "interval_coverage": _of_ages(
         "Interval's coverage",
         form="share",
         note="share of the test volumes inside the 90 % interval of a single prediction",
-        paper="ages",
         limits="wilson",
         detail=True,
     ),
 }
-
-
-class AgePoints(NamedTuple):
-    age: np.ndarray
-    sex: list[str]
-    raw: np.ndarray
-    pooled: np.ndarray | None
 
 
 class AgeResult(NamedTuple):
@@ -233,7 +198,7 @@ class AgeResult(NamedTuple):
     diagnosis_gaps: tuple[age_errors.DiagnosisGap, ...]
     interval: ConformalInterval
     predictor_sha256: str
-    points: AgePoints
+    points: dict[str, Any]  # age, sex, raw and pooled prediction of each test volume
     absolute: dict[str, np.ndarray]  # |error| of each volume (N,), per variant that predicts ages
     tissue_ridge: RidgeResult | None = None  # ridge regression on tissue volumes, if set
 
@@ -290,9 +255,9 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         return age_errors.measure_group_errors(groups, test_ages, by_one_line, people)
 
     diagnoses = ages.column("test", "diagnosis")
-    corrects = test.pooled is not None
     compared = test.raw if test.pooled is None else test.pooled
     gaps = age_errors.GapRows(compared - test_ages, test_ages, sexes, diagnoses, people)
+    decades = [int(age // 10) * 10 for age in test_ages]
     return AgeResult(
         kind=line.kind,
         uses_age=line.uses_age,
@@ -308,15 +273,15 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(test_ages)),
         age_range=(float(test_ages.min()), float(test_ages.max())),
         by_sex=by(sexes),
-        by_decade=by([age_errors.age_decade(age) for age in test_ages]),
+        by_decade=by([f"{decade}–{decade + 9}" for decade in decades]),
         by_site=by(ages.column("test", "site")),
         by_diagnosis=by(diagnoses) if any(diagnoses) else (),
         diagnosis_gaps=age_errors.measure_diagnosis_gaps(
-            gaps, ages.column("train", "diagnosis"), corrects
+            gaps, ages.column("train", "diagnosis"), corrected=test.pooled is not None
         ),
         interval=fit_conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
-        points=AgePoints(test_ages, sexes, test.raw, test.pooled),
+        points={"age": test_ages, "sex": sexes, "raw": test.raw, "pooled": test.pooled},
         absolute={name: np.abs(values - test_ages) for name, values in predictions.items()},
     )
 

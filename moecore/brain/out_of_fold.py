@@ -85,9 +85,8 @@ def train_and_predict_folds(
         learning = iterate_training(job, recipe.training, recipe.seed, runtime, checkpoint)
         follow(number, total_steps(job, recipe.training), learning)
         held_out = np.flatnonzero(fold == number)
-        answers, _ = predict_in_batches(
-            job.model, data.train.images[held_out], BATCH, routing=False
-        )
+        volumes = data.train.images[held_out]
+        answers, _ = predict_in_batches(job.model, volumes, BATCH, routing=False)
         predicted[held_out] = answers[:, 0].double().numpy()
         log(number, {"mae": float(np.abs(predicted[held_out] - ages[held_out]).mean())})
     flags = [[f"fold {number}"] for number in fold]

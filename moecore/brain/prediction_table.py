@@ -20,8 +20,6 @@ from moecore.statistics.intervals import Estimate
 
 
 class QuantityRange(Config):
-    """The smallest and the largest value over the training volumes."""
-
     low: float
     high: float
 
@@ -35,8 +33,6 @@ class PreparationFacts(Config):
 
 
 class ConformalInterval(Config):
-    """The conformal interval of a single prediction."""
-
     level: float
     radius: float | None = Field(description="half its width, years; null: too few participants")
     n: int = Field(description="validation participants that it was computed from")
@@ -69,43 +65,38 @@ def collect_training_ranges(
 ) -> TrainingCohortRanges:
     """Return the ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
-    quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
-    ranges = {}
-    for name in quantities[0]:
-        values = [row[name] for row in quantities]
-        ranges[name] = QuantityRange(low=min(values), high=max(values))
+    rows = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    ranges = {
+        name: QuantityRange(low=min(values), high=max(values)) for name, values in columns.items()
+    }
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
     return TrainingCohortRanges(
         ranges=ranges, sites=sites, data=facts, interval=interval, predictor_sha256=sha256
     )
 
 
-def out_of_range_flags(volume: np.ndarray, reference: TrainingCohortRanges) -> list[str]:
-    """Return a flag per quantity of a prepared volume that is outside the training range."""
+def quality_flags(
+    volume: np.ndarray,
+    predicted: float,
+    age: float | None,
+    reference: TrainingCohortRanges,
+    site: str = "",
+) -> list[str]:
+    """Return a flag per quantity of the volume, age and site that training did not have."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
-    return [
+    flags = [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
         for name, limits in reference.ranges.items()
         if not limits.low <= quantities[name] <= limits.high
     ]
-
-
-def age_range_flags(
-    predicted: float, age: float | None, reference: TrainingCohortRanges
-) -> list[str]:
-    """Return a flag if the prediction is outside the training ages, and one if the age is."""
     low, high = reference.data.target_range
-    values = {"predicted age": predicted, "age": age}
-    return [
-        f"{name} {value:.1f} outside training {low:.1f} to {high:.1f}"
-        for name, value in values.items()
-        if value is not None and not low <= value <= high
-    ]
-
-
-def unknown_site_flags(site: str, reference: TrainingCohortRanges) -> list[str]:
-    """Return a flag if the site is known and not in the training split."""
-    return [f"site {site} not in training"] if site and site not in reference.sites else []
+    for name, value in (("predicted age", predicted), ("age", age)):
+        if value is not None and not low <= value <= high:
+            flags.append(f"{name} {value:.1f} outside training {low:.1f} to {high:.1f}")
+    if site and site not in reference.sites:
+        flags.append(f"site {site} not in training")
+    return flags
 
 
 NO_GROUP = "none"  # calibration group of an uncorrected prediction
@@ -135,17 +126,13 @@ COLUMNS = PredictionRow._fields
 
 
 class CorrectedAges(NamedTuple):
-    """Predictions of N volumes in years, (N,), raw and corrected; None without a calibrator.
-
-    ``groups``: the calibration group of each volume. ``uses_age``: the correction used the known
-    age; corrected values are NaN where it is unknown.
-    """
+    """Predictions of N volumes in years, (N,), raw and corrected; None without a calibrator."""
 
     raw: np.ndarray
     pooled: np.ndarray | None
     sex_specific: np.ndarray | None
-    groups: list[str] | None
-    uses_age: bool = False
+    groups: list[str] | None  # the calibration group of each volume
+    uses_age: bool = False  # the correction used the age; values are NaN where it is unknown
 
     @property
     def best(self) -> np.ndarray:
@@ -169,20 +156,15 @@ def correct_ages(
     raw = np.asarray(raw, np.float64)
     if fitted is None:
         return CorrectedAges(raw, None, None, None)
-    if fitted.uses_age:
-        return _correct_by_age(raw, sexes, fitted, ages)
-    return CorrectedAges(raw, fitted.apply(raw), fitted.apply(raw, sexes), fitted.used(sexes))
-
-
-def _correct_by_age(
-    raw: np.ndarray, sexes: Sequence[str], fitted: Any, ages: np.ndarray | None
-) -> CorrectedAges:
+    if not fitted.uses_age:
+        return CorrectedAges(raw, fitted.apply(raw), fitted.apply(raw, sexes), fitted.used(sexes))
     ages = np.full(len(raw), np.nan) if ages is None else np.asarray(ages, np.float64)
     has_age = np.isfinite(ages)
     sexes_of_aged = [sex for sex, aged in zip(sexes, has_age, strict=True) if aged]
     pooled, sex_specific = np.full((2, len(raw)), np.nan)
-    pooled[has_age] = fitted.apply(raw[has_age], None, ages[has_age])
-    sex_specific[has_age] = fitted.apply(raw[has_age], sexes_of_aged, ages[has_age])
+    by_age: Any = fitted
+    pooled[has_age] = by_age.apply(raw[has_age], None, ages[has_age])
+    sex_specific[has_age] = by_age.apply(raw[has_age], sexes_of_aged, ages[has_age])
     pairs = zip(fitted.used(sexes), has_age, strict=True)
     groups = [group if aged else NO_GROUP for group, aged in pairs]
     return CorrectedAges(raw, pooled, sex_specific, groups, uses_age=True)
@@ -216,24 +198,22 @@ def prediction_rows(
         if corrected.uses_age and age is None:
             pooled = sex_specific = None
             added = (*added, "not corrected: the correction uses the age, which is unknown")
-        row = PredictionRow(
-            participant_id=subject["participant_id"],
-            session_id=subject["session_id"],
-            split=split,
-            sex=subject["sex"],
-            site=subject["site"],
-            age=age,
-            predicted_age=raw,
-            predicted_age_pooled=pooled,
-            predicted_age_sex_specific=sex_specific,
-            brain_pad_raw=_subtract(raw, age),
-            brain_pad_pooled=_subtract(pooled, age),
-            interval_low=_subtract(centre, radius),
-            interval_high=None if radius is None else centre + radius,
-            calibration_group=group,
-            qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *added) if flag),
+        rows.append(
+            PredictionRow(
+                **{name: subject[name] for name in ("participant_id", "session_id", "sex", "site")},
+                split=split,
+                age=age,
+                predicted_age=raw,
+                predicted_age_pooled=pooled,
+                predicted_age_sex_specific=sex_specific,
+                brain_pad_raw=_subtract(raw, age),
+                brain_pad_pooled=_subtract(pooled, age),
+                interval_low=_subtract(centre, radius),
+                interval_high=None if radius is None else centre + radius,
+                calibration_group=group,
+                qc_flags="; ".join(flag for flag in (subject.get("qc_flags", ""), *added) if flag),
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -247,7 +227,10 @@ def write_predictions(
     left_out: subjects without a prediction, and why. They come last, with the reason in a column
     ``error``, which is not written for None.
     """
-    lines = [[_cell_text(value) for value in row] for row in rows]
+    lines = [
+        [f"{value:.4f}" if isinstance(value, float) else str(value or "") for value in row]
+        for row in rows
+    ]
     columns = [*COLUMNS]
     if left_out is not None:
         columns.append("error")
@@ -275,11 +258,3 @@ def _subtract(value: float | None, other: float | None) -> float | None:
     if value is None or other is None:
         return None
     return value - other
-
-
-def _cell_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return str(value)

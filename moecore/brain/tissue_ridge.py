@@ -18,7 +18,7 @@ leave the test. If the ages of two sites barely overlap, no method can separate 
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +26,6 @@ from moecore.brain.age_errors import AgeErrors, measure_age_errors
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.calibration import TissueRidge
-
-if TYPE_CHECKING:
-    from sklearn.pipeline import Pipeline
-
 
 MIN_PEOPLE = 3  # per site, to estimate a variance
 TOLERANCE = 1e-8  # change of γ*, and relative change of δ*², at convergence
@@ -59,9 +55,7 @@ class SiteHarmonisation(NamedTuple):
 
         Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
         """
-        names, place, counts = np.unique(
-            np.array(sites, dtype=str), return_inverse=True, return_counts=True
-        )
+        names, place, counts = np.unique(sites, return_inverse=True, return_counts=True)
         if len(names) < 2 or "" in names:
             listed = ", ".join(name or "(no name)" for name in names)
             raise UserError(
@@ -159,7 +153,7 @@ class RidgeResult(NamedTuple):
 
 
 class SplitFeatures(NamedTuple):
-    features: np.ndarray  # (N, 3): white matter, grey matter and fluid, mL
+    features: np.ndarray  # (N, 3): white matter, grey matter, fluid, mL
     ages: np.ndarray  # (N,)
     sexes: list[str]
     sites: list[str]
@@ -178,7 +172,14 @@ class SplitFeatures(NamedTuple):
 
 
 def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
-    """Fit the ridge regression to the training split, and return its errors on the test split."""
+    """Fit the ridge regression to the training split, and return its errors on the test split.
+
+    Features are standardised; the leave-one-out error chooses the penalty.
+    """
+    from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     train, test = read_split_features(data, "train"), read_split_features(data, "test")
     train_features, tested = train.features, test
     reference: dict[str, int] = {}
@@ -198,7 +199,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
             )
         train_features = fitted.harmonise(train.features, train.sites)
         tested = tested._replace(features=fitted.harmonise(tested.features, tested.sites))
-    ridge = fit_ridge(train_features, train.ages)
+    ridge = make_pipeline(StandardScaler(), RidgeCV(PENALTIES)).fit(train_features, train.ages)
     predicted = np.asarray(ridge.predict(tested.features))
     return RidgeResult(
         errors=measure_age_errors(tested.ages, {"ridge": predicted}, tested.people)["ridge"],
@@ -209,15 +210,6 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
         harmonise=settings.harmonise,
         absolute=None if reference else np.abs(predicted - tested.ages),
     )
-
-
-def fit_ridge(features: np.ndarray, ages: np.ndarray) -> "Pipeline":
-    """Fit ages (N,) to standardised features (N, V); leave-one-out error chooses the penalty."""
-    from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    return make_pipeline(StandardScaler(), RidgeCV(PENALTIES)).fit(features, ages)
 
 
 def read_split_features(data: Prepared, split: str) -> SplitFeatures:

@@ -39,16 +39,12 @@ class Card(NamedTuple):
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes: () where labels are not classes, None if unknown."""
-        if self.task is None:
-            return None
-        return tuple(self.task.classes)
+        return None if self.task is None else tuple(self.task.classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of pixels along each axis."""
-        if isinstance(self.size, int):
-            return (self.size, self.size)
-        return tuple(self.size)
+        return (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
 
     @property
     def stored_channels(self) -> int:
@@ -60,6 +56,14 @@ class Card(NamedTuple):
             return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
+
+    def check_with(self, check: Callable[[], object]) -> Self:
+        """Call ``check``; its UserError becomes the card's ``problem``."""
+        try:
+            check()
+        except UserError as error:
+            return self._replace(problem=str(error))
+        return self
 
     def without_problem(self) -> Self:
         """Return the card. Raises UserError where it has a problem."""

@@ -1,4 +1,4 @@
-"""Fifteen seeded corruptions after common corruptions (Hendrycks & Dietterich, 2019, section 4).
+"""Fifteen seeded corruptions after common corruptions (Hendrycks & Dietterich, 2019, §4); noise.
 
 These are our own renderings for images of at least 8 × 8 pixels with any number of channels, not
 the benchmark's files: errors are not comparable with published ones. Noise, blur, contrast,
@@ -11,16 +11,19 @@ are given here; between the two sides a parameter is interpolated geometrically 
 shorter side. Below 32 pixels it stays at its value for 32; above 224 lengths grow with the side.
 """
 
+import hashlib
 import io
 import math
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from PIL import Image
 from scipy.ndimage import correlate, gaussian_filter, map_coordinates
+from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.data.image_noise import image_rng
+from moecore.core.streams import generator_for
 from moecore.data.views.augmentations import LUMA
 
 # image sides, in pixels, of the two sets of parameters
@@ -60,14 +63,11 @@ def interpolate_at_rows_and_columns(
 def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> np.ndarray:
     positions = np.clip(positions, 0, image.shape[axis] - 1)
     low = np.minimum(positions.astype(int), max(image.shape[axis] - 2, 0))
+    fraction = positions - low
     if axis == -2:
-        fraction = (positions - low)[:, None]
-    else:
-        fraction = positions - low
-    return (
-        np.take(image, low, axis) * (1 - fraction)
-        + np.take(image, np.minimum(low + 1, image.shape[axis] - 1), axis) * fraction
-    )
+        fraction = fraction[:, None]
+    high = np.minimum(low + 1, image.shape[axis] - 1)
+    return np.take(image, low, axis) * (1 - fraction) + np.take(image, high, axis) * fraction
 
 
 def cloud_field(
@@ -78,12 +78,8 @@ def cloud_field(
     height = 1.0
     while cells <= max(size):
         grid = random.uniform(-1, 1, (1, cells + 1, cells + 1))
-        field += (
-            height
-            * interpolate_at_rows_and_columns(
-                grid, *(np.linspace(0, cells, number) for number in size)
-            )[0]
-        )
+        places = (np.linspace(0, cells, number) for number in size)
+        field += height * interpolate_at_rows_and_columns(grid, *places)[0]
         cells = cells * 2
         height = height / roughness
     return (field - field.min()) / (field.max() - field.min())
@@ -117,10 +113,8 @@ ZOOMS = 11  # enlargements averaged by zoom_blur
 
 def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Average over a disk; the parameter is its radius in pixels."""
-    return apply_kernel(
-        image,
-        disk_kernel(severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))),
-    )
+    radius = severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
+    return apply_kernel(image, disk_kernel(radius))
 
 
 def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
@@ -203,9 +197,8 @@ def local_shuffle_order(
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):
         down, right = random.integers(-reach, reach + 1, (2, len(order)))
-        partners = np.clip(rows + down, 0, size[0] - 1) * size[1] + np.clip(
-            columns + right, 0, size[1] - 1
-        )
+        row = np.clip(rows + down, 0, size[0] - 1)
+        partners = row * size[1] + np.clip(columns + right, 0, size[1] - 1)
         for index, partner in enumerate(partners.tolist()):
             order[index], order[partner] = order[partner], order[index]
     return order
@@ -224,27 +217,32 @@ def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
     image_share = severity_parameter(
         image, severity, (0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55)
     )
-    layer = _flakes(image.shape[-2:], mean, flake, random)
-    trail = trail_kernel(
-        severity_length(image, severity, (1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10)),
-        random.uniform(45, 135),
-    )
-    layer = apply_kernel(layer, trail)
-    whitened = image_share * image + (1 - image_share) * np.maximum(
-        image, 1.5 * grey_image(image) + 0.5
-    )
+    size = image.shape[-2:]
+    coarse = random.normal(mean, 0.3, (1, *(int(np.ceil(number / flake)) + 1 for number in size)))
+    field = interpolate_at_rows_and_columns(coarse, *(np.arange(number) / flake for number in size))
+    peaks = np.where(field < 0.5, 0.0, np.clip(field, 0, 1))
+    sigma = severity_length(image, severity, (1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10))
+    layer = apply_kernel(peaks, trail_kernel(sigma, random.uniform(45, 135)))
+    if len(image) == 3:
+        grey = np.tensordot(np.array(LUMA), image, 1)[None]
+    else:
+        grey = image.mean(axis=0, keepdims=True)
+    whitened = image_share * image + (1 - image_share) * np.maximum(image, 1.5 * grey + 0.5)
     return whitened + layer + layer[:, ::-1, ::-1]
 
 
 def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add ice to a darkened image; the benchmark overlays photographs of ice."""
+    """Darken the image and add ice: ridges over a cloudy ground (the benchmark: photographs)."""
     image_weight = severity_parameter(
         image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6)
     )
     ice_weight = severity_parameter(
         image, severity, (0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8)
     )
-    return image_weight * image + ice_weight * ice_texture(image.shape[-2:], random)
+    field = cloud_field(image.shape[-2:], 1.8, random, cells=3)
+    ridges = (1 - np.abs(2 * field - 1)) ** 3
+    ice = 0.7 * ridges + 0.3 * cloud_field(image.shape[-2:], 1.5, random, cells=2)
+    return image_weight * image + ice_weight * ice
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
@@ -253,9 +251,8 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
     roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
     # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
     largest = image.max()
-    return (image + thick * cloud_field(image.shape[-2:], roughness, random)) * (
-        largest / (largest + thick)
-    )
+    foggy = image + thick * cloud_field(image.shape[-2:], roughness, random)
+    return foggy * (largest / (largest + thick))
 
 
 def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
@@ -267,29 +264,6 @@ def brightness(image: np.ndarray, severity: int, random: np.random.Generator) ->
     value = image.max(axis=0, keepdims=True)
     brighter = np.minimum(value + added, 1)
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
-
-
-def grey_image(image: np.ndarray) -> np.ndarray:
-    """Return (1, H, W): the luma of three channels, else the mean of the channels."""
-    if len(image) == 3:
-        return np.tensordot(np.array(LUMA), image, 1)[None]
-    return image.mean(axis=0, keepdims=True)
-
-
-def ice_texture(size: tuple[int, int], random: np.random.Generator) -> np.ndarray:
-    """Return a texture (1, H, W) in [0, 1]: thin bright ridges over a dim cloudy ground."""
-    field = cloud_field(size, 1.8, random, cells=3)
-    ridges = (1 - np.abs(2 * field - 1)) ** 3
-    return (0.7 * ridges + 0.3 * cloud_field(size, 1.5, random, cells=2))[None]
-
-
-def _flakes(
-    size: tuple[int, int], mean: float, flake: float, random: np.random.Generator
-) -> np.ndarray:
-    """Return peaks (1, H, W), 0 below 0.5, of a normal field (σ 0.3) of grid step ``flake``."""
-    coarse = random.normal(mean, 0.3, (1, *(int(np.ceil(number / flake)) + 1 for number in size)))
-    field = interpolate_at_rows_and_columns(coarse, *(np.arange(number) / flake for number in size))
-    return np.where(field < 0.5, 0.0, np.clip(field, 0, 1))
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
@@ -310,22 +284,17 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
     fields = gaussian_filter(
         random.uniform(-1, 1, (2, *image.shape[-2:])), (0, sigma, sigma), mode="reflect"
     )
-    places = np.indices(image.shape[-2:]) + amplitude * fields / np.sqrt(
-        np.square(fields).mean(axis=(1, 2), keepdims=True)
-    )
-    return np.stack(
-        [map_coordinates(channel, places, order=1, mode="reflect") for channel in image]
-    )
+    rms = np.sqrt(np.square(fields).mean(axis=(1, 2), keepdims=True))
+    places = np.indices(image.shape[-2:]) + amplitude * fields / rms
+    moved = [map_coordinates(channel, places, order=1, mode="reflect") for channel in image]
+    return np.stack(moved)
 
 
 def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Shrink to a share of the side (the parameter) by box means, and enlarge again."""
+    # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
     share = severity_parameter(
-        # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
-        image,
-        severity,
-        (0.9, 0.85, 0.75, 0.65, 0.55),
-        (0.6, 0.5, 0.4, 0.3, 0.25),
+        image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
     )
     height, width = image.shape[-2:]
     small = (max(1, int(width * share)), max(1, int(height * share)))
@@ -342,12 +311,8 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
-    return (
-        np.stack(
-            [np.asarray(_compress_jpeg(channel, quality)) for channel in split_channels(image)]
-        )
-        / 255
-    )
+    channels = [np.asarray(_compress_jpeg(part, quality)) for part in split_channels(image)]
+    return np.stack(channels) / 255
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -369,24 +334,13 @@ def _compress_jpeg(picture: Image.Image, quality: int) -> Image.Image:
 
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
-ALL: tuple[Corruption, ...] = (
-    gaussian_noise,
-    shot_noise,
-    impulse_noise,
-    defocus_blur,
-    glass_blur,
-    motion_blur,
-    zoom_blur,
-    snow,
-    frost,
-    fog,
-    brightness,
-    contrast,
-    elastic_transform,
-    pixelate,
-    jpeg_compression,
-)
-CORRUPTIONS: dict[str, Corruption] = {corruption.__name__: corruption for corruption in ALL}
+NOISES = (gaussian_noise, shot_noise, impulse_noise)
+BLURS = (defocus_blur, glass_blur, motion_blur, zoom_blur)
+WEATHERS = (snow, frost, fog, brightness)
+DIGITAL = (contrast, elastic_transform, pixelate, jpeg_compression)
+CORRUPTIONS: dict[str, Corruption] = {
+    corruption.__name__: corruption for corruption in (*NOISES, *BLURS, *WEATHERS, *DIGITAL)
+}
 MIN_SIDE = 8  # pixels; blurs and blocks mean nothing in smaller images
 
 
@@ -401,8 +355,7 @@ def corrupt_images(
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
         raise UserError(
-            f"corruptions: images are {height} × {width} pixels; "
-            f"allowed: {MIN_SIDE} × {MIN_SIDE} and larger"
+            f"corruptions: images are {height} × {width} pixels; allowed: {MIN_SIDE} or more a side"
         )
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.
@@ -410,3 +363,26 @@ def corrupt_images(
         random = image_rng(seed, name, severity, int(index))
         corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, severity, random))
     return corrupted
+
+
+SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1]
+
+
+def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
+    """Return the generator of one corrupted image; ``index`` is its position in its split."""
+    digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+
+
+def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Draw one standard normal array per image, fp32 (N, *shape), by seed and image index."""
+    noise = torch.empty(len(indices), *shape)
+    for row, index in zip(noise, indices, strict=True):
+        row.normal_(generator=generator_for(seed, *b"noise", int(index)))
+    return noise
+
+
+def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
+    """Return clamp(image + sigma · direction, 0, 1), fp32, of uint8 images (N, C, H, W)."""
+    pixels = torch.from_numpy(np.array(images)).float() / 255
+    return (pixels + sigma * directions).clamp_(0, 1)

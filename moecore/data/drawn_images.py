@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -16,12 +16,7 @@ RULE = 0  # random stream of the rule, which all splits share; the splits' strea
 LICENCE = "none needed: drawn numbers"
 
 
-class DrawnImages(NamedTuple):
-    """Values (n, S, S), clipped to −1 to 1 when stored; labels and kinds from 0, (n,)."""
-
-    values: np.ndarray
-    labels: np.ndarray
-    kinds: np.ndarray
+DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), labels and kinds (n,)
 
 
 class DrawnSource(Source, ABC):
@@ -29,7 +24,6 @@ class DrawnSource(Source, ABC):
 
     task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True  # a mirrored vector is a different vector
-    paper: ClassVar[str]
 
     train: int = Field(16000, ge=1, description="Number of images for training")
     validation: int = Field(4000, ge=1, description="Number of images for validation")
@@ -38,23 +32,8 @@ class DrawnSource(Source, ABC):
 
     @property
     @abstractmethod
-    def title(self) -> str:
-        """Title of the data."""
-
-    @property
-    @abstractmethod
-    def side(self) -> int:
-        """Pixels per side of an image."""
-
-    @property
-    @abstractmethod
-    def kinds(self) -> int:
-        """Number of kinds D; every image is of one kind."""
-
-    @property
-    @abstractmethod
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
+    def uncounted_card(self) -> Card:
+        """The card without counts; its ``truth`` is the number of kinds D."""
 
     @abstractmethod
     def draw_rule(self, random: np.random.Generator) -> Any:
@@ -62,31 +41,22 @@ class DrawnSource(Source, ABC):
 
     @abstractmethod
     def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
-        """Draw ``number`` images by the rule."""
+        """Draw ``number`` images by the rule: values, labels and kinds, both from 0."""
 
     def describe(self) -> Card:
-        task = Classification(classes=self.classes)
         counts = {split: (getattr(self, split),) for split in SPLITS}
-        card = Card(
-            self.title, 1, self.side, task, LICENCE, self.paper, counts=counts, truth=self.kinds
-        )
-
-        def check_rule() -> dict[str, Any]:
-            self._rule()
-            return {}
-
-        return card.complete_with(check_rule)
+        return self.uncounted_card._replace(counts=counts).check_with(self._rule)
 
     def write(self, folder: Path) -> dict[str, Any]:
         rule = self._rule()
         parts = {}
         for stream, name in enumerate(SPLITS, RULE + 1):
             random = np.random.default_rng([self.seed, stream])
-            images = self.draw_images(rule, getattr(self, name), random)
-            grey = np.rint(128 + 127 * images.values.clip(-1, 1))
-            truth = np.broadcast_to(images.kinds[:, None, None] + 1, grey.shape)
+            values, labels, kinds = self.draw_images(rule, getattr(self, name), random)
+            grey = np.rint(128 + 127 * values.clip(-1, 1))
+            truth = np.broadcast_to(kinds[:, None, None] + 1, grey.shape)
             pixels = np.stack([grey, truth], axis=1).astype(np.uint8)
-            parts[name] = SplitToWrite(images.labels, [pixels])
+            parts[name] = SplitToWrite(labels, [pixels])
         return write_images(folder, self, self.describe(), parts)
 
     def _rule(self) -> Any:

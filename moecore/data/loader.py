@@ -1,6 +1,7 @@
 """The images or words of each step, a function of (seed, step), and where they are stored."""
 
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -39,52 +40,28 @@ def steps_per_epoch(n: int, batch: int) -> int:
     return n // batch
 
 
-class OnDevice(NamedTuple):
-    """A split on the device: images (N, C, H, W) or volumes (N, 1, D, H, W), and labels (N, …)."""
+class Loaded(NamedTuple):
+    """Labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG files."""
 
-    images: Tensor
+    images: Tensor | np.ndarray | JpegImages
     labels: Tensor
 
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (B, C, *pixels), as stored, and labels (B,) or (B, K) of indices (B,)."""
-        rows = to_device_async(indices, self.labels.device)
-        return self.images.index_select(0, rows), self.labels.index_select(0, rows)
-
-
-class OnDisk(NamedTuple):
-    """A split whose images stay memory-mapped; each batch is gathered and copied."""
-
-    images: np.ndarray
-    labels: Tensor
-
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (B, C, *pixels), as stored, and labels of indices (B,), on one device."""
+    def take(self, indices: Tensor) -> tuple[Tensor | MixedSizeImageList, Tensor]:
+        """Return images, as stored, and labels (B,) or (B, K) of CPU indices (B,)."""
         device = self.labels.device
+        rows = to_device_async(indices, device)
+        labels = self.labels.index_select(0, rows)
+        if isinstance(self.images, Tensor):
+            return self.images.index_select(0, rows), labels
+        if isinstance(self.images, JpegImages):  # each batch is decoded in threads
+            whole = self.images.whole(indices.numpy())
+            return MixedSizeImageList(whole, self.images.size, device), labels
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
         batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
         # "clip" writes into ``batch`` directly; other modes copy once more.
         np.take(self.images, indices.numpy(), axis=0, out=batch.numpy(), mode="clip")
-        return to_device_async(batch, device), self.labels.index_select(
-            0, to_device_async(indices, device)
-        )
-
-
-class EncodedOnDisk(NamedTuple):
-    """A split of uncropped JPEG files; each batch is decoded in threads."""
-
-    images: JpegImages
-    labels: Tensor
-
-    def take(self, indices: Tensor) -> tuple[MixedSizeImageList, Tensor]:
-        """Return images of different shapes, and labels (B,) or (B, K), of CPU indices (B,)."""
-        device = self.labels.device
-        labels = self.labels.index_select(0, to_device_async(indices, device))
-        images = self.images.whole(indices.numpy())
-        return MixedSizeImageList(images, self.images.size, device), labels
-
-
-Loaded = OnDevice | OnDisk | EncodedOnDisk
+        return to_device_async(batch, device), labels
 
 
 def image_memory_budget(device: torch.device | str) -> int:
@@ -100,13 +77,10 @@ def load_split_where_it_fits(
 ) -> Loaded:
     """Load a split onto the device if its images fit ``limit_bytes``; else leave it on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
-    if isinstance(split.images, JpegImages):
-        return EncodedOnDisk(split.images, labels)
-    if limit_bytes is None:
-        limit_bytes = image_memory_budget(device)
-    if split.images.nbytes > limit_bytes:
-        return OnDisk(split.images, labels)
-    return OnDevice(torch.from_numpy(np.array(split.images)).to(device), labels)
+    limit_bytes = image_memory_budget(device) if limit_bytes is None else limit_bytes
+    if isinstance(split.images, JpegImages) or split.images.nbytes > limit_bytes:
+        return Loaded(split.images, labels)
+    return Loaded(torch.from_numpy(np.array(split.images)).to(device), labels)
 
 
 def few_shot_indices(
@@ -119,21 +93,11 @@ def few_shot_indices(
     labels = np.asarray(labels)
     classes, counts = np.unique(labels, return_counts=True)
     if (counts < shots_per_class).any():
-        smallest = int(counts.argmin())
-        number = counts[smallest]
-        raise UserError(
-            f"{request}, but class {classes[smallest]} has {number}; allowed: 1 to {number}"
-        )
+        name, number = classes[counts.argmin()], counts.min()
+        raise UserError(f"{request}, but class {name} has {number}; allowed: 1 to {number}")
     random = np.random.default_rng([seed, FEW_SHOT])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
-
-
-class StreamPosition(NamedTuple):
-    """M tokens of every stream from ``place`` on; ``anew`` where models start without memory."""
-
-    place: int
-    anew: bool
 
 
 class TextStreams(NamedTuple):
@@ -165,40 +129,30 @@ class TextStreams(NamedTuple):
 
     def steps(self, batch: int) -> int:
         """Return the number of updates that read all of the text once."""
-        return count_blocks(self.length(batch), self.block, 0)
+        return _reading_pass(self.length(batch), self.block, 0, 0)[1]
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
         """Return rows (b, R, M) of a step, next words (b, M), and whether streams restart."""
         length = self.length(batch)
-        reading = reading_at_step(length, self.block, seed, step)
+        for number in count():
+            first, blocks = _reading_pass(length, self.block, seed, number)
+            if step < blocks:
+                break
+            step -= blocks
+        place = first + step * self.block
         streams = self.tokens[:, : batch * length].view(-1, batch, length)
         if rows is not None:
             streams = streams[:, rows.to(streams.device)]
-        part = streams[:, :, reading.place : reading.place + self.block + 1].long()
-        return part[:, :, :-1].transpose(0, 1), part[0, :, 1:], reading.anew
-
-
-def count_blocks(length: int, block: int, first: int) -> int:
-    """Return the number of full blocks, each with a next token, of a stream from ``first`` on."""
-    return (length - 1 - first) // block
-
-
-def reading_at_step(length: int, block: int, seed: int, step: int) -> StreamPosition:
-    number = 0
-    while True:
-        first, count = _reading_pass(length, block, seed, number)
-        if step < count:
-            return StreamPosition(first + step * block, step == 0)
-        step -= count
-        number += 1
+        part = streams[:, :, place : place + self.block + 1].long()
+        return part[:, :, :-1].transpose(0, 1), part[0, :, 1:], step == 0
 
 
 @lru_cache(maxsize=4096)
 def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
-    """Return first token and number of blocks of a pass over all streams."""
+    """Return first token and number of blocks, each with a next token, of a pass over streams."""
     first = 0
     if number:
         first = int(torch.randint(block, (), generator=generator_for(seed, number)))
-    return first, count_blocks(length, block, first)
+    return first, (length - 1 - first) // block

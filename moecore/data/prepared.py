@@ -72,8 +72,8 @@ class Prepared(NamedTuple):
         """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W); UserError without maps."""
         if not self.card.get("regions"):
             raise UserError(
-                f"{self.folder}: this data has no tissue maps; "
-                "allowed: a cohort prepared with maps (regions: wm, gm, csf)"
+                f"{self.folder}: this data has no tissue maps; allowed: a cohort with maps "
+                "(regions: wm, gm, csf)"
             )
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
@@ -110,22 +110,15 @@ class Prepared(NamedTuple):
         except ValidationError as error:
             why = error.errors()[0]["msg"]
             raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
-        train, validation, test = (
-            Split(*OPENERS[axes](folder, card, task, split)) for split in SPLITS
-        )
+        splits = [Split(*OPENERS[axes](folder, card, task, split)) for split in SPLITS]
         paths = [folder / name for name in card["files"]]
         if verify or sum(path.stat().st_size for path in paths if path.is_file()) <= SMALL:
-            _verify(folder, card)
-        return Prepared(card, train, validation, test, folder)
-
-
-def _verify(folder: Path, card: dict[str, Any]) -> None:
-    for name, expected in card["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; {PREPARE_AGAIN}")
-        if (digest := file_checksum(path)) != expected:
-            raise UserError(
-                f"{path}: has sha256 {digest}; card.json says {expected}. "
-                f"{PREPARE_AGAIN.capitalize()}"
-            )
+            for path, expected in zip(paths, card["files"].values(), strict=True):
+                if not path.is_file():
+                    raise UserError(f"{path}: no such file; {PREPARE_AGAIN}")
+                if (digest := file_checksum(path)) != expected:
+                    raise UserError(
+                        f"{path}: has sha256 {digest}; card.json says {expected}. "
+                        f"{PREPARE_AGAIN.capitalize()}"
+                    )
+        return Prepared(card, *splits, folder=folder)

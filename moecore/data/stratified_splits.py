@@ -17,10 +17,7 @@ class SplitSettings(Config):
 
     seed: int = Field(0, ge=0, description="Seed of the splits and of the limits below")
     validation: float = Field(
-        0.1,
-        gt=0,
-        allow_inf_nan=False,
-        description="Share (below 1) or number of the training images",
+        0.1, gt=0, allow_inf_nan=False, description="Share (below 1) or number of training images"
     )
     train_limit: int | None = Field(
         None, ge=1, description="At most this many training images, drawn evenly from the classes"
@@ -33,8 +30,7 @@ class SplitSettings(Config):
     def _whole_number(self) -> Self:
         if self.validation >= 1 and not float(self.validation).is_integer():
             raise ValueError(
-                f"validation is {self.validation}; allowed: a share below 1 or a whole number of "
-                "images"
+                f"validation is {self.validation}; allowed: a share below 1 or a whole number"
             )
         return self
 
@@ -51,10 +47,7 @@ def stratified_split(
         raise UserError(
             "images with several labels each cannot be split by class; allowed: one label per image"
         )
-    if amount < 1:
-        number = round(amount * len(labels))
-    else:
-        number = int(amount)
+    number = round(amount * len(labels)) if amount < 1 else int(amount)
     if not 0 < number < len(labels):
         raise UserError(
             f"cannot split {number} images off {len(labels)}; allowed: 1 to {len(labels) - 1} "
@@ -77,10 +70,7 @@ def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
     quotas = np.minimum(np.maximum(np.floor(exact).astype(np.int64), minimum), counts)
     while quotas.sum() != number:
         sign = 1 if quotas.sum() < number else -1
-        if sign > 0:
-            room = quotas < counts
-        else:
-            room = quotas > minimum
+        room = quotas < counts if sign > 0 else quotas > minimum
         quotas[np.argmax(np.where(room, sign * (exact - quotas), -np.inf))] += sign
     return quotas
 

@@ -21,9 +21,7 @@ def requested_threads() -> int:
     """Return $MOECORE_THREADS, or 0 if unset. Raises UserError for anything but a number."""
     text = os.environ.get("MOECORE_THREADS") or "0"
     if not text.isdecimal():
-        raise UserError.at(
-            "MOECORE_THREADS", found=repr(text), allowed="a number of threads, 1 or more"
-        )
+        raise UserError.at("MOECORE_THREADS", found=repr(text), allowed="1 or more threads")
     return int(text)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.routing_records import TokenLayout
-from moecore.data.image_noise import standard_normal_noise
+from moecore.data.corruptions import standard_normal_noise
 from moecore.measure.routing_metrics.two_view_agreement import (
     TwoViewAugmentation,
     draw_two_views,

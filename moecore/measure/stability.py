@@ -10,8 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord
-from moecore.data.corruptions import to_uint8
-from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
+from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise, to_uint8
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays

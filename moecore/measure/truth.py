@@ -17,7 +17,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
-from moecore.data.image_noise import SIGMAS
+from moecore.data.corruptions import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.changed_images import (

@@ -191,11 +191,7 @@ def new_age_rows(
     known_ages = np.array([np.nan if age is None else age for age in ages])
     corrected = prediction_table.correct_ages(raw, sexes, calibration.fitted, known_ages)
     flags = [
-        [
-            *prediction_table.out_of_range_flags(volume, reference),
-            *prediction_table.age_range_flags(float(best), age, reference),
-            *prediction_table.unknown_site_flags(subject["site"], reference),
-        ]
+        prediction_table.quality_flags(volume, float(best), age, reference, subject["site"])
         for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
     ]
     return prediction_table.prediction_rows(

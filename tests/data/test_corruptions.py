@@ -9,50 +9,27 @@ import pytest
 import torch
 from PIL import Image
 
-from moecore.data.corruptions import (
-    CORRUPTIONS,
-    ZOOMS,
-    cloud_field,
-    corrupt_images,
-    defocus_blur,
-    disk_kernel,
-    elastic_transform,
-    interpolate_at_rows_and_columns,
-    local_shuffle_order,
-    severity_length,
-    severity_parameter,
-    trail_kernel,
-    zoom_blur,
-)
-from moecore.data.image_noise import add_noise, image_rng, standard_normal_noise
+from moecore.data import corruptions
+from moecore.data.corruptions import CORRUPTIONS, corrupt_images, severity_parameter, trail_kernel
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 
 NAMES = tuple(CORRUPTIONS)
-WITHOUT_CHANCE = (
-    "defocus_blur",
-    "zoom_blur",
-    "brightness",
-    "contrast",
-    "pixelate",
-    "jpeg_compression",
-)
+WITHOUT_CHANCE = "defocus_blur zoom_blur brightness contrast pixelate jpeg_compression".split()
 
 
 def picture(number: int = 6, channels: int = 3, height: int = 18, width: int = 15) -> np.ndarray:
     """Grey waves with texture, neither black nor white, so that every corruption shows."""
     random = np.random.default_rng(7)
     rows, columns = np.mgrid[:height, :width]
-    waves = [
-        [
-            90 + 60 * np.sin(random.uniform(0.2, 0.6) * rows + random.uniform(0.2, 0.6) * columns)
-            for _ in range(channels)
-        ]
-        for _ in range(number)
-    ]
-    return (np.array(waves) + random.uniform(0, 40, (number, channels, height, width))).astype(
-        np.uint8
-    )
+    along = random.uniform(0.2, 0.6, (number, channels, 2, 1, 1))
+    waves = 90 + 60 * np.sin(along[:, :, 0] * rows + along[:, :, 1] * columns)
+    return (waves + random.uniform(0, 40, waves.shape)).astype(np.uint8)
+
+
+def corrupted(images: np.ndarray, name: str, severity: int) -> np.ndarray:
+    """The first image, by seed 0 and index 0: (C, H, W)."""
+    return corrupt_images(images[:1], name, severity, 0, [0])[0]
 
 
 def constant(value: int, size: int, channels: int = 1) -> np.ndarray:
@@ -66,11 +43,8 @@ def shapes(number: int, size: int = 28) -> np.ndarray:
     for image in images:
         top, left = random.integers(2, size // 3, 2)
         high, wide = random.integers(size // 2, size - 4, 2)
-        block = (
-            random.uniform(90, 220)
-            + 40 * np.sin(np.arange(size)[:, None] * random.uniform(0.2, 1.5))
-            + random.normal(0, 12, (size, size))
-        )
+        waves = 40 * np.sin(np.arange(size)[:, None] * random.uniform(0.2, 1.5))
+        block = random.uniform(90, 220) + waves + random.normal(0, 12, (size, size))
         image[0, top : top + high, left : left + wide] = block[top : top + high, left : left + wide]
     return np.clip(images, 0, 255).astype(np.uint8)
 
@@ -98,9 +72,8 @@ def test_bytes_depend_on_the_image_and_its_index_only(name):
     torch.manual_seed(5)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()
     assert np.array_equal(corrupt_images(images, name, 3, 1, indices), whole)
-    assert np.array_equal(np.random.get_state()[1], before[0]) and torch.equal(
-        torch.get_rng_state(), before[1]
-    )
+    assert np.array_equal(np.random.get_state()[1], before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,17 +88,11 @@ def test_seed_and_index_matter_where_there_is_chance_and_nowhere_else(name):
 
 
 def test_every_word_of_the_draws_counts():
-    words = [
-        (1, "snow", 3, 2),
-        (2, "snow", 3, 2),
-        (1, "frost", 3, 2),
-        (1, "snow", 4, 2),
-        (1, "snow", 3, 4),
-        (1, "snow", 32, 0),
-        (11, "snow", 3, 2),
-    ]
-    assert len({image_rng(*word).random() for word in words}) == len(words)
-    assert image_rng(1, "snow", 3, 2).random() == image_rng(1, "snow", 3, 2).random()
+    words = [(1, "snow", 3, 2), (2, "snow", 3, 2), (1, "frost", 3, 2), (1, "snow", 4, 2)]
+    words += [(1, "snow", 3, 4), (1, "snow", 32, 0), (11, "snow", 3, 2)]
+    assert len({corruptions.image_rng(*word).random() for word in words}) == len(words)
+    first, again = (corruptions.image_rng(*words[0]).random() for _ in range(2))
+    assert first == again
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -151,58 +118,40 @@ def test_the_mean_change_grows_with_the_severity(name, digits):
         assert change[0] > 0 and all(a < b for a, b in pairwise(change)), change
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "defocus_blur",
-        "glass_blur",
-        "motion_blur",
-        "zoom_blur",
-        "elastic_transform",
-        "pixelate",
-        "contrast",
-        "jpeg_compression",
-    ],
-)
+MOVES_OR_MIXES = "defocus_blur glass_blur motion_blur zoom_blur elastic_transform pixelate contrast"
+
+
+@pytest.mark.parametrize("name", [*MOVES_OR_MIXES.split(), "jpeg_compression"])
 def test_what_only_moves_or_mixes_pixels_leaves_a_constant_image(name):
     for channels in (1, 3):
         images = constant(128, 24, channels)
-        assert np.array_equal(corrupt_images(images, name, 4, 0, [0]), images)
+        assert np.array_equal(corrupted(images, name, 4), images[0])
 
 
 def test_parameters_are_those_of_32_and_of_224_pixels_and_geometric_between():
     small = (1, 2, 3, 4, 5)
     large = (8, 32, 9, 64, 5)
     at = {side: np.zeros((1, side, side + 3)) for side in (8, 32, 224, 448)}
-    assert (
-        [severity_parameter(at[8], s, small, large) for s in (1, 2)]
-        == [severity_parameter(at[32], s, small, large) for s in (1, 2)]
-        == [1, 2]
-    )
+    for side in (8, 32):
+        assert [severity_parameter(at[side], s, small, large) for s in (1, 2)] == [1, 2]
     assert [severity_parameter(at[224], s, small, large) for s in (1, 4)] == pytest.approx([8, 64])
-    assert severity_parameter(at[448], 4, small, large) == pytest.approx(64) and severity_length(
-        at[448], 4, small, large
-    ) == pytest.approx(128)
-    assert severity_length(at[8], 2, small, large) == 2 and severity_length(
-        at[224], 2, small, large
-    ) == pytest.approx(32)
+    assert severity_parameter(at[448], 4, small, large) == pytest.approx(64)
+    assert corruptions.severity_length(at[448], 4, small, large) == pytest.approx(128)
+    assert corruptions.severity_length(at[8], 2, small, large) == 2
+    assert corruptions.severity_length(at[224], 2, small, large) == pytest.approx(32)
     middle = math.log(112 / 32) / math.log(7)  # of the way from 32 to 224, in logarithms
-    assert severity_parameter(np.zeros((3, 400, 112)), 2, small, large) == pytest.approx(
-        2 * 16**middle
-    )
+    between = severity_parameter(np.zeros((3, 400, 112)), 2, small, large)
+    assert between == pytest.approx(2 * 16**middle)
 
 
 def test_brightness_adds_to_the_largest_channel_and_keeps_the_hue():
-    assert (
-        corrupt_images(constant(100, 28), "brightness", 1, 0, [0]) == 113
-    ).all()  # 100 + 0.05 · 255 = 112.75
-    assert (
-        corrupt_images(constant(100, 224), "brightness", 2, 0, [0]) == 151
-    ).all()  # 100 + 0.2 · 255
-    assert (corrupt_images(constant(250, 224), "brightness", 2, 0, [0]) == 255).all()
+    # 100 + 0.05 · 255 = 112.75; 100 + 0.2 · 255 = 151
+    assert (corrupted(constant(100, 28), "brightness", 1) == 113).all()
+    assert (corrupted(constant(100, 224), "brightness", 2) == 151).all()
+    assert (corrupted(constant(250, 224), "brightness", 2) == 255).all()
     colours = np.zeros((1, 3, 224, 224), np.uint8)
     colours[0, :, 0, 0] = 100, 20, 0
-    made = corrupt_images(colours, "brightness", 2, 0, [0])[0]
+    made = corrupted(colours, "brightness", 2)
     assert made[:, 0, 0].tolist() == [151, 30, 0]  # × 151 / 100
     assert made[:, 5, 5].tolist() == [51, 51, 51], "black becomes grey"
 
@@ -211,88 +160,66 @@ def test_contrast_draws_each_channel_to_its_own_mean():
     images = np.zeros((1, 2, 224, 224), np.uint8)
     images[0, 0, :112] = 200
     images[0, 1] = 30
-    made = corrupt_images(images, "contrast", 1, 0, [0])[
-        0
-    ]  # mean 100, and 0.4 of the difference stays
+    made = corrupted(images, "contrast", 1)  # mean 100, and 0.4 of the difference stays
     assert (made[0, :112] == 140).all() and (made[0, 112:] == 60).all() and (made[1] == 30).all()
-    small = corrupt_images(images[:, :, 96:128, :32], "contrast", 1, 0, [0])[
-        0
-    ]  # 32 pixels: 0.75 stays
+    small = corrupted(images[:, :, 96:128, :32], "contrast", 1)  # 32 pixels: 0.75 stays
     assert (small[0, :16] == 175).all() and (small[0, 16:] == 25).all()
 
 
 def test_pixelate_takes_means_over_blocks():
     stripes = np.zeros((1, 1, 224, 224), np.uint8)
     stripes[..., ::2, :] = 100
-    assert (
-        corrupt_images(stripes, "pixelate", 2, 0, [0]) == 50
-    ).all()  # half the side: blocks of 2 × 2
-    blocks = (
-        np.random.default_rng(0)
-        .integers(0, 256, (1, 1, 112, 112), np.uint8)
-        .repeat(2, 2)
-        .repeat(2, 3)
-    )
-    assert np.array_equal(corrupt_images(blocks, "pixelate", 2, 0, [0]), blocks)
-    tall = np.random.default_rng(0).integers(0, 256, (1, 1, 448, 224), np.uint8)
+    # half the side: blocks of 2 × 2
+    assert (corrupted(stripes, "pixelate", 2) == 50).all()
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (1, 1, 112, 112), np.uint8).repeat(2, 2).repeat(2, 3)
+    assert np.array_equal(corrupted(blocks, "pixelate", 2), blocks[0])
+    tall = random.integers(0, 256, (1, 1, 448, 224), np.uint8)
     # a quarter of the side
-    made = corrupt_images(tall, "pixelate", 5, 0, [0])[0, 0].reshape(112, 4, 56, 4)
+    made = corrupted(tall, "pixelate", 5)[0].reshape(112, 4, 56, 4)
     assert (np.ptp(made, axis=(1, 3)) == 0).all()
     assert np.abs(made[:, 0, :, 0] - tall.reshape(112, 4, 56, 4).mean((1, 3))).max() <= 1
 
 
 def test_noises_have_their_spread():
     grey = constant(128, 224)
-    values = corrupt_images(grey, "gaussian_noise", 1, 0, [0]) / 255
-    assert values.std() == pytest.approx(0.08, rel=0.02) and values.mean() == pytest.approx(
-        128 / 255, abs=0.002
-    )
+    values = corrupted(grey, "gaussian_noise", 1) / 255
+    assert values.std() == pytest.approx(0.08, rel=0.02)
+    assert values.mean() == pytest.approx(128 / 255, abs=0.002)
     # 12 photons for white: √(0.2 / 12) = 0.1291
-    values = corrupt_images(constant(51, 224), "shot_noise", 3, 0, [0]) / 255
-    assert values.std() == pytest.approx(0.1291, rel=0.02) and values.mean() == pytest.approx(
-        0.2, abs=0.003
-    )
-    assert (
-        {0, 21, 42, 64, 85}
-        <= set(np.unique(values * 255).round().astype(int))
-        <= set(np.rint(np.arange(13) * 255 / 12).astype(int))
-    )
-    values = corrupt_images(grey, "impulse_noise", 4, 0, [0])
-    assert (values == 255).mean() == pytest.approx(0.085, abs=0.005) and (
-        values == 0
-    ).mean() == pytest.approx(0.085, abs=0.005)
+    values = corrupted(constant(51, 224), "shot_noise", 3) / 255
+    assert values.std() == pytest.approx(0.1291, rel=0.02)
+    assert values.mean() == pytest.approx(0.2, abs=0.003)
+    levels = set(np.unique(values * 255).round().astype(int))
+    assert {0, 21, 42, 64, 85} <= levels <= set(np.rint(np.arange(13) * 255 / 12).astype(int))
+    values = corrupted(grey, "impulse_noise", 4)
+    assert (values == 255).mean() == pytest.approx(0.085, abs=0.005)
+    assert (values == 0).mean() == pytest.approx(0.085, abs=0.005)
     assert (values == 128).mean() == pytest.approx(0.83, abs=0.008)
 
 
 def test_black_stays_black_in_shot_noise_and_fog_and_not_in_frost_and_snow():
     black = constant(0, 224, 3)
-    assert (
-        not corrupt_images(black, "shot_noise", 5, 0, [0]).any()
-        and not corrupt_images(black, "fog", 5, 0, [0]).any()
-    )
-    assert 10 < corrupt_images(black, "frost", 3, 0, [0]).mean() < 200
-    assert corrupt_images(black, "snow", 1, 0, [0]).min() >= 25  # 0.2 · 0.5 · 255 of whitening
-    assert (
-        corrupt_images(constant(255, 224), "frost", 3, 0, [0]).min() >= 178
-    )  # 0.7 of the image stays
+    assert not corrupted(black, "shot_noise", 5).any()
+    assert not corrupted(black, "fog", 5).any()
+    assert 10 < corrupted(black, "frost", 3).mean() < 200
+    assert corrupted(black, "snow", 1).min() >= 25  # 0.2 · 0.5 · 255 of whitening
+    assert corrupted(constant(255, 224), "frost", 3).min() >= 178  # 0.7 of the image stays
 
 
 def test_fog_runs_from_the_scaled_image_to_its_largest_value():
     # m = 128/255: m · m / (m + 1.5) = 0.1258 where there is no cloud
-    made = corrupt_images(constant(128, 224), "fog", 1, 0, [0])
+    made = corrupted(constant(128, 224), "fog", 1)
     assert (made.min(), made.max()) == (32, 128)
 
 
 def test_weather_lies_alike_over_all_channels():
     grey = picture(1, 1, 32, 32)
     for name in ("snow", "frost", "fog"):
-        one = corrupt_images(grey, name, 3, 0, [0])
-        assert np.array_equal(
-            corrupt_images(grey.repeat(3, 1), name, 3, 0, [0]), one.repeat(3, 1)
-        ), name
-        assert np.array_equal(
-            corrupt_images(grey.repeat(4, 1), name, 3, 0, [0]), one.repeat(4, 1)
-        ), name
+        one = corrupted(grey, name, 3)
+        for number in (3, 4):
+            several = corrupted(grey.repeat(number, 1), name, 3)
+            assert np.array_equal(several, one.repeat(number, 0)), name
 
 
 def test_jpeg_is_pillows_and_other_channels_go_one_by_one():
@@ -303,11 +230,10 @@ def test_jpeg_is_pillows_and_other_channels_go_one_by_one():
         Image.fromarray(pixels).save(file, "JPEG", quality=58)  # severity 3 at 32 pixels
         return np.asarray(Image.open(file))
 
-    colour = corrupt_images(images[:, :3], "jpeg_compression", 3, 0, [0])[0]
-    assert np.array_equal(
-        colour, through(np.ascontiguousarray(images[0, :3].transpose(1, 2, 0))).transpose(2, 0, 1)
-    )
-    four = corrupt_images(images, "jpeg_compression", 3, 0, [0])[0]
+    colour = corrupted(images[:, :3], "jpeg_compression", 3).transpose(1, 2, 0)
+    plain = np.ascontiguousarray(images[0, :3].transpose(1, 2, 0))
+    assert np.array_equal(colour, through(plain))
+    four = corrupted(images, "jpeg_compression", 3)
     assert all(np.array_equal(four[c], through(images[0, c])) for c in range(4))
 
 
@@ -315,13 +241,12 @@ def test_disk():
     # distances 0, 1 and √2 from the centre: weights 1, 0.5 and 1.5 − √2, by their number 1 + 4 ·
     # 0.5 + 4 · 0.0858
     corner = 1.5 - math.sqrt(2)
-    expected = np.array([[corner, 0.5, corner], [0.5, 1, 0.5], [corner, 0.5, corner]]) / (
-        3 + 4 * corner
-    )
-    np.testing.assert_allclose(disk_kernel(1), expected)
+    weights = np.array([[corner, 0.5, corner], [0.5, 1, 0.5], [corner, 0.5, corner]])
+    np.testing.assert_allclose(corruptions.disk_kernel(1), weights / (3 + 4 * corner))
     point = np.zeros((1, 9, 9))
     point[0, 4, 4] = 1
-    np.testing.assert_allclose(defocus_blur(point, 1, None)[0, 3:6, 3:6], disk_kernel(0.7))
+    blurred = corruptions.defocus_blur(point, 1, None)[0, 3:6, 3:6]
+    np.testing.assert_allclose(blurred, corruptions.disk_kernel(0.7))
 
 
 def test_trail():
@@ -330,9 +255,8 @@ def test_trail():
     w = math.exp(-1.125)
     kernel = trail_kernel(1 / 3, 0)
     assert kernel.shape == (5, 5) and kernel.sum() == pytest.approx(1)
-    assert kernel[2, 2] == pytest.approx((1 + w / 2) / (1 + w)) and kernel[2, 3] == pytest.approx(
-        w / 2 / (1 + w)
-    )
+    assert kernel[2, 2] == pytest.approx((1 + w / 2) / (1 + w))
+    assert kernel[2, 3] == pytest.approx(w / 2 / (1 + w))
     np.testing.assert_allclose(trail_kernel(2, 90), trail_kernel(2, 0).T, atol=1e-12)  # down
     np.testing.assert_allclose(trail_kernel(2, -45), trail_kernel(2, 45)[::-1], atol=1e-12)
 
@@ -340,62 +264,60 @@ def test_trail():
 def test_zoom_blur_flattens_a_slope_about_the_centre():
     slope = np.broadcast_to((np.arange(21) - 10) / 40 + 0.5, (1, 17, 21))
     # severity 2 of small images
-    factor = (1 + (1 / np.linspace(1, 1.1, ZOOMS)).sum()) / (ZOOMS + 1)
-    np.testing.assert_allclose(zoom_blur(slope, 2, None), (slope - 0.5) * factor + 0.5)
+    factor = (1 + (1 / np.linspace(1, 1.1, corruptions.ZOOMS)).sum()) / (corruptions.ZOOMS + 1)
+    np.testing.assert_allclose(corruptions.zoom_blur(slope, 2, None), (slope - 0.5) * factor + 0.5)
 
 
 def test_glass_swaps_near_pixels_and_loses_none():
-    order = local_shuffle_order((9, 14), 2, 1, np.random.default_rng(0))
+    order = corruptions.local_shuffle_order((9, 14), 2, 1, np.random.default_rng(0))
     assert sorted(order) == list(range(126)) and order != list(range(126))
-    back = local_shuffle_order((9, 14), 2, 0, np.random.default_rng(0))
+    back = corruptions.local_shuffle_order((9, 14), 2, 0, np.random.default_rng(0))
     assert back == list(range(126))
     # each image is blurred by its own draws: a single swap moves at most 2 rows and 2 columns
-    one = local_shuffle_order((1, 40), 2, 1, np.random.default_rng(1))
+    one = corruptions.local_shuffle_order((1, 40), 2, 1, np.random.default_rng(1))
     assert np.mean(np.abs(np.array(one) - np.arange(40)) <= 4) > 0.8
 
 
 def test_elastic_moves_by_its_amplitude():
     ramp = np.broadcast_to(np.arange(224.0), (1, 224, 224))
     # the displacement along columns, in pixels
-    moved = elastic_transform(ramp, 1, np.random.default_rng(0)) - ramp
+    moved = corruptions.elastic_transform(ramp, 1, np.random.default_rng(0)) - ramp
     assert np.sqrt(np.square(moved[:, :, 20:-20]).mean()) == pytest.approx(2, rel=0.15)
 
 
 def test_resampling():
     image = np.array([[[0.0, 10, 20], [30, 40, 50]]])
-    np.testing.assert_array_equal(
-        interpolate_at_rows_and_columns(image, np.arange(2), np.arange(3)), image
-    )
-    np.testing.assert_allclose(
-        interpolate_at_rows_and_columns(image, np.array([0.5]), np.array([-1, 0.25, 1.5, 9])),
-        [[[15, 17.5, 30, 35]]],
-    )
+    same = corruptions.interpolate_at_rows_and_columns(image, np.arange(2), np.arange(3))
+    np.testing.assert_array_equal(same, image)
+    columns = np.array([-1, 0.25, 1.5, 9])
+    between = corruptions.interpolate_at_rows_and_columns(image, np.array([0.5]), columns)
+    np.testing.assert_allclose(between, [[[15, 17.5, 30, 35]]])
 
 
 def test_clouds_fill_their_range_and_are_smooth_where_roughness_is_high():
-    smooth, rough = (cloud_field((40, 56), value, np.random.default_rng(0)) for value in (4, 1.1))
+    smooth, rough = (
+        corruptions.cloud_field((40, 56), value, np.random.default_rng(0)) for value in (4, 1.1)
+    )
     for field in (smooth, rough):
         assert field.shape == (40, 56) and field.min() == 0 and field.max() == 1
     assert np.abs(np.diff(smooth)).mean() < 0.5 * np.abs(np.diff(rough)).mean()
 
 
 def test_noise_directions_belong_to_the_image():
-    drawn = standard_normal_noise(np.array([5, 9, 2]), (3, 40, 50), 1)
+    def draw(indices, seed):
+        return corruptions.standard_normal_noise(np.array(indices), (3, 40, 50), seed)
+
+    drawn = draw([5, 9, 2], 1)
     assert drawn.dtype == torch.float32 and drawn.shape == (3, 3, 40, 50)
-    assert torch.equal(standard_normal_noise(np.array([2, 5]), (3, 40, 50), 1), drawn[[2, 0]])
-    assert not torch.equal(standard_normal_noise(np.array([5]), (3, 40, 50), 2), drawn[:1])
-    assert float(drawn.std()) == pytest.approx(1, abs=0.02) and float(
-        drawn.mean()
-    ) == pytest.approx(0, abs=0.03)
-    assert abs(float((drawn[0] * drawn[1]).mean())) < 0.05, (
-        "two images' directions have nothing in common"
-    )
+    assert torch.equal(draw([2, 5], 1), drawn[[2, 0]]) and not torch.equal(draw([5], 2), drawn[:1])
+    assert float(drawn.std()) == pytest.approx(1, abs=0.02)
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.03)
+    assert abs(float((drawn[0] * drawn[1]).mean())) < 0.05, "two images have nothing in common"
 
 
 def test_noise_is_scaled_added_and_cut_to_the_range():
     images = np.array([[[[0, 51, 255]]]], np.uint8)
     drawn = torch.tensor([[[[-1.0, 2.0, 0.5]]]])
-    torch.testing.assert_close(add_noise(images, drawn, 0.1), torch.tensor([[[[0, 0.4, 1]]]]))
-    assert torch.equal(add_noise(images, drawn, 0.0), torch.from_numpy(images).float() / 255), (
-        "no noise changes no bit"
-    )
+    some, none = (corruptions.add_noise(images, drawn, sigma) for sigma in (0.1, 0.0))
+    torch.testing.assert_close(some, torch.tensor([[[[0, 0.4, 1]]]]))
+    assert torch.equal(none, torch.from_numpy(images).float() / 255), "no noise changes no bit"

@@ -11,20 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.core import streams
 from moecore.core.files import UserError
-from moecore.core.streams import (
-    ATTACK,
-    FEW_SHOT,
-    NOISE,
-    PERMUTED,
-    VIEWS,
-    Who,
-    derived_seed,
-    generator_for,
-)
+from moecore.core.streams import derived_seed, generator_for
 from moecore.data.loader import (
-    OnDevice,
-    OnDisk,
     batch_indices,
     few_shot_indices,
     image_memory_budget,
@@ -52,10 +42,8 @@ def test_an_epoch_sees_each_image_at_most_once(n, batch, seed, epoch):
         return
     steps = steps_per_epoch(n, batch)
     seen = torch.cat([batch_indices(n, batch, seed, epoch * steps + i) for i in range(steps)])
-    assert (
-        torch.equal(seen, batch_indices(n, n, seed, epoch)[: steps * batch])
-        and len(seen.unique()) == steps * batch
-    )
+    assert torch.equal(seen, batch_indices(n, n, seed, epoch)[: steps * batch])
+    assert len(seen.unique()) == steps * batch
 
 
 def test_orders_are_permutations_that_differ_and_cannot_be_spoilt():
@@ -74,14 +62,12 @@ def test_on_device_and_on_disk_agree(tmp_path):
     split = Split(np.load(tmp_path / "images.npy", mmap_mode="r"), np.arange(20))
     held = load_split_where_it_fits(split, "cpu", 20 * 9)
     mapped = load_split_where_it_fits(split, "cpu", 20 * 9 - 1)
-    assert isinstance(held, OnDevice) and isinstance(mapped, OnDisk)
+    assert isinstance(held.images, torch.Tensor) and isinstance(mapped.images, np.memmap)
     indices = torch.tensor([7, 0, 7])
     for seen, labels in (held.take(indices), mapped.take(indices)):
-        assert (
-            np.array_equal(seen.numpy(), images[[7, 0, 7]])
-            and labels.tolist() == [7, 0, 7]
-            and seen.dtype == torch.uint8
-        )
+        assert np.array_equal(seen.numpy(), images[[7, 0, 7]])
+        assert labels.tolist() == [7, 0, 7]
+        assert seen.dtype == torch.uint8
 
 
 def test_a_gpu_holds_a_share_of_what_is_free_there(monkeypatch):
@@ -92,12 +78,10 @@ def test_a_gpu_holds_a_share_of_what_is_free_there(monkeypatch):
 def test_few_shot():
     labels = np.array([0] * 10 + [1] * 4)
     chosen = few_shot_indices(TWO, labels, 3, 0)
-    assert torch.equal(
-        chosen, few_shot_indices(TWO, torch.from_numpy(labels), 3, 0)
-    ) and np.bincount(labels[chosen]).tolist() == [3, 3]
-    assert (
-        not torch.equal(chosen, few_shot_indices(TWO, labels, 3, 1)) and len(chosen.unique()) == 6
-    )
+    assert torch.equal(chosen, few_shot_indices(TWO, torch.from_numpy(labels), 3, 0))
+    assert np.bincount(labels[chosen]).tolist() == [3, 3]
+    assert not torch.equal(chosen, few_shot_indices(TWO, labels, 3, 1))
+    assert len(chosen.unique()) == 6
     with pytest.raises(
         UserError, match="5 images per class asked for, but class 1 has 4; allowed: 1 to 4"
     ):
@@ -123,29 +107,19 @@ def test_quotas_are_exact_and_proportional(counts, data):
 def test_carve_is_a_stratified_partition(seed, amount):
     labels = np.random.default_rng(seed).permutation(LABELS)
     kept, carved = stratified_split(labels, amount, seed)
-    if amount < 1:
-        number = round(amount * 100)
-    else:
-        number = amount
-    assert (
-        np.array_equal(np.sort(np.concatenate([kept, carved])), np.arange(100))
-        and len(carved) == number
-    )
-    assert (
-        np.abs(np.bincount(labels[carved], minlength=3) - np.array([50, 30, 20]) * number / 100)
-        <= 1
-    ).all()
+    number = round(amount * 100) if amount < 1 else amount
+    assert np.array_equal(np.sort(np.concatenate([kept, carved])), np.arange(100))
+    assert len(carved) == number
+    counts = np.bincount(labels[carved], minlength=3)
+    assert (np.abs(counts - np.array([50, 30, 20]) * number / 100) <= 1).all()
     again = stratified_split(labels, amount, seed)
     assert np.array_equal(again[0], kept) and np.array_equal(again[1], carved)
 
 
 def test_seeds_and_purposes_differ():
-    draws = [
-        stratified_split(LABELS, 0.5, seed, purpose)[1].tolist()
-        for seed in (0, 1)
-        for purpose in (0, 1)
-    ]
-    assert len({tuple(draw) for draw in draws}) == 4
+    words = [(seed, purpose) for seed in (0, 1) for purpose in (0, 1)]
+    draws = {tuple(stratified_split(LABELS, 0.5, *word)[1].tolist()) for word in words}
+    assert len(draws) == 4
 
 
 def test_limits_do_not_touch_validation():
@@ -155,14 +129,13 @@ def test_limits_do_not_touch_validation():
     few, same = split_train(LABELS, small)
     assert np.array_equal(validation, same) and set(few) < set(train) and len(few) == 10
     assert np.bincount(LABELS[few]).tolist() == [5, 3, 2]
-    assert (
-        len(stratified_limit(LABELS, None, 0)) == len(stratified_limit(LABELS, 1000, 0)) == 100
-        and len(stratified_limit(LABELS, 1, 0)) == 1
-    )
+    assert len(stratified_limit(LABELS, None, 0)) == len(stratified_limit(LABELS, 1000, 0)) == 100
+    assert len(stratified_limit(LABELS, 1, 0)) == 1
 
 
 SEEDS = range(3)
-WHO = get_args(Who)
+WHO = get_args(streams.Who)
+PURPOSES = (streams.VIEWS, streams.NOISE, streams.ATTACK)
 
 
 def drawn(*words: int) -> int:
@@ -174,7 +147,7 @@ def of_training(seed: int) -> dict[tuple, int]:
     found = {("weights", seed): int(torch.Generator().manual_seed(seed).initial_seed())}
     found |= {("order", seed, epoch): drawn(seed, epoch) for epoch in range(200)}
     for step in range(200):
-        for purpose in (VIEWS, NOISE, ATTACK):
+        for purpose in PURPOSES:
             found["step", seed, step, purpose] = drawn(seed, step, purpose)
     return found
 
@@ -189,19 +162,17 @@ def test_no_two_streams_coincide():
             found |= {(who, seed, *words): value for words, value in own.items()}
             # two views of images in parts of 100, as routing and explorer draw them
             drawn_from = derived_seed(who, seed)
-            found |= {
-                (who, seed, start, 0): drawn(drawn_from, start, 0) for start in (0, 100)
-            }  # the second view, (start, 1), is there already
+            # (the second view, (start, 1), is there already)
+            found |= {(who, seed, start, 0): drawn(drawn_from, start, 0) for start in (0, 100)}
     assert len(set(found.values())) == len(found)
 
 
 def test_no_two_streams_of_numpy_coincide():
-    purposes = (0, 1, 2, FEW_SHOT, PERMUTED, 5, 6)
+    purposes = (0, 1, 2, streams.FEW_SHOT, streams.PERMUTED, 5, 6)
     words: list[int | list[int]] = [[seed, purpose] for seed in SEEDS for purpose in purposes]
     words += [derived_seed(who, seed) for who in WHO for seed in SEEDS]
-    words += [
-        [derived_seed("mixed_regions", seed), index] for seed in SEEDS for index in range(1, 9)
-    ]
+    mixed = [derived_seed("mixed_regions", seed) for seed in SEEDS]
+    words += [[seed, index] for seed in mixed for index in range(1, 9)]
     first = {int(np.random.default_rng(word).integers(2**62)) for word in words}
     assert len(first) == len(words)
 
@@ -211,8 +182,8 @@ def test_the_streams_of_a_student_are_what_they_always_were():
     labels = np.arange(60) % 2
     said = [
         batch_indices(1000, 64, 3, 40).tolist(),
-        [generator_for(3, 40, purpose).initial_seed() for purpose in (VIEWS, NOISE, ATTACK)],
+        [generator_for(3, 40, purpose).initial_seed() for purpose in PURPOSES],
         few_shot_indices(TWO, labels, 10, 3).tolist(),
-        np.random.default_rng([3, PERMUTED]).permutation(50).tolist(),
+        np.random.default_rng([3, streams.PERMUTED]).permutation(50).tolist(),
     ]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "8ddca5fd3dce9597"

@@ -10,7 +10,7 @@ import torch
 from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
 from moecore.attacks.pgd import Pgd
-from moecore.data.loader import OnDevice, OnDisk
+from moecore.data.loader import Loaded
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
@@ -227,8 +227,8 @@ def test_the_plan_is_the_one_of_the_cpu_without_padding(number):
 def test_batches_made_on_a_stream_of_their_own_are_the_same():
     job = task()
     labels = job.train.labels.cuda()
-    for train in (OnDevice(job.train.images.cuda(), labels), OnDisk(numpy_of(job), labels)):
-        held = job._replace(train=train)
+    for images in (job.train.images.cuda(), numpy_of(job)):
+        held = job._replace(train=Loaded(images, labels))
         make = partial(training_batch, held, SETTINGS, 3)
         ahead = BatchPrefetcher(make, range(20))
         for step in range(20):

@@ -11,7 +11,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
-from moecore.data.image_noise import add_noise, standard_normal_noise
+from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result

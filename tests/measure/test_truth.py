@@ -9,7 +9,7 @@ from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
 from moecore.core.files import UserError
 from moecore.core.plain_values import to_jsonable
-from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
+from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel

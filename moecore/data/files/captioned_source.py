@@ -8,7 +8,7 @@ word per line, or the user's ``tokenizer.json``.
 import json
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -82,9 +82,8 @@ class CaptionedSource(Source):
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
         splits = self._image_files()
-        tokenizer = self.tokenizer.build(
-            text for _, image in splits["train"] for text in image.captions
-        )
+        training = (text for _, image in splits["train"] for text in image.captions)
+        tokenizer = self.tokenizer.build(training)
         card = self._card(tokenizer)
         files, counts = {}, {}
         for split, images in splits.items():
@@ -115,12 +114,10 @@ class CaptionedSource(Source):
             limit = limits.get(split)
             if limit is not None and limit < len(images):
                 random = np.random.default_rng([self.seed, SPLIT_STREAM + 1])
-                images = [
-                    images[place] for place in sorted(random.permutation(len(images))[:limit])
-                ]
+                places = sorted(random.permutation(len(images))[:limit])
+                images = [images[place] for place in places]
             chosen[split] = [(join_below_root(root, image.file), image) for image in images]
-        missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
-        if missing:
+        if missing := [path for part in chosen.values() for path, _ in part if not path.is_file()]:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])
             raise UserError(
                 f"{root}: {len(missing)} images with captions are not there, {listed} among them; "
@@ -195,7 +192,7 @@ def check_captions(path: Path, images: list[ImageCaptions]) -> None:
 
 
 def group_captions(
-    path: Path, files: Mapping[Any, str], pairs: Iterator[tuple[Any, str]]
+    path: Path, files: Mapping[Any, str], pairs: Iterable[tuple[Any, str]]
 ) -> list[ImageCaptions]:
     """Group captions by image, in order. Raises UserError for captions of unlisted images."""
     captions: dict[Any, list[str]] = {image: [] for image in files}

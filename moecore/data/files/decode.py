@@ -25,18 +25,12 @@ def resize_images_in_chunks(images: np.ndarray, size: int) -> Iterator[np.ndarra
             # Interpolating to the same size could round.
             yield np.ascontiguousarray(chunk)
         else:
-            yield _resize_bilinear(chunk, size)
+            pixels = torch.from_numpy(np.ascontiguousarray(chunk)).to(torch.float32)
+            shrunk = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True)
+            yield shrunk.round_().clamp_(0, 255).to(torch.uint8).numpy()
 
 
-def _resize_bilinear(images: np.ndarray, size: int) -> np.ndarray:
-    pixels = torch.from_numpy(np.ascontiguousarray(images)).to(torch.float32)
-    shrunk = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True)
-    return shrunk.round_().clamp_(0, 255).to(torch.uint8).numpy()
-
-
-SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
-)
+SUFFIXES = frozenset(".png .jpg .jpeg .bmp .webp .tif .tiff .gif .ppm .pgm".split())
 # Checked by content: PIL would pass PostScript named .png to Ghostscript, which executes it.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 MODES = {1: "L", 3: "RGB"}
@@ -97,9 +91,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
         plain = _to_plain_mode(image)
-        if plain.mode == MODES[channels]:
-            return plain
-        return plain.convert(MODES[channels])
+        return plain if plain.mode == MODES[channels] else plain.convert(MODES[channels])
 
 
 @contextmanager
@@ -108,14 +100,12 @@ def _raise_unreadable() -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError as error:
-        listed = ", ".join(FORMATS)
-        raise UnreadableImage(
-            f"cannot identify image file: not a picture, or damaged; allowed: {listed}"
-        ) from error
+        why = f"not a picture, or damaged; allowed: {', '.join(FORMATS)}"
+        raise UnreadableImage(f"cannot identify image file: {why}") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
+    # PIL's readers of EXIF and of chunks let the others through for wrong lengths and types.
     except (
-        # PIL's readers of EXIF and of chunks let these through for wrong lengths and types.
         struct.error,
         zlib.error,
         LookupError,
@@ -150,11 +140,7 @@ def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
     """Resize the largest centred square of the image to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
-    first_column = (width - side) / 2
-    first_row = (height - side) / 2
-    square = image.resize(
-        (size, size),
-        Image.Resampling.BILINEAR,
-        box=(first_column, first_row, first_column + side, first_row + side),
-    )
+    left, top = (width - side) / 2, (height - side) / 2
+    box = (left, top, left + side, top + side)
+    square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return np.asarray(square).reshape(size, size, -1)

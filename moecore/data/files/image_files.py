@@ -15,13 +15,7 @@ from pydantic import Field, model_validator
 from moecore.core.files import UserError, find_raw_folder, join_below_root
 from moecore.core.kept_parts import KeptParts
 from moecore.data.card import Card, count_classes
-from moecore.data.files.decode import (
-    SUFFIXES,
-    JpegWithHistogram,
-    UnreadableImage,
-    decode_image,
-    recompress_image,
-)
+from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.data.stored_arrays import new_array, open_array
@@ -37,6 +31,9 @@ class LabelledFiles(NamedTuple):
 
     paths: list[Path]
     labels: np.ndarray
+
+    def take(self, rows: np.ndarray) -> "LabelledFiles":
+        return LabelledFiles([self.paths[row] for row in rows], self.labels[rows])
 
 
 class DecodeCache(NamedTuple):
@@ -56,15 +53,18 @@ class DecodeCache(NamedTuple):
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
         finished = KeptParts(work_folder)
-        if finished.parts and not _is_whole_array(array, shape):
+        try:
+            if finished.parts:
+                open_array(array, shape, np.uint8)
+        except UserError:  # damaged
             finished.path.unlink()
             finished = KeptParts(work_folder)
         out = new_array(array, np.uint8, shape, begun=bool(finished.parts))
 
         def decode_row(row: int) -> str | None:
             try:
-                out[row] = decode_image(paths[row], self.size, self.channels)
-            except UnreadableImage as error:
+                out[row] = decode.decode_image(paths[row], self.size, self.channels)
+            except decode.UnreadableImage as error:
                 return str(error)
             return None
 
@@ -90,16 +90,20 @@ class DecodeCache(NamedTuple):
             finished.path.unlink()
             finished = KeptParts(work_folder)
 
-        def pack_row(row: int) -> JpegWithHistogram | str:
+        def pack_row(row: int) -> decode.JpegWithHistogram | str:
             try:
-                return recompress_image(paths[row], short_side, self.channels)
-            except UnreadableImage as error:
+                return decode.recompress_image(paths[row], short_side, self.channels)
+            except decode.UnreadableImage as error:
                 return str(error)
 
         def pack_rows(rows: range, start: int) -> dict[str, Any]:
             packed = list(zip(rows, map_in_threads(pack_row, rows), strict=True))
             images = [image for _, image in packed if not isinstance(image, str)]
-            _write_from(file, start, b"".join(image.content for image in images))
+            with open(file, "ab") as out:
+                out.truncate(start)  # a killed run may have written more than it recorded
+                out.write(b"".join(image.content for image in images))
+                out.flush()
+                os.fsync(out.fileno())
             zeros = np.zeros((self.channels, 256), np.int64)
             return {
                 "lengths": [len(image.content) for image in images],
@@ -122,7 +126,9 @@ class DecodeCache(NamedTuple):
 
     def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
         """Return the folder named by a hash of form, channels, files and their lengths."""
-        listing = "\n".join(f"{path} {_file_length(path)}" for path in paths)
+        # Decoding will report broken links.
+        lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
+        listing = "\n".join(f"{path} {size}" for path, size in zip(paths, lengths, strict=True))
         text = f"{form} {self.channels}\n{listing}"
         name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         work = self.folder / split / name
@@ -131,31 +137,6 @@ class DecodeCache(NamedTuple):
             if other != work:
                 shutil.rmtree(other)
         return work
-
-
-def _is_whole_array(array: Path, shape: tuple[int, ...]) -> bool:
-    try:
-        open_array(array, shape, np.uint8)
-    except UserError:
-        return False
-    return True
-
-
-def _file_length(path: Path) -> int:
-    """Return the bytes of a file, -1 for a broken link, which decoding will report."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return -1
-
-
-def _write_from(file: Path, start: int, content: bytes) -> None:
-    """Replace what follows ``start`` bytes of a file by ``content``, and sync it to the disk."""
-    with open(file, "ab") as out:
-        out.truncate(start)  # a killed run may have written more than it recorded
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _chunks(number: int) -> Iterator[range]:
@@ -174,22 +155,21 @@ def decode_splits(
     short_side: of uncropped JPEG training images; None for an array. Raises UserError listing every
     unreadable file with its reason, unless ``on_error`` is ``skip``: then these files are left out.
     """
-    decoded: dict[str, tuple[Path | PackedJpegFile, dict[int, str]]] = {}
-    for split, files in splits.items():
-        if short_side is not None and split == "train":
-            decoded[split] = cache.pack(split, files.paths, short_side)
-        else:
-            decoded[split] = cache.decode(split, files.paths)
+    decoded = {
+        split: cache.pack(split, files.paths, short_side)
+        if short_side is not None and split == "train"
+        else cache.decode(split, files.paths)
+        for split, files in splits.items()
+    }
     bad = [
         f"{splits[split].paths[row]}: {why}"
         for split, (_, reasons) in decoded.items()
         for row, why in sorted(reasons.items())
     ]
     if bad and on_error == "stop":
-        listed = "\n  ".join(bad)
         raise UserError(
             f"{len(bad)} image files cannot be read; repair or remove them, or set "
-            f"`on_error: skip`:\n  {listed}"
+            "`on_error: skip`:\n  " + "\n  ".join(bad)
         )
     parts = {}
     for split, (images, reasons) in decoded.items():
@@ -280,8 +260,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """Return the sorted names of the class folders; UserError for fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    names = sorted(name for name in names if not name.startswith("."))
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
     if len(names) < 2:
         raise UserError.at(
             folder,
@@ -299,7 +278,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
         raise UserError(f"{folder}: class folders differ; lacking: {missing}; unknown: {unknown}")
     lists = [sorted(_images_below(root, join_below_root(root, folder / name))) for name in classes]
     if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
-        endings = " ".join(sorted(SUFFIXES))
+        endings = " ".join(sorted(decode.SUFFIXES))
         listed = ", ".join(empty[:10])
         raise UserError(f"{folder}: no image in class {listed}; allowed endings: {endings}")
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
@@ -318,16 +297,12 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             yield from _images_below(root, path)
-        if path.suffix.lower() not in SUFFIXES:
+        if path.suffix.lower() not in decode.SUFFIXES:
             continue
         if entry.is_symlink():  # no folder above it is a link
             join_below_root(root, path)
         if entry.is_file() or not path.exists():
             yield path
-
-
-def take_files_at_rows(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
-    return LabelledFiles([files.paths[row] for row in rows], files.labels[rows])
 
 
 def _join_names(names: set[str]) -> str:

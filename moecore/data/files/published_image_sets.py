@@ -11,13 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from moecore.core.files import (
-    UserError,
-    candidate_folders,
-    describe_refusal,
-    file_checksum,
-    whole_file,
-)
+from moecore.core import files
 from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.layouts.images import SplitToWrite, write_images
@@ -60,7 +54,7 @@ class PublishedSource(SplitSettings, Source):
         classes = self.facts().classes
         named = self.only_classes
         if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(classes)):
-            refusal = describe_refusal(
+            refusal = files.describe_refusal(
                 found=", ".join(named), allowed=f"two or more of {', '.join(classes)}, each once"
             )
             raise ValueError(f"only_classes: {refusal}")
@@ -106,10 +100,8 @@ class PublishedSource(SplitSettings, Source):
             train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
             labels = self._number_kept_classes(np.concatenate([train, test]))
             parts = {split: labels[rows] for split, rows in self._split_rows(train, test).items()}
-            return {
-                "counts": count_classes(name, task, parts),
-                "note": None if place else f"prepare will download it into {root}",
-            }
+            note = None if place else f"prepare will download it into {root}"
+            return {"counts": count_classes(name, task, parts), "note": note}
 
         return card.complete_with(count)
 
@@ -135,10 +127,10 @@ class PublishedSource(SplitSettings, Source):
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
         """Return where all files are (None: to download), and the folder for downloads."""
-        roots = candidate_folders(self.root)
+        roots = files.candidate_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
-            raise UserError(self.describe_absence(roots))
+            raise files.UserError(self.describe_absence(roots))
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
@@ -157,16 +149,15 @@ class PublishedSource(SplitSettings, Source):
 
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
-    digest = file_checksum(path, algorithm)
-    if digest != expected:
-        raise UserError(
+    if (digest := files.file_checksum(path, algorithm)) != expected:
+        raise files.UserError(
             f"{source}: has {algorithm} {digest}; published: {expected}. Fetch it again"
         )
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
     """Download ``url`` to ``path``, which appears only once ``check`` accepts the content."""
-    with whole_file(path) as temporary:
+    with files.whole_file(path) as temporary:
         try:
             torch.hub.download_url_to_file(url, str(temporary), progress=False)
         except (
@@ -176,8 +167,7 @@ def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None
             ConnectionError,
             ValueError,  # of a bad address in a redirection
         ) as error:
-            raise UserError(
-                f"{url}: download failed ({error}); check the network, or put the file at {path} "
-                "by hand"
+            raise files.UserError(
+                f"{url}: download failed ({error}); check the network, or put the file at {path}"
             ) from error
         check(temporary)

@@ -93,17 +93,15 @@ def write_images(
         images={split: len(parts[split].labels) for split in SPLITS},
         counts=counts,
         seed=settings.model_dump()["seed"],
-        **_describe_training_images(folder, card, parts["train"].images),
+        **_describe_training_images(folder, card, parts["train"]),
     )
 
 
-def _describe_training_images(
-    folder: Path, card: Card, images: Iterable[np.ndarray] | Path | PackedJpegFile
-) -> dict[str, Any]:
+def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> dict[str, Any]:
     """Return the card's entries on pixel values, and on the size of uncropped images."""
-    if isinstance(images, PackedJpegFile):
-        mean, std = _moments_of(images.histogram)
-        return {"mean": mean, "std": std, "jpeg": {"side": images.short_side}}
+    if isinstance(train.images, PackedJpegFile):
+        mean, std = _moments_of(train.images.histogram)
+        return {"mean": mean, "std": std, "jpeg": {"side": train.images.short_side}}
     stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
     mean, std = channel_moments(stored[:, : card.channels])
     return {"mean": mean, "std": std}

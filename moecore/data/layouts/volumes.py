@@ -15,15 +15,11 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card, write_card
 from moecore.data.stored_arrays import new_array, open_array, open_labels, save_array
-from moecore.data.volumes.subjects import (
-    VolumeSubject,
-    read_subject_rows,
-    sex_counts,
-    write_subject_table,
-)
+from moecore.data.volumes.subjects import VolumeSubject, read_subject_rows, write_subject_table
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
+SEXES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
 BRAIN = 0.5  # a voxel with at least this share of tissue is inside the brain
 # shares of the head, wide enough for ages 18 to 95 with atrophy
 USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
@@ -69,6 +65,11 @@ def write_volumes(
     )
 
 
+def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
+    counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
+    return {name: number for name, number in counts.items() if number or name != "unknown"}
+
+
 def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
     return np.array([row.age for row in subjects], np.float32)
 
@@ -102,12 +103,11 @@ def open_volumes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return volumes, labels and people of a split. Raises UserError if they misfit card.json."""
     number = card["images"][split]
-    size = tuple(card["size"])
-    images = open_array(
-        folder / f"{split}_images.npy", (number, card["channels"], *size), np.float16
-    )
+    shape = (number, card["channels"], *card["size"])
+    images = open_array(folder / f"{split}_images.npy", shape, np.float16)
     if regions := card["regions"]:
-        open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
+        shape = (number, len(regions), *card["size"])
+        open_array(folder / f"{split}_regions.npy", shape, np.uint8)
     subjects = read_subject_rows(folder / f"{split}_subjects.csv")
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)

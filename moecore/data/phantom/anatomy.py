@@ -88,14 +88,9 @@ PRESETS: dict[str, PopulationSpread] = {
 }
 
 
-def grey_matter_relative_to_25(age: float) -> float:
-    """Return grey matter at an age, relative to age 25; linear between the medians."""
-    return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
-
-
-def white_matter_relative_to_25(age: float) -> float:
-    """Return white matter at an age, relative to age 25; linear between the medians."""
-    return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
+def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
+    """Return GREY_ML or WHITE_ML at an age, relative to age 25; linear between the medians."""
+    return float(np.interp(age, AGES, medians / medians[REFERENCE]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
@@ -222,10 +217,8 @@ def load_template() -> Template:
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
-        brightness, grey, white, fluid = (
-            stored[name].astype(np.float32) / 255
-            for name in ("brightness", "grey", "white", "fluid")
-        )
+        names = ("brightness", "grey", "white", "fluid")
+        brightness, grey, white, fluid = (stored[name].astype(np.float32) / 255 for name in names)
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
     full = np.maximum(grey + white + fluid, 1)  # shares rounded to bytes may add up to 1.006
@@ -277,18 +270,14 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
     shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
     angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
-    shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
-    warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
-    return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
-
-
-def rotation_matrix(angles: np.ndarray) -> np.ndarray:
-    """Return Rx · Ry · Rz, (3, 3), about the body's axes; angles (3,) in radians."""
     cx, cy, cz = np.cos(angles)
     sx, sy, sz = np.sin(angles)
     about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
     about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
-    return about_x @ about_y @ np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+    about_z = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+    shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
+    warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
+    return Pose(shape / shape.prod() ** (1 / 3), about_x @ about_y @ about_z, shift, warp)
 
 
 def place_template(

@@ -43,18 +43,16 @@ def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShar
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
         mask = brain.regions.sum(axis=0) > BRAIN
         brightness = np.clip(brain.brightness, 0, None) ** CONTRAST
-        return pack_stored_volume(
-            anatomy.scan_brain(brightness, mask, seed, 0, site), brain.regions, mask
-        )
+        volume = anatomy.scan_brain(brightness, mask, seed, 0, site)
+        return pack_stored_volume(volume, brain.regions, mask)
 
 
 @cache
 def folded_brain_template() -> anatomy.Template:
     """Return a folded ribbon of grey matter around white, with two ventricles and two nuclei."""
     middle = (anatomy.SIDE - 1) / 2
-    points = ((anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)).reshape(
-        3, *(anatomy.SIDE,) * 3
-    )
+    points = (anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)
+    points = points.reshape(3, *(anatomy.SIDE,) * 3)
     depth = -ellipsoid_distance(points, HEAD)
     folds = np.sin(points * np.float32(2 * np.pi / FOLD_MM)).sum(axis=0) / 3
     head = anatomy.ventricle_voxel_shares(0.0, -depth)

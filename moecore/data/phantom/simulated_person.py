@@ -69,9 +69,8 @@ class LifelongTraits(NamedTuple):
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, age, sex)
-        placement = anatomy.place_template(
-            base, self.pose, scale, targets.ventricles * head_ml / anatomy.VOXEL_ML
-        )
+        ventricle_voxels = targets.ventricles * head_ml / anatomy.VOXEL_ML
+        placement = anatomy.place_template(base, self.pose, scale, ventricle_voxels)
         thinning = base.thinning * np.exp(anatomy.CORTEX_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
@@ -85,9 +84,10 @@ class LifelongTraits(NamedTuple):
         sex_factor = anatomy.VENTRICLES_OF_MEN if sex == "M" else 1.0
         growth = float(np.exp(spread.ventricles * self.ventricles))
         lesions = anatomy.lesions_ml(brain_age) * float(np.exp(spread.lesions * self.lesions))
+        relative = anatomy.tissue_relative_to_25
         return HeadTissueShares(
-            grey * anatomy.grey_matter_relative_to_25(brain_age) * tissue_factor - boundary_shift,
-            white * anatomy.white_matter_relative_to_25(brain_age) * tissue_factor + boundary_shift,
+            grey * relative(anatomy.GREY_ML, brain_age) * tissue_factor - boundary_shift,
+            white * relative(anatomy.WHITE_ML, brain_age) * tissue_factor + boundary_shift,
             ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * sex_factor,
             lesions / anatomy.LESION_HEAD_ML,
         )
@@ -102,25 +102,17 @@ def shift_tissue_boundaries(
     """Move tissue across its boundaries until grey and white matter have their shares."""
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
-    to_grey = tissue_exchange_map(
-        white, grey, _total(white) - targets.white * head, _blur_volume(grey), _blur_volume(white)
-    )
+    surplus = _total(white) - targets.white * head
+    to_grey = tissue_exchange_map(white, grey, surplus, _blur_volume(grey), _blur_volume(white))
     white = white - to_grey
     grey = grey + to_grey
-    to_fluid = tissue_exchange_map(
-        grey,
-        fluid,
-        _total(grey) - targets.grey * head,
-        _blur_volume(fluid) * thinning,
-        _blur_volume(grey),
-    )
+    surplus = _total(grey) - targets.grey * head
+    weight = _blur_volume(fluid) * thinning
+    to_fluid = tissue_exchange_map(grey, fluid, surplus, weight, _blur_volume(grey))
     spotted = caps + anatomy.LESION_SPOT_WEIGHT * np.clip(spots - anatomy.LESION_SPOT, 0, 1)
     lesions = tissue_removal_map(white, spotted**2, targets.lesions * head)
-    brightness = (
-        placement.brightness
-        - np.float32(anatomy.WHITE) * to_grey
-        + np.float32(anatomy.GREY) * (to_grey - to_fluid)
-    )
+    brightness = placement.brightness - np.float32(anatomy.WHITE) * to_grey
+    brightness += np.float32(anatomy.GREY) * (to_grey - to_fluid)
     brightness += np.float32(anatomy.FLUID) * to_fluid - np.float32(anatomy.LESION_DARKER) * lesions
     fluid = fluid + to_fluid + ventricles
     return BrainMaps(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
@@ -145,9 +137,8 @@ def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) ->
         if remaining < TOLERANCE:
             break
         available = weighted * (result < limit)
-        result = np.minimum(
-            result + available * np.float32(remaining / (_total(available) + 1e-9)), limit
-        )
+        share = np.float32(remaining / (_total(available) + 1e-9))
+        result = np.minimum(result + available * share, limit)
     return result
 
 

@@ -112,7 +112,5 @@ def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarra
     rounds = -(-settings.train // len(rest))
     train = np.concatenate([random.permutation(rest) for _ in range(rounds)])[: settings.train]
     powers = classes ** np.arange(3, -1, -1)
-    return {
-        split: numbers[:, None] // powers % classes
-        for split, numbers in (("train", train), ("validation", validation), ("test", test))
-    }
+    splits = {"train": train, "validation": validation, "test": test}
+    return {split: numbers[:, None] // powers % classes for split, numbers in splits.items()}

@@ -36,9 +36,14 @@ def read_binary(
     place: Path, spec: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read images uint8 (N, 3, 32, 32) and labels int64 (N,) from a folder or archive, checked."""
+    contents = {}
     if place.is_file():
         check_digest(place, "md5", spec.md5, str(place))
-        contents = _read_archive(place, files)
+        with tarfile.open(place, "r:gz") as archive:  # nothing is written to disk
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                if name in files and (opened := archive.extractfile(member)):
+                    contents[name] = opened.read()
     else:
         contents = {name: (place / name).read_bytes() for name in files}
     width = spec.label_bytes + PIXELS
@@ -46,29 +51,10 @@ def read_binary(
         if (length := len(contents[name])) != number * width:
             needed = f"{number * width} bytes ({number} records of {width})"
             raise UserError(f"{place / name}: expected {needed}, found {length}; fetch it again")
-    records = np.frombuffer(b"".join(contents[name] for name in files), np.uint8)
-    records = records.reshape(-1, width)
+    content = b"".join(contents[name] for name in files)
+    records = np.frombuffer(content, np.uint8).reshape(-1, width)
     images = records[:, spec.label_bytes :].reshape(-1, 3, 32, 32)
     return images, records[:, spec.label_bytes - 1].astype(np.int64)
-
-
-def fetch_archive(spec: CifarArchiveSpec, root: Path) -> Path:
-    """Download the authors' archive into ``root``, checked by its published md5."""
-    path = root / spec.archive
-    url = URL + spec.archive
-    download_file(url, path, lambda temporary: check_digest(temporary, "md5", spec.md5, url))
-    return path
-
-
-def _read_archive(archive: Path, files: dict[str, int]) -> dict[str, bytes]:
-    """Return the contents of the named files by base name; nothing is written to disk."""
-    contents = {}
-    with tarfile.open(archive, "r:gz") as tar:
-        for member in tar:
-            name = PurePosixPath(member.name).name
-            if name in files and (opened := tar.extractfile(member)):
-                contents[name] = opened.read()
-    return contents
 
 
 TEN = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -102,8 +88,6 @@ SETS = {
         tuple(HUNDRED.split()),
     ),
 }
-
-
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the python version, which is refused
 PYTHON = (
@@ -138,7 +122,10 @@ class Cifar(PublishedSource):
         return PublishedSetFacts(name, spec.names, 3, licence, PAGE, train, test)
 
     def fetch_files(self, root: Path) -> Path:
-        return fetch_archive(SETS[self.classes], root)
+        spec = SETS[self.classes]
+        path, url = root / spec.archive, URL + spec.archive
+        download_file(url, path, lambda temporary: check_digest(temporary, "md5", spec.md5, url))
+        return path
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
         spec = SETS[self.classes]

@@ -49,15 +49,13 @@ class Ciphers(DocstringSource):
         ciphers = draw_word_ciphers(self.dialects, len(vocabulary), special, self.seed)
         tokens, truth = {}, {}
         for stream, split in enumerate(SPLITS):
-            plain_words = np.where(
-                plain.tokens[split] < len(vocabulary), plain.tokens[split], unknown
-            )
+            plain_words = plain.tokens[split]
+            plain_words = np.where(plain_words < len(vocabulary), plain_words, unknown)
             ends = plain_words == end
             paragraphs = ends.cumsum() - ends
             random = np.random.default_rng([self.seed, STREAM + stream])
-            cipher_of_word = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)[
-                paragraphs
-            ]
+            drawn = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)
+            cipher_of_word = drawn[paragraphs]
             tokens[split] = ciphers[cipher_of_word, plain_words]
             truth[split] = np.where(ends, 0, cipher_of_word + 1).astype(np.uint8)
         return NumberedText(tokens, vocabulary, plain.more, truth)

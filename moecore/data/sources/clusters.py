@@ -1,22 +1,18 @@
 """Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1)."""
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.drawn_images import DrawnImages, DrawnSource
+from moecore.data.card import Card
+from moecore.data.drawn_images import LICENCE, DrawnImages, DrawnSource
+from moecore.tasks.classification import Classification
 
+PAPER = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
 SIGNAL = (0.5, 2.0)  # range of α and γ, uniform; the paper's third setting, with equal ranges
 CENTRE = (1.0, 2.0)  # range of β
-
-
-class ClusterDirections(NamedTuple):
-    """Orthonormal directions in a patch."""
-
-    features: np.ndarray  # (K, d)
-    centres: np.ndarray  # (K, d)
 
 
 class Clusters(DrawnSource):
@@ -27,8 +23,6 @@ class Clusters(DrawnSource):
     truth k.
     """
 
-    paper: ClassVar[str] = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
-
     kind: Literal["clusters"] = "clusters"
     clusters: int = Field(4, ge=2, le=255, description="Number of clusters K")
     patch: int = Field(7, ge=2, le=64, description="Side of a patch p, pixels")
@@ -38,24 +32,13 @@ class Clusters(DrawnSource):
     )
 
     @property
-    def title(self) -> str:
-        return f"{self.clusters} clusters"
+    def uncounted_card(self) -> Card:
+        name, side = f"{self.clusters} clusters", self.grid * self.patch
+        task = Classification(classes=("-1", "+1"))
+        return Card(name, 1, side, task, LICENCE, PAPER, truth=self.clusters)
 
-    @property
-    def side(self) -> int:
-        return self.grid * self.patch
-
-    @property
-    def kinds(self) -> int:
-        return self.clusters
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The two labels y."""
-        return ("-1", "+1")
-
-    def draw_rule(self, random: np.random.Generator) -> ClusterDirections:
-        """Draw the directions. Raises UserError where a patch has too few pixels for them."""
+    def draw_rule(self, random: np.random.Generator) -> np.ndarray:
+        """Draw orthonormal directions (2, K, d) of features and centres; UserError if d < 2K."""
         dimension = self.patch**2
         if 2 * self.clusters > dimension:
             raise UserError.at(
@@ -65,13 +48,14 @@ class Clusters(DrawnSource):
             )
         vectors = random.standard_normal((dimension, 2 * self.clusters))
         directions = np.linalg.qr(vectors)[0].T
-        return ClusterDirections(*directions.reshape(2, self.clusters, dimension))
+        return directions.reshape(2, self.clusters, dimension)
 
     def draw_images(
-        self, rule: ClusterDirections, number: int, random: np.random.Generator
+        self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
         """Draw images, scaled so that the strongest possible signal just fits."""
         dimension = self.patch**2
+        features, centres = rule
         labels, signs = random.integers(2, size=(2, number))
         kinds = random.integers(self.clusters, size=number)
         disturbing = (kinds + random.integers(1, self.clusters, size=number)) % self.clusters
@@ -79,12 +63,13 @@ class Clusters(DrawnSource):
         beta = random.uniform(*CENTRE, size=number)
         scale = self.noise / dimension**0.5
         patches = random.normal(0, scale, (number, self.grid**2, dimension))
-        patches[:, 0] = ((2 * labels - 1) * alpha)[:, None] * rule.features[kinds]
-        patches[:, 1] = beta[:, None] * rule.centres[kinds]
-        patches[:, 2] = ((2 * signs - 1) * gamma)[:, None] * rule.features[disturbing]
+        patches[:, 0] = ((2 * labels - 1) * alpha)[:, None] * features[kinds]
+        patches[:, 1] = beta[:, None] * centres[kinds]
+        patches[:, 2] = ((2 * signs - 1) * gamma)[:, None] * features[disturbing]
         order = random.random(patches.shape[:2]).argsort(axis=1)
         patches = np.take_along_axis(patches, order[:, :, None], axis=1)
         cells = patches.reshape(number, self.grid, self.grid, self.patch, self.patch)
-        values = cells.swapaxes(2, 3).reshape(number, self.side, self.side)
-        largest = max(SIGNAL[1], CENTRE[1]) * np.abs(np.stack(rule)).max()
-        return DrawnImages(values / largest, labels, kinds)
+        side = self.grid * self.patch
+        values = cells.swapaxes(2, 3).reshape(number, side, side)
+        largest = max(SIGNAL[1], CENTRE[1]) * np.abs(rule).max()
+        return values / largest, labels, kinds

@@ -49,21 +49,17 @@ def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.
     """Return the images of one annotation file, in its order; their files are in ``folder``."""
     content = captioned_source.read_annotation_json(path)
     try:
-        numbers = [image["id"] for image in content["images"]]
-        files = {
-            image["id"]: f"{folder}/{_text_at(image, 'file_name')}" for image in content["images"]
-        }
-        captions = [
-            (entry["image_id"], _text_at(entry, "caption").strip())
-            for entry in content["annotations"]
-        ]
+        images, entries = content["images"], content["annotations"]
+        numbers = [image["id"] for image in images]
+        files = {image["id"]: f"{folder}/{_text_at(image, 'file_name')}" for image in images}
+        captions = [(entry["image_id"], _text_at(entry, "caption").strip()) for entry in entries]
         hash(tuple(image for image, _ in captions))  # a TypeError where an id is a list
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
     if len(files) != len(numbers):
         duplicate = Counter(numbers).most_common(1)[0][0]
         raise UserError(f"{path}: the image id {duplicate} is listed twice; allowed: once")
-    return captioned_source.group_captions(path, files, iter(captions))
+    return captioned_source.group_captions(path, files, captions)
 
 
 def _text_at(entry: Any, key: str) -> str:

@@ -1,14 +1,15 @@
 """Images in dialects: data for which routing matters, and the right route is known.
 
 A dialect is a fixed change of images and a fixed permutation of the class names, so that what is
-learned of one dialect does not help with another. Images are real, their combinations drawn.
+learned of one dialect does not help with another. Images are real, their combinations drawn. Each
+change has ``apply``, from images (n, C, S, S) to images (n, C', S, S), and its inverse ``undo``.
 
 n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families of dialects.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
@@ -17,12 +18,7 @@ from moecore.core.files import UserError, describe_refusal
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
-from moecore.data.sources.mosaic import (
-    CellSourceUser,
-    check_cells_suffice,
-    compose_mosaics,
-    draw_mosaic_members,
-)
+from moecore.data.sources import mosaic
 from moecore.tasks.cells import Cells
 from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification import Classification
@@ -31,16 +27,6 @@ Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation
 STRENGTH = 0.35  # weight of a texture; the image has the rest
 WAVES = (0.9, 1.6)  # of textures, radians per pixel
 DIRECTIONS = 8
-
-
-class DialectChange(Protocol):
-    """A change of images by their dialects, and its inverse."""
-
-    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        """Return images uint8 (n, C', S, S) in their dialects."""
-
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        """Return the images (n, C, S, S) from which ``apply`` made these."""
 
 
 class Permutation(NamedTuple):
@@ -162,13 +148,13 @@ class WalshProduct(NamedTuple):
 class FamilyChange(NamedTuple):
     """Dialects of a family share a change; each then permutes every other pixel."""
 
-    shared: DialectChange  # of F families
+    shared: "DialectChange"  # of F families
     own: Permutation  # of D dialects; the white fields of a chessboard stay
     members: int  # dialects per family, D / F
 
     @classmethod
     def draw(
-        cls, shared: DialectChange, families: int, number: int, size: int, seed: int
+        cls, shared: "DialectChange", families: int, number: int, size: int, seed: int
     ) -> "FamilyChange":
         """Draw the permutations of ``number`` dialects, applied after the shared changes."""
         random = np.random.default_rng([seed, size, 1])
@@ -184,7 +170,8 @@ class FamilyChange(NamedTuple):
         return self.shared.undo(self.own.undo(images, dialects), dialects // self.members)
 
 
-CHANGES = {
+DialectChange = Permutation | Texture | Colour | Rotation | WalshProduct | FamilyChange
+CHANGES: dict[str, Any] = {
     "permutation": Permutation,
     "texture": Texture,
     "colour": Colour,
@@ -212,9 +199,8 @@ def draw_change(
         key = "families" if families else "dialects"
         raise UserError.at(key, found=kinds, allowed=f"at most {limit} of {change}")
     if has_colours(change) and channels != 1:
-        raise UserError.at(
-            "change", found=f"{change}, of images of {channels} channels", allowed="grey"
-        )
+        of_images = f"{change}, of images of {channels} channels"
+        raise UserError.at("change", found=of_images, allowed="grey")
     shared = CHANGES[change].draw(kinds, size, seed)
     if families is None:
         return shared
@@ -248,7 +234,7 @@ NAMES = 11  # random stream of the permutations of names
 MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
-class Dialects(CellSourceUser):
+class Dialects(mosaic.CellSourceUser):
     """Images of ``source``, each in one of D dialects; the label is its name in the dialect.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
@@ -306,11 +292,6 @@ class Dialects(CellSourceUser):
         return self.side**2
 
     @property
-    def shares(self) -> np.ndarray:
-        """``zipf_shares`` of the dialects."""
-        return zipf_shares(self.dialects, self.zipf)
-
-    @property
     def title(self) -> str:
         """Title of the data, without the source's name."""
         form = f", mosaics of {self.grid}×{self.grid}" if self.side > 1 else ""
@@ -319,11 +300,15 @@ class Dialects(CellSourceUser):
 
     def describe(self) -> Card:
         source = self.source.describe()
+        classes = source.classes or ()
+        task: ClassTask = Classification(classes=classes)
+        if self.form == "cells":
+            task = Cells(classes=classes, grid=self.grid)
         card = source._replace(
             name=f"{source.name} {self.title}",
             channels=(3 if has_colours(self.change) else source.channels) + (self.form == "mosaic"),
             size=source.shape[0] * self.side,
-            task=self._task(source.classes or ()),
+            task=task,
             counts={},
             truth=self.dialects,
         )
@@ -331,8 +316,8 @@ class Dialects(CellSourceUser):
         def count() -> dict[str, Any]:
             if source.problem is not None:
                 return {}
-            self._vocabulary(source.channels, source.shape[0], len(source.classes or ()))
-            check_cells_suffice(source, self.cells)
+            self._vocabulary(source.channels, source.shape[0], len(classes))
+            mosaic.check_cells_suffice(source, self.cells)
             return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
         return card.complete_with(count)
@@ -343,16 +328,12 @@ class Dialects(CellSourceUser):
         parts = {name: self._part(getattr(source, name), name, change, names) for name in SPLITS}
         return write_images(folder, self, self.describe(), parts)
 
-    def _task(self, classes: tuple[str, ...]) -> ClassTask:
-        if self.form == "cells":
-            return Cells(classes=classes, grid=self.grid)
-        return Classification(classes=classes)
-
     def _vocabulary(
         self, channels: int, size: int, classes: int
     ) -> tuple[DialectChange, np.ndarray]:
         """Return the dialects' change, and their names of the classes, int64 (D, K)."""
-        check_rarest_dialect(self.zipf, self.shares, self.train * self.cells)
+        shares = zipf_shares(self.dialects, self.zipf)
+        check_rarest_dialect(self.zipf, shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
         random = np.random.default_rng([self.seed, NAMES])
         families = self.families or self.dialects
@@ -364,9 +345,10 @@ class Dialects(CellSourceUser):
     ) -> SplitToWrite:
         number = getattr(self, name)
         seed = [self.seed, STREAM + SPLITS.index(name)]
-        cells = draw_mosaic_members(len(split.labels), number, self.cells, seed, name)
+        cells = mosaic.draw_mosaic_members(len(split.labels), number, self.cells, seed, name)
         random = np.random.default_rng([*seed, 1])
-        dialects = random.choice(self.dialects, size=cells.shape, p=self.shares)
+        shares = zipf_shares(self.dialects, self.zipf)
+        dialects = random.choice(self.dialects, size=cells.shape, p=shares)
         marked = random.integers(self.cells, size=number)
         labels = names[dialects, split.labels[cells]]
         if self.form != "cells":
@@ -386,16 +368,16 @@ class Dialects(CellSourceUser):
         for start in range(0, len(cells), CHUNK):
             part = slice(start, start + CHUNK)
             dialect_of_cell = dialects[part].reshape(-1)
-            pixels = change.apply(
-                images[cells[part]].reshape(-1, *images.shape[1:]), dialect_of_cell
-            )
+            plain = images[cells[part]].reshape(-1, *images.shape[1:])
+            pixels = change.apply(plain, dialect_of_cell)
             constants = [dialect_of_cell + 1]
             if self.form == "mosaic":
                 constants.insert(0, 255 * (np.arange(self.cells) == marked[part, None]).reshape(-1))
             planes = np.stack(constants, axis=1)[:, :, None, None].astype(np.uint8)
             planes = np.broadcast_to(planes, (*planes.shape[:2], *pixels.shape[2:]))
             stacked = np.concatenate([pixels, planes], axis=1)
-            yield compose_mosaics(stacked.reshape(-1, self.cells, *stacked.shape[1:]), self.side)
+            stacked = stacked.reshape(-1, self.cells, *stacked.shape[1:])
+            yield mosaic.compose_mosaics(stacked, self.side)
 
 
 def zipf_shares(dialects: int, zipf: float) -> np.ndarray:

@@ -53,7 +53,5 @@ class Digits(stratified_splits.SplitSettings, Source):
     def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
         rest, test = stratified_splits.stratified_split(labels, self.test, self.seed, purpose=2)
         test = test[stratified_splits.stratified_limit(labels[test], self.test_limit, self.seed)]
-        train, validation = (
-            rest[part] for part in stratified_splits.split_train(labels[rest], self)
-        )
-        return {"train": train, "validation": validation, "test": test}
+        train, validation = stratified_splits.split_train(labels[rest], self)
+        return {"train": rest[train], "validation": rest[validation], "test": test}

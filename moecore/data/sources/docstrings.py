@@ -5,20 +5,14 @@ import hashlib
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card
 from moecore.data.layouts.text import NumberedText
-from moecore.data.text.words import (
-    ReadingStyle,
-    TextSource,
-    build_vocabulary,
-    lower_words,
-    number_tokens,
-)
+from moecore.data.text import words
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
 CODE = (">>>", "---", "===", "::")  # marks of code and markup; prose has none of them
@@ -27,10 +21,10 @@ MIN_WORDS = 8  # of a paragraph
 MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 
 
-class DocstringSource(TextSource):
+class DocstringSource(words.TextSource):
     """Fields of the sources that read docstrings, and the reader."""
 
-    reading: ClassVar[ReadingStyle] = "prose"
+    reading: ClassVar[words.ReadingStyle] = "prose"
 
     packages: tuple[str, ...] = Field(
         PACKAGES, min_length=1, description="installed distributions whose docstrings are read"
@@ -41,29 +35,26 @@ class DocstringSource(TextSource):
     def read(self) -> NumberedText:
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         identities: set[str] = set()
-        versions = {name: find_distribution(name).version for name in self.packages}
+        versions = self._versions()
         for name in sorted(self.packages):
             for path, text in read_python_files(name):
                 for paragraph in extract_docstring_prose(text, path):
                     if (identity := self.identify_paragraph(paragraph)) not in identities:
                         identities.add(identity)
-                        lines[self._split(path)].append(lower_words(paragraph))
-        vocabulary = build_vocabulary(lines["train"], MIN_COUNT)
+                        lines[self._split(path)].append(words.lower_words(paragraph))
+        vocabulary = words.build_vocabulary(lines["train"], MIN_COUNT)
         numbers = {word: number for number, word in enumerate(vocabulary)}
-        tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
+        tokens = {split: words.number_tokens(part, numbers) for split, part in lines.items()}
         more = {"packages": versions, "lines": {split: len(part) for split, part in lines.items()}}
         return NumberedText(tokens, vocabulary, more)
 
     def describe(self) -> Card:
         licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"
         card = self.text_card("Docstrings", licence, "docstrings of installed packages")
+        return card.check_with(self._versions)
 
-        def check_packages() -> dict[str, Any]:
-            for name in self.packages:
-                find_distribution(name)
-            return {}
-
-        return card.complete_with(check_packages)
+    def _versions(self) -> dict[str, str]:
+        return {name: find_distribution(name).version for name in self.packages}
 
     def identify_paragraph(self, paragraph: str) -> str:
         """Return a key; of paragraphs with equal keys, only the first is kept."""
@@ -120,9 +111,7 @@ def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting, too
         why = str(error) or "nested too deep"
-        raise UserError(
-            f"{path}: no Python of this version: {why}; leave its package out"
-        ) from None
+        raise UserError(f"{path}: no Python of this version: {why}; leave it out") from None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -19,17 +19,8 @@ from moecore.data.files.published_image_sets import (
 )
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
-CLASSES = (
-    "t-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
+CLASSES = tuple(
+    "t-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
 )
 SHA256 = {  # of the decompressed content
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -117,8 +108,7 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
         raise UserError(f"{path}: found more than {MAX_BYTES:,} bytes; fetch the file again")
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
         raise UserError(
-            f"{path}: its content has sha256 {digest}; the published file has {sha256}. Fetch the "
-            "file again"
+            f"{path}: its content has sha256 {digest}; published: {sha256}. Fetch the file again"
         )
     # IDX: magic (0, 0, type, dimensions), big-endian sizes, values
     shape = np.frombuffer(content, ">u4", dimensions, 4)

@@ -1,6 +1,5 @@
 """Cohorts of T1-weighted MRI of any layout: each subject's files are read once, and cached."""
 
-import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,21 +17,10 @@ from moecore.data.card import Card
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes.cohorts import (
-    CohortSettings,
-    CohortTable,
-    SubjectProblem,
-    age_cohort_card,
-    split_cohort,
-)
+from moecore.data.volumes import cohorts, volume_preparation
+from moecore.data.volumes.cohorts import CohortTable, SubjectProblem
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
-from moecore.data.volumes.volume_preparation import (
-    REGIONS,
-    Grid,
-    UnusableVolume,
-    VolumeWithTissueShares,
-    read_subject_volumes,
-)
+from moecore.data.volumes.volume_preparation import REGIONS, UnusableVolume, VolumeWithTissueShares
 
 VERSION = 2  # of the cache; raise it when reading a subject gives different values
 
@@ -48,13 +36,12 @@ class VolumeCache(NamedTuple):
 
     def subject_path(self, files: Mapping[str, Path]) -> Path:
         """Return the path of a subject's entry."""
-        states = {name: (path, path.stat()) for name, path in files.items()}
         stamps = {
-            name: [str(path.resolve()), state.st_size, state.st_mtime_ns]
-            for name, (path, state) in states.items()
+            name: [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+            for name, path in files.items()
         }
         key = json.dumps([VERSION, self.settings, stamps], sort_keys=True)
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.npz"
+        return self.folder / f"{sha256(key.encode()).hexdigest()}.npz"
 
 
 def load_cached_volume(path: Path) -> VolumeWithTissueShares:
@@ -102,13 +89,8 @@ class CachedSubject(NamedTuple):
     digest: str
 
 
-class FileCohort(CohortSettings, Grid, Source):
-    """One T1-weighted volume per row of a table: NIfTI files or FreeSurfer's .mgz.
-
-    Volumes are skull-stripped or have a brain mask, and share one space. They are turned to
-    canonical axes, resampled, cropped or padded, and normalised inside the brain; they are not
-    registered.
-    """
+class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
+    """Fields of the cohorts with one T1-weighted volume per row of a table: NIfTI or .mgz files."""
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
     t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
@@ -161,12 +143,12 @@ class FileCohort(CohortSettings, Grid, Source):
     def uncounted_card(self) -> Card:
         """The card without counts and skipped subjects."""
         about = (self.licence, self.root)
-        return age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
+        return cohorts.age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
 
     def describe(self) -> Card:
         def count() -> dict[str, Any]:
             usable, table = self.find_subjects()
-            rows = split_cohort(usable, self, table.splits, table.places)
+            rows = cohorts.split_cohort(usable, self, table.splits, table.places)
             return count_subjects(rows, table.problems)
 
         return self.uncounted_card.complete_with(count)
@@ -174,7 +156,7 @@ class FileCohort(CohortSettings, Grid, Source):
     def write(self, folder: Path) -> dict[str, Any]:
         cached, table = self.read_volumes()
         subjects = [entry.subject for entry in cached]
-        rows_of_split = split_cohort(subjects, self, table.splits, table.places)
+        rows_of_split = cohorts.split_cohort(subjects, self, table.splits, table.places)
         parts = {split: [cached[row] for row in rows] for split, rows in rows_of_split.items()}
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
@@ -183,7 +165,11 @@ class FileCohort(CohortSettings, Grid, Source):
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
-        read_subject = partial(self._read, root, self._cache())
+        labels = self.dseg and self.dseg.model_dump(exclude={"pattern"})
+        settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": labels}
+        folders = (path for path in candidate_folders(self.cache) if path.is_dir())
+        cache = VolumeCache(next(folders, Path(self.cache)), settings)
+        read_subject = partial(self._read, root, cache)
         usable = []
         first: dict[str, VolumeSubject] = {}
         outcomes = map_in_threads(read_subject, table.subjects)
@@ -236,12 +222,12 @@ class FileCohort(CohortSettings, Grid, Source):
             subject = self.complete_subject(subject, files["t1"])
             path = cache.subject_path(files)
             if not path.is_file():
-                save_cached_volume(path, read_subject_volumes(files, self, labels))
+                volume = volume_preparation.read_subject_volumes(files, self, labels)
+                save_cached_volume(path, volume)
         except UnusableVolume as error:
             return error
-        return CachedSubject(
-            subject, path, sha256(load_cached_volume(path).image.tobytes()).hexdigest()
-        )
+        digest = sha256(load_cached_volume(path).image.tobytes()).hexdigest()
+        return CachedSubject(subject, path, digest)
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
         """Return the subject's files by kind. Raises UnusableVolume with all problems."""
@@ -262,12 +248,6 @@ class FileCohort(CohortSettings, Grid, Source):
         if problems:
             raise UnusableVolume(*problems)
         return paths
-
-    def _cache(self) -> VolumeCache:
-        labels = self.dseg and self.dseg.model_dump(exclude={"pattern"})
-        settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": labels}
-        folders = (path for path in candidate_folders(self.cache) if path.is_dir())
-        return VolumeCache(next(folders, Path(self.cache)), settings)
 
     def _root(self) -> Path:
         return find_raw_folder(self.root, "the cohort's folder")

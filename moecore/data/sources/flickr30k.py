@@ -31,10 +31,9 @@ class Flickr30k(captioned_source.CaptionedSource):
             return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
         lines = list(read_flickr_captions(path))
-        return captioned_source.split_by_seed(
-            captioned_source.group_captions(path, {name: name for name, _ in lines}, iter(lines)),
-            self,
-        )
+        files = {name: name for name, _ in lines}
+        images = captioned_source.group_captions(path, files, lines)
+        return captioned_source.split_by_seed(images, self)
 
 
 def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:

@@ -53,13 +53,13 @@ class ImageFolder(image_files.ImageFilesSource):
         }
         if "test" not in splits:
             remaining, drawn_rows = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = image_files.take_files_at_rows(rest, drawn_rows)
-            rest = image_files.take_files_at_rows(rest, remaining)
+            splits["test"] = rest.take(drawn_rows)
+            rest = rest.take(remaining)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
-        splits["test"] = image_files.take_files_at_rows(splits["test"], chosen)
+        splits["test"] = splits["test"].take(chosen)
         if "validation" in splits:
             train_rows = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
             train_rows, validation_rows = split_train(rest.labels, self)
-            splits["validation"] = image_files.take_files_at_rows(rest, validation_rows)
-        return classes, splits | {"train": image_files.take_files_at_rows(rest, train_rows)}
+            splits["validation"] = rest.take(validation_rows)
+        return classes, splits | {"train": rest.take(train_rows)}

@@ -47,13 +47,10 @@ class Imagenet(image_files.ImageFilesSource):
         train = image_files.list_labelled_images(root, root / "train", classes)
         test = image_files.list_labelled_images(root, root / "val", classes)
         train_rows, validation_rows = split_train(train.labels, self)
-        test = image_files.take_files_at_rows(
-            test, stratified_limit(test.labels, self.test_limit, self.seed)
-        )
         return classes, {
-            "train": image_files.take_files_at_rows(train, train_rows),
-            "validation": image_files.take_files_at_rows(train, validation_rows),
-            "test": test,
+            "train": train.take(train_rows),
+            "validation": train.take(validation_rows),
+            "test": test.take(stratified_limit(test.labels, self.test_limit, self.seed)),
         }
 
     def root_folder(self) -> Path:
@@ -69,12 +66,10 @@ class Imagenet(image_files.ImageFilesSource):
             names = sorted(path.name for path in (root / half).iterdir() if path.is_dir())
             if not names:
                 raise UserError(
-                    f"{root / half}: holds no class folders; sort the images into folders named "
-                    "by wnid (n01440764, …) first"
+                    f"{root / half}: holds no class folders; sort the images by wnid (n01440764, …)"
                 )
             if wrong := [name for name in names if not WNID.fullmatch(name)]:
                 raise UserError(
-                    f"{root / half}: folder {wrong[0]} is not a wnid; "
-                    "allowed: n and eight digits, as n01440764"
+                    f"{root / half}: folder {wrong[0]} is not a wnid; allowed: n and eight digits"
                 )
         return root

@@ -2,7 +2,6 @@
 
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -63,7 +62,7 @@ class Mosaic(CellSourceUser):
             task=MultiLabel(classes=source.classes or ()),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
-        return card.complete_with(lambda: check_cells_suffice(source, self.grid**2))
+        return card.check_with(lambda: check_cells_suffice(source, self.grid**2))
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
         classes = source.task.outputs
@@ -71,17 +70,14 @@ class Mosaic(CellSourceUser):
         return write_images(folder, self, self.describe(), parts)
 
     def _part(self, split: Split, name: str, classes: int) -> SplitToWrite:
-        cells = draw_mosaic_members(
-            len(split.labels),
-            getattr(self, name),
-            self.grid**2,
-            [self.seed, STREAM + SPLITS.index(name)],
-            name,
+        number, seed = getattr(self, name), [self.seed, STREAM + SPLITS.index(name)]
+        cells = draw_mosaic_members(len(split.labels), number, self.grid**2, seed, name)
+        images = np.asarray(split.images)
+        chunks = (
+            compose_mosaics(images[cells[start : start + CHUNK]], self.grid)
+            for start in range(0, number, CHUNK)
         )
-        return SplitToWrite(
-            multi_hot_labels(split.labels[cells], classes),
-            _chunks(np.asarray(split.images), cells, self.grid),
-        )
+        return SplitToWrite(multi_hot_labels(split.labels[cells], classes), chunks)
 
 
 def draw_mosaic_members(
@@ -100,12 +96,11 @@ def draw_mosaic_members(
     return np.concatenate(orders)[:number]
 
 
-def check_cells_suffice(source: Card, cells: int) -> dict[str, Any]:
+def check_cells_suffice(source: Card, cells: int) -> None:
     """Raise UserError where a split of a source without problems has too few images."""
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)
-    return {}
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
@@ -120,10 +115,8 @@ def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
 def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
     """Arrange cells uint8 (n, grid², C, h, w), row by row, to (n, C, grid·h, grid·w)."""
     number, _, channels, height, width = images.shape
-    cells = images.reshape(number, grid, grid, channels, height, width)
-    return np.ascontiguousarray(cells.transpose(0, 3, 1, 4, 2, 5)).reshape(
-        number, channels, grid * height, grid * width
-    )
+    cells = images.reshape(number, grid, grid, channels, height, width).transpose(0, 3, 1, 4, 2, 5)
+    return cells.reshape(number, channels, grid * height, grid * width)
 
 
 def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
@@ -131,8 +124,3 @@ def multi_hot_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     hot = np.zeros((len(labels), classes), np.uint8)
     np.put_along_axis(hot, labels, 1, axis=1)
     return hot
-
-
-def _chunks(images: np.ndarray, cells: np.ndarray, grid: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(cells), CHUNK):
-        yield compose_mosaics(images[cells[start : start + CHUNK]], grid)

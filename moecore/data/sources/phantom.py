@@ -64,9 +64,8 @@ def simulate_scan(
     The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
     same brain again. A function of its arguments alone.
     """
-    with (
-        one_blas_thread()
-    ):  # otherwise two voxels in a hundred volumes depend on the number of cores
+    # Otherwise two voxels in a hundred volumes depend on the number of cores.
+    with one_blas_thread():
         brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
         volume = scan_brain(brain.brightness, mask, seed, scan, site)
@@ -129,13 +128,13 @@ class Phantom(CohortSettings, Source):
         return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:
-        return [self._visit(number) for number in range(self.subjects)]
-
-    def _visit(self, number: int) -> Visit:
-        seed = self.person_seed(number)
-        random = np.random.default_rng([seed, 3])  # 1 and 2 are the person's anatomy and scans
-        age = round(float(random.uniform(*AGES)), 2)
-        sex = "F" if random.random() < WOMEN else "M"
-        site = int(random.integers(SITES))
-        row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
-        return Visit(row, seed, site)
+        visits = []
+        for number in range(self.subjects):
+            seed = self.person_seed(number)
+            random = np.random.default_rng([seed, 3])  # 1 and 2: the person's anatomy and scans
+            age = round(float(random.uniform(*AGES)), 2)
+            sex = "F" if random.random() < WOMEN else "M"
+            site = int(random.integers(SITES))
+            row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
+            visits.append(Visit(row, seed, site))
+        return visits

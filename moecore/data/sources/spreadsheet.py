@@ -2,9 +2,8 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,78 +26,6 @@ class ColumnNames(Config):
     site: str | None = None
     diagnosis: str | None = None
     split: str | None = Field(None, description="train, validation or test; empty: drawn")
-
-
-class SpreadsheetReading(NamedTuple):
-    """How to read the rows of a table."""
-
-    columns: ColumnNames
-    sexes: Mapping[str, str]  # the table's code → F or M
-    digits: int  # of a participant's id, padded with zeros
-    diagnoses: tuple[str, ...] | None  # rows of other diagnoses are skipped
-
-
-def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> cohorts.CohortTable:
-    """Read the subjects of the table root/name; each problem has file and line."""
-    path = root / name
-    rows = _rename_columns(path, _read_rows(root, path), reading)
-    problems = []
-    subjects = []
-    diagnosis_counts: Counter[str] = Counter()
-    people = defaultdict(list)
-    places: dict[str, str] = {}
-    for line, row in enumerate(rows, 2):
-        diagnosis_counts[row.get("diagnosis") or "none given"] += 1
-        if reading.diagnoses is not None and row.get("diagnosis") not in reading.diagnoses:
-            continue
-        people[row["participant_id"]].append(row)
-        places.setdefault(row["participant_id"], f"{path}:{line}")
-        subject, reasons = cohorts.parse_subject_with_problems(row)
-        who = subject[:2]
-        problems += [
-            cohorts.SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in reasons
-        ]
-        subjects.append(subject)
-    if not subjects:
-        raise UserError(
-            f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, diagnosis_counts)}"
-        )
-    return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
-
-
-def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
-    if path.suffix not in SEPARATORS:
-        raise UserError.at(
-            path,
-            found=f"a file that ends in {path.suffix!r}",
-            allowed="a table saved as .csv (between commas) or .tsv (between tabs)",
-        )
-    if not join_below_root(root, path).is_file():
-        raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-    _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
-    if not rows:
-        raise UserError(f"{path}: has no rows")
-    return rows
-
-
-def _rename_columns(
-    path: Path, rows: list[dict[str, str]], reading: SpreadsheetReading
-) -> list[dict[str, str]]:
-    """Return the rows under the names of ``ColumnNames``, with sexes F and M and padded ids."""
-    names = {name: theirs for name, theirs in reading.columns.model_dump().items() if theirs}
-    if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
-        raise UserError(
-            f"{path}: lacks the columns {', '.join(missing)}; found: {', '.join(rows[0])[:200]} "
-            "(`columns` says what they are called)"
-        )
-    renamed = []
-    for row in rows:
-        ours = {name: row[theirs] for name, theirs in names.items()}
-        ours = {name: "" if value == cohorts.MISSING else value for name, value in ours.items()}
-        ours["sex"] = reading.sexes.get(ours["sex"], ours["sex"])
-        ours["participant_id"] = ours["participant_id"].zfill(reading.digits)
-        renamed.append(ours)
-    return renamed
 
 
 class Spreadsheet(FileCohort):
@@ -136,8 +63,57 @@ class Spreadsheet(FileCohort):
         return self
 
     def read_rows(self, root: Path) -> cohorts.CohortTable:
-        reading = SpreadsheetReading(self.columns, self.sexes, self.digits, self.diagnoses)
-        return read_spreadsheet(root, self.table, reading)
+        """Read the subjects of the table root/table; each problem has file and line."""
+        path = root / self.table
+        if path.suffix not in SEPARATORS:
+            raise UserError.at(
+                path,
+                found=f"a file that ends in {path.suffix!r}",
+                allowed="a table saved as .csv (between commas) or .tsv (between tabs)",
+            )
+        if not join_below_root(root, path).is_file():
+            raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
+        _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
+        if not rows:
+            raise UserError(f"{path}: has no rows")
+        problems = []
+        subjects = []
+        diagnosis_counts: Counter[str] = Counter()
+        people = defaultdict(list)
+        places: dict[str, str] = {}
+        for line, row in enumerate(self._rename_columns(path, rows), 2):
+            diagnosis_counts[row.get("diagnosis") or "none given"] += 1
+            if self.diagnoses is not None and row.get("diagnosis") not in self.diagnoses:
+                continue
+            who, place = row["participant_id"], f"{path}:{line}"
+            people[who].append(row)
+            places.setdefault(who, place)
+            subject, reasons = cohorts.parse_subject_with_problems(row)
+            problems += [
+                cohorts.SubjectProblem(*subject[:2], f"{place}: {who}: {why}") for why in reasons
+            ]
+            subjects.append(subject)
+        if not subjects:
+            why = cohorts.describe_absent_diagnoses(self.diagnoses, diagnosis_counts)
+            raise UserError(f"{path}: {why}")
+        return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
+
+    def _rename_columns(self, path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Return the rows under the names of ``ColumnNames``, with sexes F and M and padded ids."""
+        names = {name: theirs for name, theirs in self.columns.model_dump().items() if theirs}
+        if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
+            raise UserError(
+                f"{path}: lacks the columns {', '.join(missing)}; found: "
+                f"{', '.join(rows[0])[:200]} (`columns` says what they are called)"
+            )
+        renamed = []
+        for row in rows:
+            ours = {name: row[theirs] for name, theirs in names.items()}
+            ours = {name: "" if value == cohorts.MISSING else value for name, value in ours.items()}
+            ours["sex"] = self.sexes.get(ours["sex"], ours["sex"])
+            ours["participant_id"] = ours["participant_id"].zfill(self.digits)
+            renamed.append(ours)
+        return renamed
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
         """Return the subject with the site from the T1's file name, "" if none."""

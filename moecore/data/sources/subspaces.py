@@ -1,12 +1,14 @@
 """Points near random subspaces; the label is a direction within the point's subspace."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.drawn_images import DrawnImages, DrawnSource
+from moecore.data.card import Card
+from moecore.data.drawn_images import LICENCE, DrawnImages, DrawnSource
+from moecore.tasks.classification import Classification
 
 MAX_DEVIATIONS = 4.0  # standard deviations of a pixel that are stored unclipped
 
@@ -18,8 +20,6 @@ class Subspaces(DrawnSource):
     likely, so a linear router never sends both to one expert.
     """
 
-    paper: ClassVar[str] = "drawn; ours, for the bases of ERMoE"
-
     kind: Literal["subspaces"] = "subspaces"
     subspaces: int = Field(16, ge=1, le=255, description="Number of subspaces D")
     rank: int = Field(4, ge=2, le=100, description="Rank r of each subspace, and number of classes")
@@ -29,29 +29,17 @@ class Subspaces(DrawnSource):
     )
 
     @property
-    def title(self) -> str:
-        return f"{self.subspaces} subspaces of rank {self.rank}"
-
-    @property
-    def side(self) -> int:
-        return self.size
-
-    @property
-    def kinds(self) -> int:
-        return self.subspaces
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The directions of a basis."""
-        return tuple(map(str, range(self.rank)))
+    def uncounted_card(self) -> Card:
+        name = f"{self.subspaces} subspaces of rank {self.rank}"
+        paper = "drawn; ours, for the bases of ERMoE"
+        task = Classification(classes=tuple(map(str, range(self.rank))))  # directions of a basis
+        return Card(name, 1, self.size, task, LICENCE, paper, truth=self.subspaces)
 
     def draw_rule(self, random: np.random.Generator) -> np.ndarray:
         """Draw the bases (D, d, r). Raises UserError where an image has fewer than r pixels."""
         dimension = self.size**2
         if self.rank > dimension:
-            raise UserError.at(
-                "rank", found=self.rank, allowed=f"at most {dimension}, the pixels of an image"
-            )
+            raise UserError.at("rank", found=self.rank, allowed=f"at most {dimension} pixels")
         return np.linalg.qr(random.standard_normal((self.subspaces, dimension, self.rank)))[0]
 
     def draw_images(
@@ -65,4 +53,4 @@ class Subspaces(DrawnSource):
         points = np.einsum("ndr,nr->nd", rule[kinds], coordinates) + noise
         largest = MAX_DEVIATIONS * deviation * (1 + self.noise**2) ** 0.5
         values = (points / largest).reshape(number, self.size, self.size)
-        return DrawnImages(values, coordinates.argmax(axis=1), kinds)
+        return values, coordinates.argmax(axis=1), kinds

@@ -70,12 +70,9 @@ class TwoCohorts(CohortSettings, Source):
     def write(self, folder: Path) -> dict[str, Any]:
         train_volumes, train_table = self.first.read_volumes()
         test_volumes, test_table = self.second.read_volumes()
-        rows_of_split = self._split(
-            [volume.subject for volume in train_volumes],
-            train_table,
-            [volume.subject for volume in test_volumes],
-            test_table,
-        )
+        train_subjects = [volume.subject for volume in train_volumes]
+        test_subjects = [volume.subject for volume in test_volumes]
+        rows_of_split = self._split(train_subjects, train_table, test_subjects, test_table)
         by_digest = {volume.digest: volume for volume in train_volumes}
         for volume in test_volumes:
             if original := by_digest.get(volume.digest):
@@ -118,6 +115,5 @@ class TwoCohorts(CohortSettings, Source):
             for subject in test_subjects
         ]
         splits = train_table.splits | {subject.participant_id: "test" for subject in renamed}
-        return split_cohort(
-            [*train_subjects, *renamed], self.model_copy(update={"test": 0.0}), splits
-        )
+        settings = self.model_copy(update={"test": 0.0})
+        return split_cohort([*train_subjects, *renamed], settings, splits)

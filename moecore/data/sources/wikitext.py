@@ -6,7 +6,7 @@ empty line is ``<eos>`` alone, the vocabulary has all words of all files in orde
 
 from array import array
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -40,19 +40,18 @@ class Wikitext(TextSource):
     def describe(self) -> Card:
         vocabulary_size = PRINTED_COUNTS.get(self.name, (2, 0))[0]
         card = self.text_card(self.name, self.licence, self.root, vocabulary_size)
-
-        def check_files() -> dict[str, Any]:
-            self._files()
-            return {}
-
-        return card.complete_with(check_files)
+        return card.check_with(self._files)
 
     def read(self) -> NumberedText:
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
-        if self.name in PRINTED_COUNTS:
-            self._check_printed(len(numbers), len(tokens["train"]))
+        counts = (len(numbers), len(tokens["train"]))
+        if (expected := PRINTED_COUNTS.get(self.name, counts)) != counts:
+            raise UserError(
+                f"{self.root}: found {counts[0]:,} words and {counts[1]:,} training tokens; "
+                f"allowed with name {self.name}: {expected[0]:,} and {expected[1]:,}, or a new name"
+            )
         vocabulary = list(numbers)
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
@@ -65,22 +64,15 @@ class Wikitext(TextSource):
                 split: next((root / name for name in names if (root / name).is_file()), None)
                 for split, names in SPLIT_FILES.items()
             }
-            if all(paths.values()):
-                return {split: path for split, path in paths.items() if path is not None}
+            files = {split: path for split, path in paths.items() if path is not None}
+            if len(files) == len(SPLITS):
+                return files
         folders = ", ".join(map(str, candidate_folders(self.root)))
         raise UserError.at(
             "root",
             found=f"{folders}, where a file is missing",
             allowed="a folder with wiki.{train,valid,test}.tokens or {train,valid,test}.txt",
         )
-
-    def _check_printed(self, words: int, tokens: int) -> None:
-        expected = PRINTED_COUNTS[self.name]
-        if (words, tokens) != expected:
-            raise UserError(
-                f"{self.root}: found {words:,} words and {tokens:,} training tokens; allowed with "
-                f"name {self.name}: {expected[0]:,} and {expected[1]:,}, or another name"
-            )
 
 
 def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:

@@ -5,13 +5,13 @@ import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
-from moecore.data.text.words import frequent_words, lower_words
+from moecore.data.text.words import frequent_words, lower_words, read_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -77,10 +77,12 @@ class BpeTokenizer:
         self.loaded.no_padding()
         self.words = self.loaded.get_vocab_size()
         if self.words != words:
-            raise UserError.at(
-                path, found=f"{self.words:,} words", allowed=f"{words:,}, as tokenizer.words says"
-            )
-        self.start, self.end = (self._number(special) for special in CLIP)
+            says = f"{words:,}, as tokenizer.words says"
+            raise UserError.at(path, found=f"{self.words:,} words", allowed=says)
+        numbers: dict[str, Any] = {special: self.loaded.token_to_id(special) for special in CLIP}
+        if missing := [special for special, number in numbers.items() if number is None]:
+            raise UserError(f"{path}: lacks the token {missing[0]}; allowed: CLIP's vocabulary")
+        self.start, self.end = numbers.values()
 
     @cached_property
     def digest(self) -> str:
@@ -90,12 +92,6 @@ class BpeTokenizer:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
         tokens, cut = fit_tokens_to_context(numbers, context, self.start, self.end)
         return EncodedCaption(tokens, cut, 0)
-
-    def _number(self, special: str) -> int:
-        number = self.loaded.token_to_id(special)
-        if number is None:
-            raise UserError(f"{self.path}: lacks the token {special}; allowed: CLIP's vocabulary")
-        return number
 
     def word(self, token: int) -> str:
         return str(self.loaded.id_to_token(token))
@@ -133,9 +129,7 @@ class BpeFileSettings(Config):
 
     kind: Literal["bpe"] = "bpe"
     file: str = Field(description="tokenizer.json of the `tokenizers` library, such as CLIP's")
-    words: int = Field(
-        49408, ge=4, description="Number of words of its vocabulary, which is checked"
-    )
+    words: int = Field(49408, ge=4, description="Number of words of its vocabulary, checked")
 
     def build(self, training: Iterable[str]) -> BpeTokenizer:
         """Return the file's tokenizer; the captions are not used."""
@@ -152,11 +146,7 @@ def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)
     else:
         path = folder / OURS
-        try:
-            vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-        tokenizer = WordTokenizer(vocabulary[len(SPECIAL) :])
+        tokenizer = WordTokenizer(read_words(path)[len(SPECIAL) :])
     if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
     return tokenizer

@@ -88,13 +88,18 @@ def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) ->
     return np.fromiter(tokens, np.int32)
 
 
+def read_words(path: Path) -> list[str]:
+    """Read a file of one word per line. Raises UserError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
+
+
 def read_vocabulary(folder: Path, words: int) -> list[str]:
     """Read a vocabulary in order of the numbers. Raises UserError unless it has ``words`` words."""
     path = folder / "vocabulary.txt"
-    try:
-        vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
+    vocabulary = read_words(path)
     remedy = "run the stage that writes it again"
     if len(vocabulary) != words:
         raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {remedy}")
@@ -107,11 +112,6 @@ def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
     """Label words (V,): 1 for scikit-learn's English stop words, 0 for others, −1 for non-words."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
-    return np.array(
-        [
-            int(word.lower() in ENGLISH_STOP_WORDS)
-            if word not in (END, UNKNOWN) and any(map(str.isalnum, word))
-            else -1
-            for word in vocabulary
-        ]
-    )
+    labels = [int(word.lower() in ENGLISH_STOP_WORDS) for word in vocabulary]
+    is_word = [word not in (END, UNKNOWN) and any(map(str.isalnum, word)) for word in vocabulary]
+    return np.where(is_word, labels, -1)

@@ -19,6 +19,7 @@ from moecore.core.config import Config
 from moecore.core.streams import BatchDraws
 from moecore.data.views import warping
 
+Operation = Callable[[Tensor, Tensor], Tensor]  # of pixels and strengths
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
 
@@ -42,9 +43,8 @@ def adjust_saturation(pixels: Tensor, factor: Tensor) -> Tensor:
 def adjust_sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
     """Blend with the image smoothed by (1 1 1; 1 5 1; 1 1 1) / 13, except at its border."""
     smooth = pixels.clone()
-    smooth[..., 1:-1, 1:-1] = (
-        (F.avg_pool2d(pixels, 3, 1) * 9 + 4 * pixels[..., 1:-1, 1:-1]) / 13 + 0.5
-    ).floor()
+    summed = F.avg_pool2d(pixels, 3, 1) * 9 + 4 * pixels[..., 1:-1, 1:-1]
+    smooth[..., 1:-1, 1:-1] = (summed / 13 + 0.5).floor()
     return _blend(smooth, pixels, factor)
 
 
@@ -67,17 +67,15 @@ def autocontrast(pixels: Tensor, strength: Tensor) -> Tensor:
     """Stretch each channel to 0..255; a channel with a single level does not change."""
     low = pixels.amin((2, 3), keepdim=True)
     high = pixels.amax((2, 3), keepdim=True)
-    return torch.where(
-        high > low, (pixels - low) * (255 / (high - low).clamp(min=1e-6)), pixels
-    ).clamp(0, 255)
+    stretched = (pixels - low) * (255 / (high - low).clamp(min=1e-6))
+    return torch.where(high > low, stretched, pixels).clamp(0, 255)
 
 
 def equalize(pixels: Tensor, strength: Tensor) -> Tensor:
     """Equalise the histogram of each channel; pixels are rounded to whole levels first."""
     levels = pixels.round().to(torch.int64).flatten(2).flatten(0, 1)
-    histogram = torch.zeros(len(levels), 256, dtype=torch.int64, device=pixels.device).scatter_add_(
-        1, levels, torch.ones_like(levels)
-    )
+    histogram = torch.zeros(len(levels), 256, dtype=torch.int64, device=pixels.device)
+    histogram.scatter_add_(1, levels, torch.ones_like(levels))
     last = histogram.gather(1, levels.amax(1, keepdim=True))
     step = (levels.shape[1] - last) // 255
     table = ((histogram.cumsum(1) - histogram + step // 2) // step.clamp(min=1)).clamp(max=255)
@@ -88,11 +86,8 @@ def equalize(pixels: Tensor, strength: Tensor) -> Tensor:
 def _grey(pixels: Tensor) -> Tensor:
     if pixels.shape[1] == 1:
         return pixels
-    return (
-        (pixels[:, :1] * LUMA[0] + pixels[:, 1:2] * LUMA[1] + pixels[:, 2:] * LUMA[2])
-        .add(0.5)
-        .floor()
-    )
+    luma = pixels[:, :1] * LUMA[0] + pixels[:, 1:2] * LUMA[1] + pixels[:, 2:] * LUMA[2]
+    return luma.add(0.5).floor()
 
 
 def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
@@ -136,35 +131,32 @@ def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
     """Jitter pixels fp32 (B, C, H, W) in 0..255, in place, and return them."""
     for place in range(len(JITTERED)):
         for index, operation in enumerate(JITTERED):
-            # Rows are selected on the CPU, so that nothing waits for the device.
             chosen = (jitter.order[:, place] == index) & (jitter.factors[:, index] != 1)
-            rows = chosen.nonzero()[:, 0]
-            if len(rows) == 0:
-                continue
-            factors = jitter.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
-            device_rows = warping.to_device_async(rows, pixels.device)
-            changed = operation(
-                pixels.index_select(0, device_rows), warping.to_device_async(factors, pixels.device)
-            )
-            pixels.index_copy_(0, device_rows, changed)
+            _change_chosen(pixels, chosen, operation, jitter.factors[:, index])
     return pixels
+
+
+def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengths: Tensor) -> None:
+    """Apply an operation in place to the images ``chosen`` (B,), with ``strengths`` (B,)."""
+    # Rows are selected on the CPU, so that nothing waits for the device.
+    rows = chosen.nonzero()[:, 0]
+    if len(rows):
+        values = warping.to_device_async(strengths[rows].to(torch.float32), pixels.device)
+        rows = warping.to_device_async(rows, pixels.device)
+        changed = operation(pixels.index_select(0, rows), values.view(-1, 1, 1, 1))
+        pixels.index_copy_(0, rows, changed)
 
 
 def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
     """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
     height, width = pixels.shape[-2:]
-    first_row, first_column, box_height, box_width = warping.draw_crop_windows(
-        draws, (height, width), (0.02, 1 / 3), (0.3, 3.3)
-    )
-    chosen = draws.rand() < probability
+    windows = warping.draw_crop_windows(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
+    first_row, first_column, box_height, box_width = (part[:, None] for part in windows)
+    chosen = draws.rand()[:, None] < probability
     rows = torch.arange(height) + 0.5
     columns = torch.arange(width) + 0.5
-    in_rows = (
-        (rows >= first_row[:, None]) & (rows < (first_row + box_height)[:, None]) & chosen[:, None]
-    )
-    in_columns = (columns >= first_column[:, None]) & (
-        columns < (first_column + box_width)[:, None]
-    )
+    in_rows = (rows >= first_row) & (rows < first_row + box_height) & chosen
+    in_columns = (columns >= first_column) & (columns < first_column + box_width)
     row_mask = warping.to_device_async(in_rows, pixels.device)[:, None, :, None]
     column_mask = warping.to_device_async(in_columns, pixels.device)[:, None, None, :]
     return pixels.masked_fill_(row_mask & column_mask, 0.0)
@@ -227,9 +219,8 @@ class DrawnOperations(NamedTuple):
 def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
-    return DrawnOperations(
-        settings.names, choices, signs.to(torch.float64) * (settings.magnitude / 10)
-    )
+    levels = signs.to(torch.float64) * (settings.magnitude / 10)
+    return DrawnOperations(settings.names, choices, levels)
 
 
 def operation_affines(operations: DrawnOperations, height: float, width: float) -> Tensor:
@@ -237,16 +228,14 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
     count = len(operations.choices)
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
     for place in range(operations.choices.shape[1]):
+        levels = operations.levels[:, place]
         level = {
-            name: torch.where(
-                _is_operation(operations, place, name), operations.levels[:, place], 0.0
-            )
+            name: torch.where(_is_operation(operations, place, name), levels, 0.0)
             for name in get_args(Geometric)
         }
         shear = warping.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
-        move = warping.translation_affines(
-            0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
-        )
+        down, right = 0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"]
+        move = warping.translation_affines(down, right, count)
         turn = warping.rotation_affines(math.radians(30) * level["rotate"])
         # At most one of the three is not the identity.
         total = warping.recentre_affines(move @ turn @ shear, height, width) @ total
@@ -257,18 +246,9 @@ def apply_colour_operations(pixels: Tensor, operations: DrawnOperations) -> Tens
     """Apply colour operations in order to fp32 (B, C, H, W) in 0..255, in place."""
     for place in range(operations.choices.shape[1]):
         for name in (name for name in dict.fromkeys(operations.names) if name in OPERATIONS):
-            # Rows are selected on the CPU, so that nothing waits for the device.
-            rows = _is_operation(operations, place, name).nonzero()[:, 0]
-            if len(rows) == 0:
-                continue
             operation, strength = OPERATIONS[name]
-            values = warping.to_device_async(
-                strength(operations.levels[rows, place]).to(torch.float32), pixels.device
-            ).view(-1, 1, 1, 1)
-            device_rows = warping.to_device_async(rows, pixels.device)
-            pixels.index_copy_(
-                0, device_rows, operation(pixels.index_select(0, device_rows), values)
-            )
+            chosen = _is_operation(operations, place, name)
+            _change_chosen(pixels, chosen, operation, strength(operations.levels[:, place]))
     return pixels
 
 
@@ -282,7 +262,7 @@ def _enhance_factor(levels: Tensor) -> Tensor:
     return (1 + 0.9 * levels).clamp(min=0)
 
 
-OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+OPERATIONS: dict[str, tuple[Operation, Callable[[Tensor], Tensor]]] = {
     "autocontrast": (autocontrast, torch.abs),
     "equalize": (equalize, torch.abs),
     "invert": (invert, torch.abs),

@@ -20,8 +20,7 @@ class Transform(NamedTuple):
     """A family of random affines; the default is the identity."""
 
     degrees: float = 0.0  # rotation from −degrees to +degrees
-    # horizontal, vertical: at most this share of the side
-    translate: tuple[float, float] = (0.0, 0.0)
+    translate: tuple[float, float] = (0.0, 0.0)  # horizontal, vertical, at most; of the side
     scale: float = 1.0  # exactly
     shear: float = 0.0  # from −shear to +shear degrees
 
@@ -56,11 +55,8 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
         within(share * side).round()
         for share, side in zip(settings.translate, size[::-1], strict=True)
     )
-    linear = (
-        warping.rotation_affines(turn)
-        @ warping.scaling_affines(settings.scale, settings.scale, count)
-        @ warping.shearing_affines(0, shear, count)
-    )
+    scaling = warping.scaling_affines(settings.scale, settings.scale, count)
+    linear = warping.rotation_affines(turn) @ scaling @ warping.shearing_affines(0, shear, count)
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
 
 

@@ -7,12 +7,13 @@ al. 2018) and CutMix (Yun et al. 2019) combine two images.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 from torch import Generator, Tensor
 
 from moecore.core.config import Config
@@ -27,17 +28,20 @@ CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
+def _check_range(ends: tuple[float, float], limit: float = math.inf) -> tuple[float, float]:
+    low, high = ends
+    if not 0 < low <= high <= limit:
+        allowed = "0 < lowest ≤ highest" + (f" ≤ {limit:g}" if math.isfinite(limit) else "")
+        raise ValueError(describe_refusal(found=f"[{low}, {high}]", allowed=allowed))
+    return ends
+
+
 class CropRanges(Config):
     """Random resized crop."""
 
-    scale: tuple[float, float] = Field(
+    scale: Annotated[tuple[float, float], AfterValidator(partial(_check_range, limit=1.0))] = Field(
         (0.5, 1.0), description="Area of the crop, as a share of the image: lowest, highest"
     )
-
-    @field_validator("scale")
-    @classmethod
-    def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
-        return _check_range(scale, 1.0)
 
 
 class AffineRanges(Config):
@@ -49,17 +53,12 @@ class AffineRanges(Config):
     translate: float = Field(
         0.0, ge=0, le=1, description="Largest movement along each axis, as a share of the side"
     )
-    scale: tuple[float, float] = Field(
+    scale: Annotated[tuple[float, float], AfterValidator(_check_range)] = Field(
         (1.0, 1.0), description="Scaling factor of all sides: lowest, highest"
     )
     shear: float = Field(
         0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
     )
-
-    @field_validator("scale")
-    @classmethod
-    def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
-        return _check_range(scale, math.inf)
 
     @property
     def is_identity(self) -> bool:
@@ -106,11 +105,8 @@ class ViewSettings(Config):
                 fields = ", ".join(name for name in type(change).model_fields if name != "names")
                 yield (key,), f"found one that changes nothing; allowed: null, or other {fields}"
         if self.fill != "zeros" and not self.leaves_image:
-            yield (
-                ("fill",),
-                f"found {self.fill}, but no view reaches beyond its image; "
-                "allowed: zeros, or a shift, a crop or an affine",
-            )
+            why = f"found {self.fill}, but no view reaches beyond its image"
+            yield ("fill",), f"{why}; allowed: zeros, or a shift, a crop or an affine"
         if around.source is not None and around.source.volumes:
             for name in FLAT_VIEWS:
                 if value := getattr(self, name):
@@ -119,19 +115,13 @@ class ViewSettings(Config):
                         f"found {format_changed_settings(value)}, which is for flat images; "
                         "allowed for volumes: shift, flip, affine and fill",
                     )
-            if self.affine is not None and self.affine.shear:
-                yield (
-                    ("affine", "shear"),
-                    f"found {self.affine.shear:g}, which is for flat images; "
-                    "allowed for volumes: 0",
-                )
+            if self.affine is not None and (shear := self.affine.shear):
+                why = f"found {shear:g}, which is for flat images; allowed for volumes: 0"
+                yield ("affine", "shear"), why
         elif around.preview is not None and around.preview.channels == 1:
             why = f"but {around.data} has grey images, whose saturation nothing changes"
-            if self.jitter is not None and self.jitter.saturation:
-                yield (
-                    ("jitter", "saturation"),
-                    f"found {self.jitter.saturation:g}, {why}; allowed: 0",
-                )
+            if self.jitter is not None and (saturation := self.jitter.saturation):
+                yield ("jitter", "saturation"), f"found {saturation:g}, {why}; allowed: 0"
             if self.randaugment is not None and set(self.randaugment.names) == {"saturation"}:
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
@@ -174,15 +164,18 @@ def make_random_views(
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
         return ViewsWithAffines(*make_random_volume_views(images, settings, draws))
-    count = len(images)
-    if isinstance(images, warping.MixedSizeImageList) and settings.crop is None:
-        raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
-    original, size = warping.image_and_view_sizes(images)
+    original: Sequence[Any]
+    if isinstance(images, warping.MixedSizeImageList):
+        if settings.crop is None:
+            raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
+        original, size = images.extents, (images.size, images.size)
+    else:
+        original = size = (images.shape[2], images.shape[3])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
     # Drawn even if unused, so that a setting changes no other draw.
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], count)
+    moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], len(images))
     affines = warping.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
@@ -192,7 +185,10 @@ def make_random_views(
         if settings.randaugment.moves:
             affines = augmentations.operation_affines(operations, *size) @ affines
     if isinstance(images, warping.MixedSizeImageList):
-        pixels = warping.warp_uneven_images(images, affines, size, settings.fill)
+        # Only the visible parts of images of different shapes are sent to the device.
+        parts, of_parts = warping.cut_parts_seen_by_views(images, affines, size, settings.fill)
+        parts = warping.to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
+        pixels = warping.warp_images(parts, of_parts, size, "zeros")
     elif settings.on_grid:
         pixels = warping.shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
@@ -200,31 +196,25 @@ def make_random_views(
     if operations:
         pixels = augmentations.apply_colour_operations(pixels, operations)
     if settings.jitter:
-        pixels = augmentations.jitter_colours(
-            pixels, augmentations.draw_jitter(settings.jitter, draws)
-        )
+        jitter = augmentations.draw_jitter(settings.jitter, draws)
+        pixels = augmentations.jitter_colours(pixels, jitter)
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
         pixels = augmentations.erase_rectangles(pixels, settings.erasing, draws)
-    return ViewsWithAffines(
-        pixels, warping.to_device_async(affines.to(torch.float32), images.device)
-    )
+    affines = warping.to_device_async(affines.to(torch.float32), images.device)
+    return ViewsWithAffines(pixels, affines)
 
 
 def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
     """Return images for evaluation, fp32 (B, C, H, W) in [0, 1]; uneven ones as centre squares."""
     if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
-    if images.is_floating_point():
-        return images.to(torch.float32)
-    return images.to(torch.float32).mul_(1 / 255)
+    pixels = images.to(torch.float32)
+    return pixels if images.is_floating_point() else pixels.mul_(1 / 255)
 
 
 def _frame_affines(
-    settings: ViewSettings,
-    original: Sequence[int] | tuple[Tensor, Tensor],
-    size: tuple[int, int],
-    draws: BatchDraws,
+    settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
     """Return affines from the original to the (cropped) view of ``size``."""
     count = draws.images
@@ -243,26 +233,11 @@ def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) ->
     shear = warping.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
     degrees = warping.uniform_draws(draws, -settings.degrees, settings.degrees)
     turn = warping.rotation_affines(degrees.deg2rad())
-    down, right = (
-        warping.uniform_draws(draws, -settings.translate, settings.translate) * side
-        for side in size
-    )
-    linear = (
-        turn
-        @ warping.shearing_affines(0, shear, count)
-        @ warping.scaling_affines(factor, factor, count)
-    )
+    limit = settings.translate
+    down, right = (warping.uniform_draws(draws, -limit, limit) * side for side in size)
+    sheared = turn @ warping.shearing_affines(0, shear, count)
+    linear = sheared @ warping.scaling_affines(factor, factor, count)
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
-
-
-def _check_range(ends: tuple[float, float], limit: float) -> tuple[float, float]:
-    low, high = ends
-    if not 0 < low <= high <= limit:
-        allowed = "0 < lowest ≤ highest"
-        if math.isfinite(limit):
-            allowed += f" ≤ {limit:g}"
-        raise ValueError(describe_refusal(found=f"[{low}, {high}]", allowed=allowed))
-    return ends
 
 
 class Mix(Config):
@@ -309,20 +284,22 @@ def mix_images(
     height, width = images.shape[-2:]
     partner = draws.select_rows(torch.randperm(draws.whole, generator=draws.generator))
     shares, cut = _draw_shares(settings, draws)
-    box_rows, box_columns = _boxes(shares, cut, height, width, draws)
+    # boxes of area 1 − λ around random centres: rows (B, H), columns (B, W)
+    centres = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
+    half = (1 - shares).sqrt() / 2 * cut
+    box_rows = _is_within_box(height, draws.select_rows(centres[0]), half)
+    box_columns = _is_within_box(width, draws.select_rows(centres[1]), half)
     area = (box_rows.sum(1) * box_columns.sum(1)).to(torch.float64) / (height * width)
     shares = torch.where(cut, 1 - area, shares).to(torch.float32)
     # Boxes go to the device as their rows and columns: whole masks would be half of a step's bytes.
-    hidden = (
-        warping.to_device_async(box_rows, images.device)[:, :, None]
-        & warping.to_device_async(box_columns, images.device)[:, None, :]
-    )
-    cut = warping.to_device_async(cut, images.device)[:, None]
-    shares = warping.to_device_async(shares, images.device)[:, None]
+    send = partial(warping.to_device_async, device=images.device)
+    hidden = send(box_rows)[:, :, None] & send(box_columns)[:, None, :]
+    cut = send(cut)[:, None]
+    shares = send(shares)[:, None]
     visible = 1 - hidden.to(torch.float32)
     weights = torch.where(cut[:, None], visible, shares[:, None])[:, None]
     if others is None:
-        rows = warping.to_device_async(partner, images.device)
+        rows = send(partner)
         return torch.lerp(images[rows], images, weights), torch.lerp(hard[rows], hard, shares)
     partner_images, partner_labels = others(partner)
     partner_hard = F.one_hot(partner_labels, task.outputs).to(torch.float32)
@@ -340,16 +317,6 @@ def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     is_mixed = random.random(draws.whole) < settings.probability
     shares = torch.from_numpy(np.where(is_mixed, random.beta(alphas, alphas), 1.0))
     return draws.select_rows(shares), draws.select_rows(torch.from_numpy(is_cutmix))
-
-
-def _boxes(
-    shares: Tensor, cut: Tensor, height: int, width: int, draws: BatchDraws
-) -> tuple[Tensor, Tensor]:
-    """Return rows (B, H) and columns (B, W) of boxes of area 1 − λ around random centres."""
-    centres = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
-    row, column = (draws.select_rows(values) for values in centres)
-    half = (1 - shares).sqrt() / 2 * cut
-    return _is_within_box(height, row, half), _is_within_box(width, column, half)
 
 
 def _is_within_box(side: int, centre: Tensor, half: Tensor) -> Tensor:

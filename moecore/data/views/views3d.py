@@ -9,6 +9,7 @@ view, in voxels along the first, second and third axis; voxel centres are at +0.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.views.warping import (
-    clamp_or_reflect_indices,
-    in_range_mask,
-    to_device_async,
-    uniform_draws,
-)
+from moecore.data.views import warping
 
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 
@@ -31,7 +27,14 @@ def make_random_volume_views(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
     """Make one random view of each volume, fp32, and affines fp32 (B, 4, 4), on their device."""
-    _refuse(settings)
+    names = [name for name in FLAT_VIEWS if getattr(settings, name)]
+    if settings.affine and settings.affine.shear:
+        names.append("affine.shear")
+    if names:
+        raise UserError(
+            f"views: found {', '.join(names)}, which are for images; allowed for volumes: shift, "
+            "flip, affine (without shear), fill"
+        )
     size = list(volumes.shape[2:])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
@@ -41,7 +44,7 @@ def make_random_volume_views(
         views = warp_volumes(volumes, affines, settings.fill)
     else:
         views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
-    return views.clamp_(0, 1), to_device_async(affines.to(torch.float32), volumes.device)
+    return views.clamp_(0, 1), warping.to_device_async(affines.to(torch.float32), volumes.device)
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
@@ -49,67 +52,42 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half
-    # view to original, both −1 … 1
-    theta = torch.linalg.inv(unit) @ torch.linalg.inv(affines) @ unit
-    # grid_sample names the last axis first
-    grid = _grid(
-        to_device_async(theta[:, [2, 1, 0]].to(torch.float32), volumes.device), volumes.shape[2:]
-    )
+    # view to original, both −1 … 1; grid_sample names the last axis first
+    theta = (torch.linalg.inv(unit) @ torch.linalg.inv(affines) @ unit)[:, [2, 1, 0]]
+    theta = warping.to_device_async(theta.to(torch.float32), volumes.device)
+    # theta of the voxel centres, (B, D, H, W, 3); takes a third of the time of torch's affine_grid
+    grid = theta[:, None, None, None, :, 3]
+    for axis, length in enumerate(volumes.shape[2:]):
+        places = torch.arange(length, device=theta.device, dtype=theta.dtype)
+        centres = ((2 * places + 1) / length - 1).view(-1, *[1] * (3 - axis))
+        grid = grid + theta[:, None, None, None, :, axis] * centres
     return F.grid_sample(
         volumes.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
     )
 
 
-def _grid(theta: Tensor, size: torch.Size) -> Tensor:
-    """Apply theta (B, 3, 4) to the voxel centres of a volume in −1 … 1: (B, D, H, W, 3)."""
-    # takes a third of the time of torch's affine_grid
-    grid = theta[:, None, None, None, :, 3]
-    for axis, length in enumerate(size):
-        centres = (
-            2 * torch.arange(length, device=theta.device, dtype=theta.dtype) + 1
-        ) / length - 1
-        grid = grid + theta[:, None, None, None, :, axis] * centres.view(-1, *[1] * (3 - axis))
-    return grid
-
-
-def _refuse(settings: Any) -> None:
-    names = [name for name in FLAT_VIEWS if getattr(settings, name)]
-    if settings.affine and settings.affine.shear:
-        names.append("affine.shear")
-    if names:
-        raise UserError(
-            f"views: found {', '.join(names)}, which are for images; allowed for volumes: shift, "
-            "flip, affine (without shear), fill"
-        )
-
-
 def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
     """Draw affines about the centre: scale, then rotate about the three axes, then move."""
-    low, high = settings.scale
-    factors = uniform_draws(draws, low, high)
-    turns = torch.stack(
-        [uniform_draws(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size], dim=1
-    )
-    moves = torch.stack(
-        [uniform_draws(draws, -settings.translate, settings.translate) * side for side in size],
-        dim=1,
-    )
-    return centred_volume_affines(
-        volume_translations(moves) @ volume_rotations(turns) @ volume_scale_affines(factors), size
-    )
+    scaled = volume_identities(draws.images)
+    scaled[:, :3] *= warping.uniform_draws(draws, *settings.scale)[:, None, None]
+    degrees, share = settings.degrees, settings.translate
+    turns = [warping.uniform_draws(draws, -degrees, degrees).deg2rad() for _ in size]
+    moves = [warping.uniform_draws(draws, -share, share) * side for side in size]
+    turned = volume_rotations(torch.stack(turns, dim=1)) @ scaled
+    return centred_volume_affines(volume_translations(torch.stack(moves, dim=1)) @ turned, size)
 
 
 def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
     """Move volumes by whole voxels (B, 3) int64, then mirror where ``mirrored`` (B,); fp32."""
     count, channels, *size = volumes.shape
     depth, height, width = size
-    indices = [
-        torch.arange(length) - move[:, None] for length, move in zip(size, shifts.T, strict=True)
-    ]
+    send = partial(warping.to_device_async, device=volumes.device)
+    pairs = zip(size, shifts.T, strict=True)
+    indices = [torch.arange(length) - move[:, None] for length, move in pairs]
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
     indices[0] = torch.where(mirrored[:, None], turned, indices[0])
     first, second, third = (
-        to_device_async(clamp_or_reflect_indices(index, length, fill), volumes.device)
+        send(warping.clamp_or_reflect_indices(index, length, fill))
         for index, length in zip(indices, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.
@@ -120,7 +98,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
         views = views.gather(4, third[:, None, None, None].expand(views.shape))
     if fill == "zeros" and shifts.any():
         for axis, (index, length) in enumerate(zip(indices, size, strict=True)):
-            inside = to_device_async(in_range_mask(index, length), volumes.device)
+            inside = send(warping.in_range_mask(index, length))
             views.mul_(inside.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
     return views.to(torch.float32)
 
@@ -133,15 +111,6 @@ def volume_translations(moves: Tensor) -> Tensor:
     affines = volume_identities(len(moves))
     affines[:, :3, 3] = moves.to(torch.float64)
     return affines
-
-
-def volume_scale_affines(factors: Tensor) -> Tensor:
-    """Scale all axes by ``factors`` (B,) about the corner (0, 0, 0)."""
-    return torch.diag_embed(
-        torch.stack(
-            [factors.to(torch.float64)] * 3 + [torch.ones(len(factors), dtype=torch.float64)], dim=1
-        )
-    )
 
 
 def volume_rotations(radians: Tensor) -> Tensor:

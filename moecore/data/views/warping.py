@@ -7,6 +7,7 @@ of the original image to the view; pixel centres are at +0.5. Later maps multipl
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +45,7 @@ def translation_affines(rows: Tensor | float, columns: Tensor | float, count: in
 
 def rotation_affines(radians: Tensor) -> Tensor:
     """Rotate about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
-    cosine = radians.cos()
-    sine = radians.sin()
+    cosine, sine = radians.cos(), radians.sin()
     return affines_from_matrix_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
@@ -56,25 +56,20 @@ def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) 
 
 def flip_affines(mirrored: Tensor, width: float) -> Tensor:
     """Mirror left and right where ``mirrored`` (B,) is true."""
-    sign = 1.0 - 2.0 * mirrored.to(torch.float64)
-    return affines_from_matrix_rows(
-        (1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored)
-    )
+    is_mirrored = mirrored.to(torch.float64)
+    columns = (0, 1.0 - 2.0 * is_mirrored, width * is_mirrored)
+    return affines_from_matrix_rows((1, 0, 0), columns, len(mirrored))
 
 
 def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
     """Return the same linear maps about the middle of a (height, width) image."""
-    count = len(affines)
-    return (
-        translation_affines(height / 2, width / 2, count)
-        @ affines
-        @ translation_affines(-height / 2, -width / 2, count)
-    )
+    to_middle = translation_affines(-height / 2, -width / 2, len(affines))
+    return translation_affines(height / 2, width / 2, len(affines)) @ affines @ to_middle
 
 
 def draw_crop_windows(
     draws: BatchDraws,
-    size: Sequence[int] | tuple[Tensor, Tensor],
+    size: Sequence[Any],
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,18 +114,13 @@ def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: st
     height, width = images.shape[-2:]
     # view (column, row, 1) → original (column, row)
     back = invert_affines(affines)[:, :2].flip(1)[:, :, [1, 0, 2]]
-    half_view = torch.tensor(
-        [[size[1] / 2, 0, size[1] / 2], [0, size[0] / 2, size[0] / 2], [0, 0, 1]],
-        dtype=torch.float64,
-    )
+    middle_row, middle_column = size[0] / 2, size[1] / 2
+    half_view = [[middle_column, 0, middle_column], [0, middle_row, middle_row], [0, 0, 1]]
     half = torch.tensor([width / 2, height / 2], dtype=torch.float64)
-    theta = (back @ half_view) / half[:, None]
+    theta = (back @ torch.tensor(half_view, dtype=torch.float64)) / half[:, None]
     theta[:, :, 2] -= 1
-    grid = F.affine_grid(
-        to_device_async(theta.to(torch.float32), images.device),
-        [len(images), 1, *size],
-        align_corners=False,
-    )
+    theta = to_device_async(theta.to(torch.float32), images.device)
+    grid = F.affine_grid(theta, [len(images), 1, *size], align_corners=False)
     return F.grid_sample(
         images.to(torch.float32), grid, mode="bilinear", padding_mode=fill, align_corners=False
     )
@@ -158,25 +148,6 @@ class MixedSizeImageList:
         pictures = [Image.fromarray(image.squeeze()) for image in self.images]
         squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
-
-
-def image_and_view_sizes(
-    images: Tensor | MixedSizeImageList,
-) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return heights and widths of the images, and of their views."""
-    if isinstance(images, MixedSizeImageList):
-        return images.extents, (images.size, images.size)
-    height, width = images.shape[2:]
-    return (height, width), (height, width)
-
-
-def warp_uneven_images(
-    images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
-) -> Tensor:
-    """Warp images of different shapes as ``warp_images`` does, sending only visible parts."""
-    parts, affines_of_parts = cut_parts_seen_by_views(images, affines, size, fill)
-    pixels = to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
-    return warp_images(pixels, affines_of_parts, size, "zeros")
 
 
 def cut_parts_seen_by_views(
@@ -219,10 +190,8 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
     """Move images uint8 by whole pixels (B, 2) int64, then mirror where ``mirrored`` (B,)."""
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
-    columns = (
-        torch.where(mirrored[:, None], torch.arange(width).flip(0), torch.arange(width))
-        - shifts[:, 1:]
-    )
+    forward = torch.arange(width)
+    columns = torch.where(mirrored[:, None], forward.flip(0), forward) - shifts[:, 1:]
     # Sending rows and columns instead of all their products takes a hundredth of the bytes.
     source_rows = to_device_async(clamp_or_reflect_indices(rows, height, fill), images.device)
     source_columns = to_device_async(clamp_or_reflect_indices(columns, width, fill), images.device)

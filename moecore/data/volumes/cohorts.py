@@ -59,7 +59,14 @@ def read_participants_with_sessions(
         if reason := id_problem("participant_id", participant):  # before it becomes a path
             problems.append(SubjectProblem(participant, "*", f"{path}: {reason}"))
             continue
-        for file, row in _visit_rows(root, path, rows):
+        visits = [(path, row) for row in rows]
+        sessions = root / participant / f"{participant}_sessions.tsv"
+        if len(rows) == 1 and sessions.is_file():
+            visits = [
+                (sessions, rows[0] | {name: value for name, value in row.items() if value})
+                for row in _read_rows(root, sessions, ("session_id",))
+            ]
+        for file, row in visits:
             diagnosis = row.get("diagnosis", "")
             diagnosis_counts[diagnosis or "none given"] += 1
             if diagnoses is None or diagnosis in diagnoses:
@@ -85,12 +92,23 @@ def table_of_usable_rows(
     places: dict[str, str],
 ) -> CohortTable:
     """Return the table of subjects without problems; people: the rows of each participant."""
-    splits, split_problems = _chosen_splits(path, people)
-    problems = problems + _duplicate_problems(path, subjects) + split_problems
+    splits, split_problems = {}, []
+    for who, rows in people.items():
+        names = {row["split"] for row in rows if row.get("split")}
+        if len(names) > 1 or not names <= set(SPLITS):
+            reason = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
+            split_problems.append(SubjectProblem(who, "*", f"{path}: {who}: {reason}"))
+        elif names:
+            splits[who] = names.pop()
+    duplicate_problems = []
+    for who, number in Counter(subject[:2] for subject in subjects).items():
+        if number > 1:
+            reason = f"{path}: {' '.join(who).strip()} is listed {number} times"
+            once = "allowed: once for each participant and session"
+            duplicate_problems.append(SubjectProblem(*who, f"{reason}; {once}"))
+    problems = problems + duplicate_problems + split_problems
     bad = {problem[:2] for problem in problems}
-    usable = [
-        subject for subject in subjects if not bad & {subject[:2], (subject.participant_id, "*")}
-    ]
+    usable = [row for row in subjects if not bad & {row[:2], (row.participant_id, "*")}]
     return CohortTable(usable, splits, problems, places)
 
 
@@ -145,20 +163,6 @@ def read_delimited_table(
     return list(table.columns), table.to_dict("records")
 
 
-def _visit_rows(
-    root: Path, path: Path, rows: list[dict[str, str]]
-) -> list[tuple[Path, dict[str, str]]]:
-    """Return the rows of a participant's visits, each with its file."""
-    participant = rows[0]["participant_id"]
-    sessions = root / participant / f"{participant}_sessions.tsv"
-    if len(rows) > 1 or not sessions.is_file():
-        return [(path, row) for row in rows]
-    return [
-        (sessions, rows[0] | {name: value for name, value in row.items() if value})
-        for row in _read_rows(root, sessions, ("session_id",))
-    ]
-
-
 def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
     """Parse a row to a subject, and the reasons why it cannot be used."""
     reasons = []
@@ -174,43 +178,8 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
     sex = row["sex"].lower()
     if sex not in SEX:
         reasons.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    subject = VolumeSubject(
-        row["participant_id"],
-        session,
-        age,
-        SEX.get(sex, ""),
-        row.get("site", ""),
-        diagnosis=row.get("diagnosis", ""),
-    )
-    return subject, reasons
-
-
-def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
-    return [
-        SubjectProblem(
-            *who,
-            f"{path}: {' '.join(who).strip()} is listed {number} times; "
-            "allowed: once for each participant and session",
-        )
-        for who, number in Counter(subject[:2] for subject in subjects).items()
-        if number > 1
-    ]
-
-
-def _chosen_splits(
-    path: Path, people: dict[str, list[dict[str, str]]]
-) -> tuple[dict[str, str], list[SubjectProblem]]:
-    """Return participant → split from the column ``split``, and its problems."""
-    splits = {}
-    problems = []
-    for who, rows in people.items():
-        names = {row["split"] for row in rows if row.get("split")}
-        if len(names) > 1 or not names <= set(SPLITS):
-            reason = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
-            problems.append(SubjectProblem(who, "*", f"{path}: {who}: {reason}"))
-        elif names:
-            splits[who] = names.pop()
-    return splits, problems
+    who, site, diagnosis = row["participant_id"], row.get("site", ""), row.get("diagnosis", "")
+    return VolumeSubject(who, session, age, SEX.get(sex, ""), site, diagnosis=diagnosis), reasons
 
 
 PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
@@ -293,12 +262,12 @@ def held_out_participants(
             reasons[who] = f"site {subject.site} is in test_sites"
         elif allowed is not None and subject.diagnosis not in allowed:
             reasons[who] = f"diagnosis {subject.diagnosis or 'none'} is not in train_diagnoses"
-    if both := [who for who, visited in visits.items() if visited & sites and visited - sites]:
-        lines = [
-            f"{places.get(who, who)}: {who}: visits at {', '.join(sorted(visits[who]))}, some of "
-            "which are in test_sites; allowed: all, or none"
-            for who in both
-        ]
+    if lines := [
+        f"{places.get(who, who)}: {who}: visits at {', '.join(sorted(visited))}, some of "
+        "which are in test_sites; allowed: all, or none"
+        for who, visited in visits.items()
+        if visited & sites and visited - sites
+    ]:
         raise UserError("\n".join(lines))
     return reasons
 
@@ -332,42 +301,30 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
             "train on; allowed: less than 1 together"
         )
-    shares = {"test": 0.0 if settings.test_sites else settings.test}
-    shares["validation"] = settings.validation
+    test_share = 0.0 if settings.test_sites else settings.test
+    shares = {"test": test_share, "validation": settings.validation}
     remaining = np.arange(len(people))
-    groups = _age_sex_groups(people, settings.age_groups)
-    splits_of = {person.participant_id: "train" for person in people}
-    for split, purpose in PURPOSE.items():
-        number = round(shares[split] * len(people))
-        chosen = _draw_from_groups(remaining, groups, number, [settings.seed, purpose])
-        splits_of |= {people[row].participant_id: split for row in chosen}
-        remaining = np.setdiff1d(remaining, chosen)
-    return splits_of
-
-
-def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
-    """Return a group number for each person, by quantile of age, and sex; int64 (N,)."""
+    # a group per quantile of age, and sex
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
     sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
-    return rank * age_groups // max(len(people), 1) * 3 + sexes.astype(int)
-
-
-def _draw_from_groups(
-    rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]
-) -> np.ndarray:
-    """Draw ``number`` of the rows, from every group in proportion (largest remainder)."""
-    if number == 0:
-        return rows[:0]
-    names, counts = np.unique(groups[rows], return_counts=True)
-    random = np.random.default_rng(seed)
-    takes = class_quotas(counts, number)
-    return np.concatenate(
-        [
-            random.permutation(rows[groups[rows] == name])[:take]
-            for name, take in zip(names, takes, strict=True)
+    groups = rank * settings.age_groups // max(len(people), 1) * 3 + sexes.astype(int)
+    splits_of = {person.participant_id: "train" for person in people}
+    for split, purpose in PURPOSE.items():
+        number = round(shares[split] * len(people))
+        if not number:
+            continue
+        # from every group in proportion
+        names, counts = np.unique(groups[remaining], return_counts=True)
+        random = np.random.default_rng([settings.seed, purpose])
+        drawn = [
+            random.permutation(remaining[groups[remaining] == name])[:take]
+            for name, take in zip(names, class_quotas(counts, number), strict=True)
         ]
-    )
+        chosen = np.concatenate(drawn)
+        splits_of |= {people[row].participant_id: split for row in chosen}
+        remaining = np.setdiff1d(remaining, chosen)
+    return splits_of
 
 
 def age_cohort_card(

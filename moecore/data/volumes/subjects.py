@@ -10,7 +10,6 @@ from typing import NamedTuple
 from moecore.core.files import UserError, atomic_text_file, join_below_root
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
-SEXES = {"F": "F", "M": "M", "": "unknown"}  # code in the files → name in counts
 
 
 class VolumeSubject(NamedTuple):
@@ -41,18 +40,11 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
-    counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
-    return {name: number for name, number in counts.items() if number or name != "unknown"}
-
-
 def id_problem(name: str, value: str) -> str | None:
     """Return why an id is not valid, or None; ``name``: its column."""
     if ID.fullmatch(value):
         return None
-    shown = repr(value[:60])
-    if len(value) > 60:
-        shown += "…"
+    shown = repr(value[:60]) + ("…" if len(value) > 60 else "")
     return f"{name} is {shown}; allowed: up to 100 letters a to z, digits, and . _ + - after one"
 
 
@@ -65,9 +57,7 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
     try:
         files = [join_below_root(root, path) for path in sorted(root.glob(filled))]
     except (ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"{root}: {pattern!r} is not a pattern below this folder: {error}"
-        ) from None
+        raise UserError(f"{root}: {pattern!r} is no pattern below this folder: {error}") from None
     if not files:
         raise UserError(f"{root / filled}: no such file")
     if len(files) > 1:

@@ -56,25 +56,19 @@ def load_volume(path: Path) -> Volume:
         nibabel.orientations.OrientationError,
     )
     try:
-        return _read_volume(path)
+        header, file = _read_header(path)
+        if why := _header_problem(header):
+            raise UnusableVolume(f"{path}: {why}")
+        stored: Any = nibabel.arrayproxy.ArrayProxy(file, header)
+        values = np.asarray(stored, dtype=np.float32).reshape(stored.shape[:3])
+        if bad := int((~np.isfinite(values)).sum()):
+            raise UnusableVolume(f"{path}: {bad} voxels are no numbers (NaN or infinite)")
+        image = nibabel.as_closest_canonical(nibabel.Nifti1Image(values, header.get_best_affine()))
+        zooms = tuple(float(side) for side in np.linalg.norm(image.affine[:3, :3], axis=0))
+        return Volume(np.ascontiguousarray(image.dataobj, dtype=np.float32), zooms, image.affine)
     except damage as error:
         why = " ".join(str(error).split())
         raise UnusableVolume(f"{path}: cannot be read, damaged or truncated ({why})") from error
-
-
-def _read_volume(path: Path) -> Volume:
-    import nibabel
-
-    header, file = _read_header(path)
-    if why := _header_problem(header):
-        raise UnusableVolume(f"{path}: {why}")
-    stored: Any = nibabel.arrayproxy.ArrayProxy(file, header)
-    values = np.asarray(stored, dtype=np.float32).reshape(stored.shape[:3])
-    if bad := int((~np.isfinite(values)).sum()):
-        raise UnusableVolume(f"{path}: {bad} voxels are no numbers (NaN or infinite)")
-    image = nibabel.as_closest_canonical(nibabel.Nifti1Image(values, header.get_best_affine()))
-    zooms = tuple(float(side) for side in np.linalg.norm(image.affine[:3, :3], axis=0))
-    return Volume(np.ascontiguousarray(image.dataobj, dtype=np.float32), zooms, image.affine)
 
 
 def place_mismatch(t1: Volume, other: Volume) -> str | None:
@@ -132,9 +126,7 @@ def _header_problem(header: Any) -> str | None:
     if header.get_data_dtype().kind not in NUMBERS:
         return f"its values are {header.get_data_dtype()}; allowed: whole and real numbers"
     if header.get("sform_code", 1) == 0 and header.get("qform_code", 1) == 0:
-        return (
-            "says no orientation (sform_code and qform_code are 0); left and right cannot be known"
-        )
+        return "says no orientation (sform_code and qform_code are 0): left and right are unknown"
     if not abs(np.linalg.det(header.get_best_affine()[:3, :3])) >= 1e-6:  # also true for NaN
         return "its affine is singular or has values that are no numbers"
     return None
@@ -195,10 +187,8 @@ def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[in
     if mask.shape == tuple(size):
         return (0, 0, 0)
     bounds = [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in ((1, 2), (0, 2), (0, 1))]
-    return tuple(
-        int(low + high + 1) // 2 - length // 2
-        for (low, high), length in zip(bounds, size, strict=True)
-    )
+    middles = [int(low + high + 1) // 2 for low, high in bounds]
+    return tuple(middle - length // 2 for middle, length in zip(middles, size, strict=True))
 
 
 def cut_window(
@@ -220,15 +210,6 @@ BRIGHT = 0.1  # voxels above this × the brain's 99th percentile count as bright
 MAX_OUTSIDE = 0.15  # bright voxels outside the tissue, relative to the brain
 MAX_FILLED = 0.7  # share of voxels that a stripped brain may fill
 MAX_LOST = 0.01  # share of the brain that a crop may lose
-
-
-def tissue_map_range_problem(region: np.ndarray) -> str | None:
-    """Return why a map (D, H, W) is not one of tissue shares, or None."""
-    low = float(region.min())
-    high = float(region.max())
-    if low < -SHARE_TOLERANCE or high > 1 + SHARE_TOLERANCE:
-        return f"tissue shares run from {low:.2f} to {high:.2f}; allowed: 0 to 1"
-    return None
 
 
 def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
@@ -267,29 +248,6 @@ def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str 
     )
 
 
-def voxel_count_problem(
-    shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, limit: int
-) -> str | None:
-    """Return why a volume exceeds ``limit`` voxels of ``voxel_mm``, or None."""
-    sides = np.multiply(shape, zooms)
-    number = np.maximum(sides / voxel_mm, 1).prod()
-    if number <= limit:
-        return None
-    return (
-        f"is {' × '.join(f'{side:,.0f}' for side in sides)} mm large, {number:,.0f} voxels of "
-        f"{voxel_mm:g} mm; allowed: up to {limit:,}; cut it, or use a larger `voxel_mm`"
-    )
-
-
-def cropped_brain_problem(mask: np.ndarray, window: np.ndarray) -> str | None:
-    """Return why the brain does not fit into a window, or None; masks before and after the cut."""
-    lost = 1 - float(window.sum()) / float(mask.sum())
-    if lost <= MAX_LOST:
-        return None
-    size = "×".join(map(str, window.shape))
-    return f"{lost:.1%} of the brain lies outside {size} voxels; use a larger `size` or `voxel_mm`"
-
-
 MIN_BRIGHTNESS = 0.01  # of a voxel inside the mask, so that value > 0 gives the mask
 PERCENTILES = (1.0, 99.0)
 REGIONS = ("wm", "gm", "csf")
@@ -314,7 +272,13 @@ def read_subject_volumes(
     """
     volumes = _load_volumes(files)
     t1 = volumes["t1"]
-    regions = _tissue_regions(volumes, labels)
+    regions = None  # tissue shares fp32 (3, D, H, W)
+    if labels is not None:
+        numbers = np.rint(volumes["dseg"].values)
+        masks = [np.isin(numbers, labels[name]) for name in REGIONS]
+        regions = np.stack(masks).astype(np.float32)
+    elif "wm" in volumes:
+        regions = np.stack([volumes[name].values for name in REGIONS])
     if regions is not None:
         first, *rest = [path for name, path in files.items() if name not in ("t1", "mask")]
         place = ", ".join([str(first), *(path.name for path in rest)])
@@ -329,9 +293,7 @@ def read_subject_volumes(
 
 def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
     """Read one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
-    files = {"t1": Path(path)}
-    if mask:
-        files["mask"] = Path(mask)
+    files = {"t1": Path(path)} | ({"mask": Path(mask)} if mask else {})
     return read_subject_volumes(files, grid).image
 
 
@@ -342,9 +304,8 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if not high > low:
         raise ValueError(f"all intensities inside the brain are {low:g}")
     image = np.zeros(volume.shape, np.float32)
-    image[mask] = MIN_BRIGHTNESS + (1 - MIN_BRIGHTNESS) * np.clip(
-        (inside - low) / (high - low), 0, 1
-    )
+    shares = np.clip((inside - low) / (high - low), 0, 1)
+    image[mask] = MIN_BRIGHTNESS + (1 - MIN_BRIGHTNESS) * shares
     return image
 
 
@@ -353,9 +314,9 @@ def pack_stored_volume(
 ) -> VolumeWithTissueShares:
     """Pack a volume (D, H, W), shares (R, D, H, W) and a brain mask as they are stored."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
-    if regions is None:
-        return VolumeWithTissueShares(image, None)
-    return VolumeWithTissueShares(image, np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8))
+    if regions is not None:
+        regions = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
+    return VolumeWithTissueShares(image, regions)
 
 
 def _refuse(place: str | Path, problem: str | None) -> None:
@@ -376,7 +337,9 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
         for name, volume in volumes.items():
             why = place_mismatch(volumes["t1"], volume)
             if why is None and name in REGIONS:
-                why = tissue_map_range_problem(volume.values)
+                low, high = float(volume.values.min()), float(volume.values.max())
+                if low < -SHARE_TOLERANCE or high > 1 + SHARE_TOLERANCE:
+                    why = f"tissue shares run from {low:.2f} to {high:.2f}; allowed: 0 to 1"
             if why:
                 problems.append(f"{files[name]}: {why}")
     if problems:
@@ -384,28 +347,26 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
     return volumes
 
 
-def _tissue_regions(
-    volumes: Mapping[str, Volume], labels: Mapping[str, tuple[int, ...]] | None
-) -> np.ndarray | None:
-    """Return tissue shares fp32 (3, D, H, W) of wm, gm, csf, or None."""
-    if labels is not None:
-        numbers = np.rint(volumes["dseg"].values)
-        return np.stack([np.isin(numbers, labels[name]) for name in REGIONS]).astype(np.float32)
-    if "wm" in volumes:
-        return np.stack([volumes[name].values for name in REGIONS])
-    return None
-
-
 def _store_on_grid(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
 ) -> VolumeWithTissueShares:
-    _refuse(path, voxel_count_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MAX_VOXELS))
+    sides = np.multiply(t1.values.shape, t1.zooms)
+    if (number := np.maximum(sides / grid.voxel_mm, 1).prod()) > MAX_VOXELS:
+        raise UnusableVolume(
+            f"{path}: is {' × '.join(f'{side:,.0f}' for side in sides)} mm large, {number:,.0f} "
+            f"voxels of {grid.voxel_mm:g} mm; allowed: up to {MAX_VOXELS:,}; cut it, or use a "
+            "larger `voxel_mm`"
+        )
     volume, inside = resample_masked_volume(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():
         raise UnusableVolume(f"{path}: the brain mask is empty")
     start = brain_window_start(inside, grid.size)
     window_mask = cut_window(inside, start, grid.size)
-    _refuse(path, cropped_brain_problem(inside, window_mask))
+    if (lost := 1 - float(window_mask.sum()) / float(inside.sum())) > MAX_LOST:
+        raise UnusableVolume(
+            f"{path}: {lost:.1%} of the brain lies outside {'×'.join(map(str, grid.size))} voxels; "
+            "use a larger `size` or `voxel_mm`"
+        )
     if regions is not None:
         parts = [resample_volume(part, t1.zooms, grid.voxel_mm) for part in regions]
         regions = np.stack([cut_window(part, start, grid.size) for part in parts])

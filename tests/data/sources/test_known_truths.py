@@ -27,15 +27,21 @@ SMALL = {"train": 900, "validation": 300, "test": 400}
 
 
 def dialects(**settings) -> Dialects:
-    return Dialects.model_validate(
-        {"source": {"kind": "digits"}, "dialects": 4, **SMALL, **settings}
-    )
+    return Dialects.model_validate({"source": Digits(), "dialects": 4, **SMALL, **settings})
 
 
 def prepared(folder, **settings) -> tuple[Dialects, Prepared]:
     source = dialects(**settings)
     source.write(folder)
     return source, Prepared.open(folder)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Prepared:
+    """The images that dialects are made of."""
+    folder = tmp_path_factory.mktemp("digits")
+    Digits().write(folder)
+    return Prepared.open(folder)
 
 
 def spoken(source: Dialects):
@@ -98,10 +104,8 @@ def test_a_family_shares_its_names():
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp_path):
-    source, data = prepared(tmp_path / "dialects", change=change, zipf=0.5)
-    Digits().write(tmp_path / "digits")
-    digits = Prepared.open(tmp_path / "digits")
+def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp_path, digits):
+    source, data = prepared(tmp_path, change=change, zipf=0.5)
     drawn, words = spoken(source)
     for name in SPLITS:
         split, own = getattr(data, name), getattr(digits, name)
@@ -141,56 +145,40 @@ def test_four_images_by_hand():
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(tmp_path):
-    source, data = prepared(tmp_path, form="mosaic")
-    assert (data.card["channels"], data.card["size"]) == (2, 16)
-    images = np.asarray(data.test.images)
-    cells = images.reshape(-1, 3, 2, 8, 2, 8).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 4, 3, 8, 8)
-    mark, truth = cells[:, :, 1], cells[:, :, 2]
-    for plane in (mark, truth):
-        assert (plane == plane[..., :1, :1]).all()
-    assert ((mark[..., 0, 0] == 255).sum(axis=1) == 1).all()
-    Digits().write(tmp_path / "digits")
-    digits = Prepared.open(tmp_path / "digits").test
+@pytest.mark.parametrize("form", ["mosaic", "cells"])
+def test_a_label_is_the_marked_cells_or_every_cell_has_one_by_its_dialect(tmp_path, digits, form):
+    source, data = prepared(tmp_path, form=form)
+    planes = 3 if form == "mosaic" else 2
+    assert (data.card["channels"], data.card["size"]) == (planes - 1, 16)
+    images = np.asarray(data.test.images).reshape(-1, planes, 2, 8, 2, 8)
+    cells = images.transpose(0, 2, 4, 1, 3, 5).reshape(-1, planes, 8, 8)
+    assert (cells[:, 1:] == cells[:, 1:, :1, :1]).all()
+    if form == "mosaic":
+        mark = cells[:, 1, 0, 0] == 255
+        assert (mark.reshape(-1, 4).sum(axis=1) == 1).all()
+        cells = cells[mark]
     drawn, words = spoken(source)
-    marked = mark[:, :, 0, 0].argmax(axis=1)
-    rows = np.arange(len(cells))
-    which = truth[rows, marked, 0, 0].astype(int) - 1
-    plain = drawn.undo(cells[rows, marked, :1], which)
-    same = (plain[:, None] == digits.images[None]).all(axis=(2, 3, 4))
-    assert ((words[which][:, digits.labels] == data.test.labels[:, None]) & same).any(axis=1).all()
-
-
-def test_every_cell_has_the_label_that_its_dialect_gives_it(tmp_path):
-    source, data = prepared(tmp_path, form="cells")
-    assert (data.card["channels"], data.card["size"], data.task.kind) == (1, 16, "cells")
-    images = np.asarray(data.test.images)
-    cells = images.reshape(-1, 2, 2, 8, 2, 8).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 2, 8, 8)
-    Digits().write(tmp_path / "digits")
-    digits = Prepared.open(tmp_path / "digits").test
-    drawn, words = spoken(source)
-    which = cells[:, 1, 0, 0].astype(int) - 1
-    same = (drawn.undo(cells[:, :1], which)[:, None] == digits.images[None]).all(axis=(2, 3, 4))
-    named = words[which][:, digits.labels] == data.test.labels.reshape(-1, 1)
+    which = cells[:, -1, 0, 0].astype(int) - 1
+    plain = drawn.undo(cells[:, :1], which)
+    same = (plain[:, None] == digits.test.images[None]).all(axis=(2, 3, 4))
+    named = words[which][:, digits.test.labels] == data.test.labels.reshape(-1, 1)
     assert (named & same).any(axis=1).all()
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("source", "said"),
     [
-        ({"zipf": 3.0}, "zipf: found 3.0, which leaves about 12 of the last dialect"),
+        (dialects(zipf=3.0), "zipf: found 3.0, which leaves about 12 of the last dialect"),
+        (dialects(change="rotation", dialects=9), "dialects: found 9; allowed: at most 8 of rot"),
         (
-            {"change": "rotation", "dialects": 9},
-            "dialects: found 9; allowed: at most 8 of rotation",
-        ),
-        (
-            {"change": "rotation", "dialects": 10, "families": 10},
+            dialects(change="rotation", dialects=10, families=10),
             "families: found 10; allowed: at most 8 of rotation",
         ),
+        (Clusters(clusters=5, patch=3), "clusters: found 5; allowed: at most 4"),
+        (Subspaces(rank=5, size=2), "rank: found 5; allowed: at most 4"),
     ],
 )
-def test_what_cannot_be_is_said_before_and_by_prepare(settings, said, tmp_path):
-    source = dialects(**settings)
+def test_what_cannot_be_is_said_before_and_by_prepare(source, said, tmp_path):
     assert source.describe().problem.startswith(said)
     with pytest.raises(UserError, match=said):
         source.write(tmp_path)
@@ -257,10 +245,9 @@ def test_undone_each_split_is_the_docstrings_own(tmp_path):
         assert (np.diff(np.bincount(kinds)[1:]) < 0).all(), "a later cipher is rarer"
     assert not lines["train"] & lines["test"], "no test paragraph in training, in any cipher"
     foreseen = source.describe()
-    assert foreseen.problem is None
-    assert (foreseen.name, foreseen.truth, foreseen.channels, list(foreseen.size)) == (
-        *(data.card[key] for key in ("name", "truth", "channels", "size")),
-    )
+    assert foreseen.problem is None and foreseen.size == tuple(data.card["size"])
+    for key in ("name", "truth", "channels"):
+        assert getattr(foreseen, key) == data.card[key]
 
 
 def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
@@ -369,16 +356,3 @@ def test_splits_are_apart_and_as_foreseen(source, tmp_path):
     assert data.card["truth"] == len(np.unique(data.test.images[:, 1]))
     other = prepared_vectors(source.model_copy(update={"seed": 1}), tmp_path / "other").test
     assert not np.array_equal(other.images, data.test.images)
-
-
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        (Clusters(clusters=5, patch=3), "clusters: found 5; allowed: at most 4"),
-        (Subspaces(rank=5, size=2), "rank: found 5; allowed: at most 4"),
-    ],
-)
-def test_drawn_vectors_that_cannot_be_are_refused_before_and_by_prepare(source, problem, tmp_path):
-    assert source.describe().problem.startswith(problem)
-    with pytest.raises(UserError, match=problem):
-        source.write(tmp_path)

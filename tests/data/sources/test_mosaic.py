@@ -43,16 +43,10 @@ def folder(tmp_path_factory):
     return home
 
 
-def test_cells_lie_row_by_row():
+def test_cells_lie_row_by_row_and_their_rows_and_columns_stay():
     # cells 1 2 3 4 of one pixel, two channels (the second + 10), in a grid of 2
-    cells = (
-        np.array([1, 2, 3, 4], np.uint8)[None, :, None, None, None]
-        + np.array([0, 10], np.uint8)[None, None, :, None, None]
-    )
+    cells = np.array([[1, 11], [2, 12], [3, 13], [4, 14]], np.uint8)[None, :, :, None, None]
     assert compose_mosaics(cells, 2).tolist() == [[[[1, 2], [3, 4]], [[11, 12], [13, 14]]]]
-
-
-def test_rows_and_columns_of_a_cell_stay():
     cells = np.arange(4 * 6, dtype=np.uint8).reshape(1, 4, 1, 2, 3)
     # cell 0: 0 1 2 / 3 4 5, cell 1: 6 7 8 / 9 10 11 to its right, cell 2 below cell 0
     assert compose_mosaics(cells, 2)[0, 0].tolist() == [
@@ -64,61 +58,46 @@ def test_rows_and_columns_of_a_cell_stay():
 
 
 def test_labels_are_the_classes_that_occur():
-    assert multi_hot_labels(np.array([[0, 2, 2, 0], [1, 1, 1, 1]]), 4).tolist() == [
-        [1, 0, 1, 0],
-        [0, 1, 0, 0],
-    ]
+    hot = multi_hot_labels(np.array([[0, 2, 2, 0], [1, 1, 1, 1]]), 4)
+    assert hot.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0]]
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 9), st.integers(0, 5))
 def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, cells, seed):
     if total < cells:
-        with pytest.raises(
-            UserError,
-            match=f"a mosaic has {cells} cells, but split of the source has {total} images",
-        ):
+        said = f"a mosaic has {cells} cells, but split of the source has {total} images"
+        with pytest.raises(UserError, match=said):
             draw_mosaic_members(total, number, cells, [seed])
         return
     drawn = draw_mosaic_members(total, number, cells, [seed])
-    assert (
-        drawn.shape == (number, cells)
-        and all(len(set(row)) == cells for row in drawn.tolist())
-        and 0 <= drawn.min()
-        and drawn.max() < total
-    )
-    uses = np.bincount(drawn.ravel(), minlength=total)
-    orders = -(-number // (total // cells))
-    assert uses.max() <= orders
-    assert np.array_equal(draw_mosaic_members(total, number + 7, cells, [seed])[:number], drawn), (
-        "more mosaics begin with the same ones"
-    )
+    assert drawn.shape == (number, cells)
+    assert all(len(set(row)) == cells for row in drawn.tolist())
+    assert 0 <= drawn.min()
+    assert drawn.max() < total
+    assert np.bincount(drawn.ravel()).max() <= -(-number // (total // cells))
+    more = draw_mosaic_members(total, number + 7, cells, [seed])
+    assert np.array_equal(more[:number], drawn), "more mosaics begin with the same ones"
 
 
 def test_draws_depend_on_the_seed():
-    assert (
-        not np.array_equal(
-            draw_mosaic_members(50, 10, 4, [0, 4]), draw_mosaic_members(50, 10, 4, [1, 4])
-        )
-        and len(np.unique(draw_mosaic_members(50, 12, 4, [0]))) == 48
+    assert not np.array_equal(
+        draw_mosaic_members(50, 10, 4, [0, 4]), draw_mosaic_members(50, 10, 4, [1, 4])
     )
+    assert len(np.unique(draw_mosaic_members(50, 12, 4, [0]))) == 48
 
 
 def test_every_cell_is_an_image_of_its_split_and_the_labels_are_theirs(folder):
     made = Prepared.open(folder / "mosaic", verify=True)
     source = Prepared.open(folder / "source")
-    known = {
-        name: {
-            image.tobytes(): label for image, label in zip(*getattr(source, name)[:2], strict=True)
-        }
-        for name in SPLITS
-    }
+    known = {}
+    for name in SPLITS:
+        images, labels = getattr(source, name)[:2]
+        known[name] = dict(zip(map(bytes, images), labels, strict=True))
     for name, number in (("train", 300), ("validation", 60), ("test", 70)):
         images, labels = getattr(made, name)[:2]
-        assert (
-            images.shape == (number, 1, 12, 12)
-            and labels.shape == (number, 10)
-            and labels.dtype == np.uint8
-        )
+        assert images.shape == (number, 1, 12, 12)
+        assert labels.shape == (number, 10)
+        assert labels.dtype == np.uint8
         for image, found in zip(images, labels, strict=True):
             expected = set()
             for top in (0, 6):
@@ -142,27 +121,15 @@ def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):
 def test_a_grid_of_one_and_of_three(tmp_path):
     one = Mosaic(source=SOURCE, grid=1, train=200, validation=100, test=100).write(tmp_path / "1")
     assert one["size"] == 6 and sum(one["counts"]["train"].values()) == 200
-    assert (
-        Mosaic(source=SOURCE, grid=3, train=40, validation=40, test=40).write(tmp_path / "3")[
-            "size"
-        ]
-        == 18
-    )
+    three = Mosaic(source=SOURCE, grid=3, train=40, validation=40, test=40).write(tmp_path / "3")
+    assert three["size"] == 18
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(
-        UserError, match="a mosaic has 64 cells, but train of the source has 50 images"
-    ):
-        Mosaic(source=SOURCE | {"train_limit": 50}, grid=8, train=2, validation=2, test=2).write(
-            tmp_path
-        )
-    for wrong in (
-        {"grid": 0},
-        {"source": {"kind": "imagenet"}},
-        {"source": SOURCE, "train": 0},
-        {"source": SOURCE, "cell": 3},
-    ):
+    large = Mosaic(source=SOURCE | {"train_limit": 50}, grid=8, train=2, validation=2, test=2)
+    with pytest.raises(UserError, match="a mosaic has 64 cells, but train of the source has 50"):
+        large.write(tmp_path)
+    for wrong in ({"grid": 0}, {"source": {"kind": "imagenet"}}, {"train": 0}, {"cell": 3}):
         with pytest.raises(ValidationError):
             Mosaic.model_validate({"source": SOURCE} | wrong)
 
@@ -172,19 +139,13 @@ def test_the_contact_sheet_shows_images_with_the_class(folder):
     sheet = draw_dataset_samples(made, shots=2)
     for digit in range(10):
         first = np.flatnonzero(made.train.labels[:, digit])[0]
-        assert np.array_equal(
-            sheet.axes[2 * digit].images[0].get_array(), made.train.images[first, 0]
-        )
+        shown = sheet.axes[2 * digit].images[0].get_array()
+        assert np.array_equal(shown, made.train.images[first, 0])
 
 
 def test_helpers_that_need_one_label_refuse_sets(folder):
     split = Prepared.open(folder / "mosaic").train
-    with pytest.raises(
-        UserError,
-        match=(
-            "5 images per class asked for, but these images have several labels each; allowed: null"
-        ),
-    ):
+    with pytest.raises(UserError, match="these images have several labels each; allowed: null"):
         few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
         stratified_split(split.labels, 0.5, 0)
@@ -240,8 +201,9 @@ def spoken(data: Prepared, split: str, image: int, place: int) -> str:
 
 def test_coco_by_its_annotations(tmp_path):
     files = coco(tmp_path), coco(tmp_path, 5, "val2014", first=100)
+    annotations = tuple(map(str, files))
     settings = CocoCaptions(
-        root=str(tmp_path), annotations=tuple(map(str, files)), size=8, context=10, test=0.2
+        root=str(tmp_path), annotations=annotations, size=8, context=10, test=0.2
     )
     data = check_source(settings, tmp_path / "out")
     assert data.card["images"] == {"train": 18, "validation": 2, "test": 5}
@@ -263,9 +225,8 @@ def test_karpathys_split(tmp_path, kind):
     folder = "val2014" if kind == "coco" else ""
     path = split_file(tmp_path, f"dataset_{kind}.json", folder)
     source = CocoCaptions if kind == "coco" else Flickr30k
-    data = check_source(
-        source(root=str(tmp_path), karpathy=str(path), size=8, context=8), tmp_path / "out"
-    )
+    settings = source(root=str(tmp_path), karpathy=str(path), size=8, context=8)
+    data = check_source(settings, tmp_path / "out")
     # restval is training; of six sentences the first five count
     assert data.card["images"] == {"train": 8, "validation": 4, "test": 4}
     # 7, 11 and 15 are in no training caption; 3 numbers a wording there
@@ -285,9 +246,8 @@ def token_file(root, lines=None):
 
 
 def test_flickrs_token_file(tmp_path):
-    settings = Flickr30k(
-        root=str(tmp_path), captions_file=str(token_file(tmp_path)), size=8, context=5
-    )
+    captions = str(token_file(tmp_path))
+    settings = Flickr30k(root=str(tmp_path), captions_file=captions, size=8, context=5)
     data = check_source(settings, tmp_path / "out")
     assert data.card["images"] == {"train": 8, "validation": 1, "test": 1}
     # a man red . are four words; three have room
@@ -301,10 +261,7 @@ def test_flickrs_token_file(tmp_path):
         (lambda c: c["annotations"].clear(), "COCO_000000000000.png': has no caption"),
         (lambda c: c["images"].pop(), "found a caption of image 19, which is not listed"),
         (lambda c: c.pop("images"), "no captions of COCO's: lacks or has an odd 'images'"),
-        (
-            lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
-            "leads out of this folder",
-        ),
+        (lambda c: c["images"][0].update(file_name="../../etc/passwd"), "leads out of this folder"),
         (
             lambda c: c["annotations"][0].update(caption=None),
             "odd caption, None, which is not text",
@@ -316,9 +273,8 @@ def test_odd_annotations_are_refused(tmp_path, edit, says):
     content = json.loads(path.read_text(encoding="utf-8"))
     edit(content)
     path.write_text(json.dumps(content), encoding="utf-8")
-    settings = CocoCaptions(
-        root=str(tmp_path), annotations=(str(path),), folders=("train2014",), size=8
-    )
+    one = {"annotations": (str(path),), "folders": ("train2014",)}
+    settings = CocoCaptions(root=str(tmp_path), size=8, **one)
     with pytest.raises(UserError, match=says):
         settings.write(tmp_path / "out")
     assert says.split()[-1] in str(settings.describe().problem)

@@ -2,6 +2,8 @@
 streams do not touch each other.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,32 +11,9 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
-from moecore.data.phantom import anatomy as phantom_template
-from moecore.data.phantom.anatomy import (
-    HEAD_LOG_SD,
-    HEAD_ML,
-    PRESETS,
-    SIDE,
-    VOXEL_ML,
-    Pose,
-    grey_matter_relative_to_25,
-    lesions_ml,
-    load_template,
-    place_template,
-    smooth_fields,
-    spline_basis,
-    ventricle_voxel_shares,
-    ventricle_wall_offset,
-    ventricles_relative_to_25,
-    white_matter_relative_to_25,
-)
-from moecore.data.phantom.shells import (
-    CONTRAST,
-    HEAD,
-    ellipsoid_distance,
-    folded_brain_template,
-    simulate_shell_scan,
-)
+from moecore.data.phantom import anatomy, shells
+from moecore.data.phantom.anatomy import SIDE, load_template, ventricle_voxel_shares
+from moecore.data.phantom.shells import folded_brain_template, simulate_shell_scan
 from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
@@ -47,50 +26,42 @@ def made_ml(brain):
     """The volumes of an unscanned brain in mL; grey and white matter and fluid fill the head."""
     maps = brain._asdict() | {"head": brain.regions}
     del maps["brightness"]
-    return {name: float(part.sum(dtype=np.float64)) * VOXEL_ML for name, part in maps.items()}
+    sums = {name: float(part.sum(dtype=np.float64)) for name, part in maps.items()}
+    return {name: voxels * anatomy.VOXEL_ML for name, voxels in sums.items()}
 
 
-def assert_volumes_hit(person, age, sex, base):
+@pytest.mark.parametrize(("age", "sex", "seed"), [(20, "F", 1), (55, "M", 2), (90, "F", 3)])
+@pytest.mark.parametrize(
+    ("preset", "template"),
+    [
+        ("demo", load_template),
+        ("realistic", load_template),
+        ("realistic", folded_brain_template),  # of the other generator
+    ],
+)
+def test_tissue_volumes_hit_their_targets(age, sex, seed, preset, template):
+    person, base = LifelongTraits.draw(seed, preset), template()
     made = made_ml(person.at(age, sex, base))
     targets = person.targets(base, age, sex)
     for name in ("grey", "white"):
         assert made[name] == pytest.approx(getattr(targets, name) * made["head"], rel=0.02)
-    skull = HEAD_ML[sex] * np.exp(HEAD_LOG_SD * person.head)
+    skull = anatomy.HEAD_ML[sex] * np.exp(anatomy.HEAD_LOG_SD * person.head)
     assert made["ventricles"] == pytest.approx(targets.ventricles * skull, rel=0.02)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(("age", "sex", "seed"), [(20, "F", 1), (55, "M", 2), (90, "F", 3)])
-def test_tissue_volumes_hit_their_targets(age, sex, seed, preset):
-    assert_volumes_hit(LifelongTraits.draw(seed, preset), age, sex, load_template())
-
-
-def test_regions_are_shares():
-    regions = simulate_scan(40, "F", 5).regions
-    assert regions.min() >= -1e-5 and regions.sum(0).max() <= 1 + 1e-4
 
 
 def test_published_curves():
     # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
     # 25 and 30 the middle (geometric for ventricles)
-    assert (
-        grey_matter_relative_to_25(25),
-        white_matter_relative_to_25(25),
-        ventricles_relative_to_25(25),
-    ) == (
-        1,
-        1,
-        1,
-    )
-    assert grey_matter_relative_to_25(90) == pytest.approx(
-        470.1 / 587.9
-    ) and white_matter_relative_to_25(90) == pytest.approx(386.9 / 447.2)
-    assert ventricles_relative_to_25(90) == pytest.approx(
-        51.05 / 11.78
-    ) and ventricles_relative_to_25(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
-    assert grey_matter_relative_to_25(27.5) == pytest.approx(
-        (587.9 + 571.0) / 2 / 587.9
-    ) and lesions_ml(50) == pytest.approx(1.45)
+    grey = partial(anatomy.tissue_relative_to_25, anatomy.GREY_ML)
+    white = partial(anatomy.tissue_relative_to_25, anatomy.WHITE_ML)
+    ventricles = anatomy.ventricles_relative_to_25
+    assert grey(25) == white(25) == ventricles(25) == 1
+    assert grey(90) == pytest.approx(470.1 / 587.9)
+    assert white(90) == pytest.approx(386.9 / 447.2)
+    assert ventricles(90) == pytest.approx(51.05 / 11.78)
+    assert ventricles(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
+    assert grey(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9)
+    assert anatomy.lesions_ml(50) == pytest.approx(1.45)
 
 
 def test_the_same_person_ages():
@@ -131,50 +102,38 @@ def test_scanner_and_site_leave_the_anatomy_alone():
         assert np.array_equal(one.regions, other.regions)
         assert not np.array_equal(one.volume, other.volume)
     assert np.corrcoef(one.volume[one.mask], again.volume[one.mask])[0, 1] > 0.8
-    images = [
-        normalise_intensities(made.volume, made.mask)
-        for made in (one, again, simulate_scan(40, "F", 2))
-    ]
+    scans = (one, again, simulate_scan(40, "F", 2))
+    images = [normalise_intensities(made.volume, made.mask) for made in scans]
     assert np.abs(images[0] - images[1]).mean() < 0.7 * np.abs(images[0] - images[2]).mean()
 
 
 def test_background_mask_and_range():
     image, regions = Phantom().draw(70, "M", 4)
-    assert (
-        image.shape == (1, SIDE, SIDE, SIDE)
-        and image.dtype == np.float16
-        and regions.dtype == np.uint8
-        and regions.shape == (3, SIDE, SIDE, SIDE)
-    )
+    assert image.shape == (1, SIDE, SIDE, SIDE) and image.dtype == np.float16
+    assert regions.shape == (3, SIDE, SIDE, SIDE) and regions.dtype == np.uint8
     made = simulate_scan(70, "M", 4)
-    assert (
-        ((image[0] > 0) == made.mask).all()
-        and (made.volume[~made.mask] == 0).all()
-        and (made.volume[made.mask] > 0).all()
-    )
+    assert made.regions.min() >= -1e-5 and made.regions.sum(0).max() <= 1 + 1e-4, "shares"
+    assert ((image[0] > 0) == made.mask).all()
+    assert (made.volume[~made.mask] == 0).all()
+    assert (made.volume[made.mask] > 0).all()
     assert image.min() == 0 and image.max() == 1 and 0.1 < made.mask.mean() < 0.4
     inside = [image[0][part > 200].mean(dtype=float) for part in regions]
     assert inside[0] > inside[1] > inside[2]  # T1-weighted: white, then grey, then fluid
     # the head fits
-    assert (
-        not made.mask[[0, -1]].any()
-        and not made.mask[:, [0, -1]].any()
-        and not made.mask[:, :, -1].any()
-    )
+    assert not made.mask[[0, -1]].any()
+    assert not made.mask[:, [0, -1]].any()
+    assert not made.mask[:, :, -1].any()
 
 
 def test_voxels_of_2_mm_hold_the_same_head(tmp_path):
-    coarse, fine = (Phantom(voxel_mm=side).draw(70, "M", 4) for side in (3, 2))
-    assert fine.image.shape == (1, 96, 96, 96) and fine.regions.shape == (3, 96, 96, 96)
-    volumes = [
-        made.regions.sum(axis=(1, 2, 3)) * side**3 for made, side in ((coarse, 3), (fine, 2))
-    ]
-    np.testing.assert_allclose(volumes[1], volumes[0], rtol=0.01)
-    middles = [
-        np.argwhere(made.image[0] > 0).mean(axis=0) * side
-        for made, side in ((coarse, 3), (fine, 2))
-    ]
-    np.testing.assert_allclose(middles[1] + 1, middles[0] + 1.5, atol=0.2)  # mm from the first edge
+    volumes, middles = {}, {}
+    for side in (3, 2):
+        made = Phantom(voxel_mm=side).draw(70, "M", 4)
+        volumes[side] = made.regions.sum(axis=(1, 2, 3)) * side**3
+        middles[side] = np.argwhere(made.image[0] > 0).mean(axis=0) * side
+    assert made.image.shape == (1, 96, 96, 96) and made.regions.shape == (3, 96, 96, 96)
+    np.testing.assert_allclose(volumes[2], volumes[3], rtol=0.01)
+    np.testing.assert_allclose(middles[2] + 1, middles[3] + 1.5, atol=0.2)  # mm from the first edge
     card = Phantom(**SMALL, voxel_mm=2).write(tmp_path)
     assert card["size"] == [96] * 3 and card["voxel_mm"] == [2.0] * 3
 
@@ -202,12 +161,10 @@ def test_prepare_does_not_depend_on_threads(tmp_path, monkeypatch):
     # as in the main process of a machine with three cores
     with threadpool_limits(3, user_api="blas"):
         image, regions = phantom.draw(float(row["age"]), row["sex"], visit.seed, site=visit.site)
-    assert np.array_equal(opened.test.images[1], image) and np.array_equal(
-        opened.regions("test")[1], regions
-    )
-    assert opened.test.labels[1] == np.float32(row["age"]) and not any(
-        row["qc_flags"] for split in SPLITS for row in opened.subjects(split)
-    )
+    assert np.array_equal(opened.test.images[1], image)
+    assert np.array_equal(opened.regions("test")[1], regions)
+    assert opened.test.labels[1] == np.float32(row["age"])
+    assert not any(row["qc_flags"] for split in SPLITS for row in opened.subjects(split))
 
 
 def test_a_cohort_s_people_are_its_settings():
@@ -224,26 +181,20 @@ def test_a_cohort_s_people_are_its_settings():
 
 
 def test_splines_add_up_to_one():
-    basis = spline_basis()
-    assert (
-        np.allclose(basis.sum(1), 1, atol=1e-6)
-        and (basis >= 0).all()
-        and basis[0, :3] == pytest.approx([1 / 6, 2 / 3, 1 / 6])
-    )
-    fields = smooth_fields(np.random.default_rng(0), 20)
-    # smooth along every axis
-    assert fields.std() == pytest.approx(1, abs=0.1) and np.abs(np.diff(fields, axis=1)).max() < 0.5
-    assert (
-        np.abs(np.diff(fields, axis=2)).max() < 0.5 and np.abs(np.diff(fields, axis=3)).max() < 0.5
-    )
+    basis = anatomy.spline_basis()
+    assert np.allclose(basis.sum(1), 1, atol=1e-6)
+    assert (basis >= 0).all()
+    assert basis[0, :3] == pytest.approx([1 / 6, 2 / 3, 1 / 6])
+    fields = anatomy.smooth_fields(np.random.default_rng(0), 20)
+    assert fields.std() == pytest.approx(1, abs=0.1)
+    assert all(np.abs(np.diff(fields, axis=axis)).max() < 0.5 for axis in (1, 2, 3)), "smooth"
 
 
 def test_the_wall_holds_the_volume():
     distance = np.linspace(-3, 40, 5000)
     for wanted in (200.0, 1500.0):
-        assert ventricle_voxel_shares(
-            ventricle_wall_offset(distance, wanted), distance
-        ).sum() == pytest.approx(wanted, rel=1e-4)
+        shares = ventricle_voxel_shares(anatomy.ventricle_wall_offset(distance, wanted), distance)
+        assert shares.sum() == pytest.approx(wanted, rel=1e-4)
 
 
 def test_growing_ventricles_push_tissue_outwards():
@@ -251,17 +202,13 @@ def test_growing_ventricles_push_tissue_outwards():
     # covered by them, it would become thin
     base = load_template()
     shell = (base.distance < 9).astype(np.float32)
-    still = Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
-    ventricles = float(ventricle_voxel_shares(0.0, base.distance).sum())
-    sums = [
-        place_template(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
-        for times in (1, 2, 3)
-    ]
-    assert (
-        sums[0]
-        == pytest.approx((shell * (1 - ventricle_voxel_shares(0.0, base.distance))).sum(), rel=0.01)
-        and 0.9 * sums[0] < sums[1] < sums[2]
-    )
+    still = anatomy.Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
+    ventricles = ventricle_voxel_shares(0.0, base.distance)
+    sizes = [float(ventricles.sum()) * times for times in (1, 2, 3)]
+    shelled = base._replace(white=shell)
+    sums = [anatomy.place_template(shelled, still, 1.0, size).white.sum() for size in sizes]
+    assert sums[0] == pytest.approx((shell * (1 - ventricles)).sum(), rel=0.01)
+    assert 0.9 * sums[0] < sums[1] < sums[2]
 
 
 @given(st.integers(0, 1000), st.floats(1, 60))
@@ -271,28 +218,23 @@ def test_what_is_taken(seed, amount):
     source = random.random((5, 5, 5)).astype(np.float32)
     weight = random.random((5, 5, 5)).astype(np.float32)
     found = tissue_removal_map(source, weight, amount)
-    assert (
-        (found >= 0).all() and (found <= 0.9 * source + 1e-6).all() and found.sum() <= amount + 1e-2
-    )
+    assert (found >= 0).all() and (found <= 0.9 * source + 1e-6).all()
+    assert found.sum() <= amount + 1e-2
     if amount < 0.2 * source.sum():
-        assert found.sum() > amount - 0.51 and found[
-            (weight * source) == (weight * source).max()
-        ].item() > np.median(found)
+        assert found.sum() > amount - 0.51
+        assert found[(weight * source) == (weight * source).max()].item() > np.median(found)
 
 
 def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
     base = load_template()
-    assert (
-        phantom_template.FILE.stat().st_size < 1_000_000
-        and (phantom_template.FILE.parent / "NOTICE.md").is_file()
-    )
+    assert anatomy.FILE.stat().st_size < 1_000_000
+    assert (anatomy.FILE.parent / "NOTICE.md").is_file()
     # lateral ventricles, mL
-    assert 1700 < base.head_ml < 2000 and base.shares[2] * base.head_ml == pytest.approx(
-        14.6, abs=1
-    )
+    assert 1700 < base.head_ml < 2000
+    assert base.shares[2] * base.head_ml == pytest.approx(14.6, abs=1)
     other = tmp_path / "other.npz"
     other.write_bytes(b"no template")
-    monkeypatch.setattr(phantom_template, "FILE", other)
+    monkeypatch.setattr(anatomy, "FILE", other)
     with pytest.raises(UserError, match=r"other\.npz: missing, or not the template"):
         load_template.__wrapped__()
 
@@ -300,10 +242,9 @@ def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
 def test_the_other_anatomy_is_whole_and_another_one():
     other = folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
-    assert maps.min() >= 0
-    assert maps.sum(axis=0).max() <= 1 + 1e-5
+    assert maps.min() >= 0 and maps.sum(axis=0).max() <= 1 + 1e-5
     # the ellipsoid's volume, 4/3 π abc
-    assert other.head_ml == pytest.approx(4 / 3 * np.pi * np.prod(HEAD) / 1000, rel=0.01)
+    assert other.head_ml == pytest.approx(4 / 3 * np.pi * np.prod(shells.HEAD) / 1000, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
     both = np.minimum(other.white, load_template().white).sum()
     assert 2 * both / (other.white.sum() + load_template().white.sum()) < 0.7
@@ -314,13 +255,8 @@ def test_the_other_anatomy_is_whole_and_another_one():
 
 def test_distance_to_an_ellipsoid():
     points = np.array([[0.0, 30, 0, 10, 0], [0, 0, 0, 0, 22], [0, 0, 8, 0, 0]])
-    found = ellipsoid_distance(points, (10.0, 20.0, 10.0))
+    found = shells.ellipsoid_distance(points, (10.0, 20.0, 10.0))
     assert found == pytest.approx([-10, 20, -2, 0, 2])  # along an axis it is exact
-
-
-@pytest.mark.parametrize(("age", "sex"), [(25, "F"), (85, "M")])
-def test_people_of_the_other_generator_have_their_volumes(age, sex):
-    assert_volumes_hit(LifelongTraits.draw(9, "realistic"), age, sex, folded_brain_template())
 
 
 def test_the_other_generator_has_another_contrast():
@@ -331,7 +267,7 @@ def test_the_other_generator_has_another_contrast():
 
     first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
     other = [contrast(*simulate_shell_scan(50, "F", seed)) for seed in range(3)]
-    assert max(other) < min(first) - 0.05, f"raised to {CONTRAST}"
+    assert max(other) < min(first) - 0.05, f"raised to {shells.CONTRAST}"
 
 
 def test_the_other_generator_is_a_function_of_its_arguments():

@@ -13,10 +13,10 @@ from PIL import Image
 
 from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
-from moecore.data.files import image_files
+from moecore.data.files import decode, image_files
 from moecore.data.files.decode import UnreadableImage, decode_image
 from moecore.data.layouts.images import JpegImages
-from moecore.data.prepared import Prepared
+from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
 from moecore.data.sources.cifar import SETS, Cifar
@@ -30,23 +30,18 @@ from tests.data.making import cifar_content, fashion_folder, image_classes, phot
 def test_digits(tmp_path):
     Digits(size=16, seed=1).write(tmp_path)
     opened = Prepared.open(tmp_path)
-    assert (
-        sum(map(len, (opened.train.labels, opened.validation.labels, opened.test.labels))) == 1797
-    )
+    assert sum(len(split.labels) for split in opened[1:4]) == 1797
     assert opened.train.images.shape[1:] == (1, 16, 16) and opened.train.images.max() > 240
-    seen = {image.tobytes() for image in opened.train.images}
     # the set itself has hardly any doubles
-    assert len(seen & {image.tobytes() for image in opened.test.images}) <= 2
+    assert len(set(map(bytes, opened.train.images)) & set(map(bytes, opened.test.images))) <= 2
 
 
 def test_digits_at_their_own_size_are_scaled_to_bytes(tmp_path):
     from sklearn.datasets import load_digits
 
     Digits().write(tmp_path)
-    whole = {
-        (image * (255 / 16)).round().astype(np.uint8).tobytes() for image in load_digits().images
-    }
-    assert {image.tobytes() for image in Prepared.open(tmp_path).test.images} <= whole
+    scaled = (load_digits().images * (255 / 16)).round().astype(np.uint8)
+    assert set(map(bytes, Prepared.open(tmp_path).test.images)) <= set(map(bytes, scaled))
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -75,9 +70,8 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     assert [len(split.labels) for split in splits] == [25, 10, 95]
     (train, labels), (test, test_labels) = settings.read_sets(tmp_path / "raw")
     known = dict(zip(map(bytes, [*train, *test]), [*labels, *test_labels], strict=True))
-    seen = [
-        (bytes(x), y) for split in splits for x, y in zip(split.images, split.labels, strict=True)
-    ]
+    pairs = [pair for split in splits for pair in zip(split.images, split.labels, strict=True)]
+    seen = [(bytes(image), label) for image, label in pairs]
     names = settings.facts().classes
     assert all(names[known[image]] == settings.kept_classes[label] for image, label in seen)
     assert len(dict(seen)) == 130, "no image is in two splits"
@@ -127,10 +121,8 @@ def test_cifar_from_folder_and_archive(tmp_path, monkeypatch, classes):
     card = settings.write(tmp_path / "a")
     opened = Prepared.open(tmp_path / "a")
     record = (tmp_path / "raw" / small.folder / next(iter(small.test))).read_bytes()
-    assert (
-        opened.test.images[0].tobytes() == record[small.label_bytes : small.label_bytes + 3072]
-        and opened.test.labels[1] == 1
-    )
+    assert opened.test.images[0].tobytes() == record[small.label_bytes : small.label_bytes + 3072]
+    assert opened.test.labels[1] == 1
     archive = tmp_path / "raw" / small.archive
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "raw" / small.folder, small.folder)
@@ -173,11 +165,8 @@ def test_image_folder_without_splits(tmp_path, channels):
     image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
     settings = ImageFolder(root=str(tmp_path / "raw"), size=8, channels=channels, licence="ours")
     card = settings.write(tmp_path / "out")
-    assert card["counts"] == {
-        "train": {"cat": 14, "dog": 22},
-        "validation": {"cat": 2, "dog": 2},
-        "test": {"cat": 4, "dog": 6},
-    }
+    counts = [tuple(card["counts"][split].values()) for split in SPLITS]
+    assert counts == [(14, 22), (2, 2), (4, 6)]
     assert card["task"]["classes"] == ["cat", "dog"] and card["licence"] == "ours"
     assert Prepared.open(tmp_path / "out").train.images.shape == (36, channels, 8, 8)
 
@@ -186,14 +175,9 @@ def test_image_folder_without_splits(tmp_path, channels):
 def test_image_folder_with_splits(tmp_path, name):
     for part, number in (("train", 9), (name, 4), ("test", 3)):
         image_classes(tmp_path / part, {"a": number, "b": number}, suffix=".jpg")
-    card = ImageFolder(root=str(tmp_path), size=8, test_limit=4, train_limit=10).write(
-        tmp_path / "out"
-    )
-    assert [list(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
-        [5, 5],
-        [4, 4],
-        [2, 2],
-    ]
+    source = ImageFolder(root=str(tmp_path), size=8, test_limit=4, train_limit=10)
+    counts = source.write(tmp_path / "out")["counts"]
+    assert [list(counts[split].values()) for split in SPLITS] == [[5, 5], [4, 4], [2, 2]]
 
 
 def test_every_bad_image_is_listed_or_skipped(tmp_path):
@@ -205,17 +189,11 @@ def test_every_bad_image_is_listed_or_skipped(tmp_path):
     (tmp_path / "raw/b/003.png").unlink()
     with pytest.raises(UserError) as error:
         ImageFolder(root=str(tmp_path / "raw"), size=8).write(tmp_path / "out")
-    for word in (
-        "3 image files cannot be read",
-        "a/001.png: ",
-        "b/002.png: cannot identify",
-        "b/003.tif: has mode F; allowed: 8 or 16 bits",
-    ):
-        assert word in str(error.value)
-    card = ImageFolder(root=str(tmp_path / "raw"), size=8, validation=0.3, on_error="skip").write(
-        tmp_path / "out"
-    )
-    assert sum(sum(counts.values()) for counts in card["counts"].values()) == 37
+    said = str(error.value)
+    assert "3 image files cannot be read" in said and "a/001.png: " in said
+    assert "b/002.png: cannot identify" in said and "b/003.tif: has mode F; allowed: 8 or" in said
+    source = ImageFolder(root=str(tmp_path / "raw"), size=8, validation=0.3, on_error="skip")
+    assert sum(source.write(tmp_path / "out")["images"].values()) == 37
 
 
 def test_wrong_folders_are_named(tmp_path):
@@ -235,15 +213,12 @@ def test_wrong_folders_are_named(tmp_path):
             source.write(tmp_path / "out")
 
 
-def test_short_side_and_centre_crop(tmp_path):
+def test_the_centre_is_cropped_and_a_rotated_photo_is_turned(tmp_path):
     pixels = np.zeros((10, 30, 3), np.uint8)
     pixels[:, 10:20] = (200, 100, 50)  # the centre square has one colour
     Image.fromarray(pixels).save(tmp_path / "wide.png")
     decoded = decode_image(tmp_path / "wide.png", 10, 3)
     assert (decoded == np.array([200, 100, 50]).reshape(3, 1, 1)).all()
-
-
-def test_a_rotated_photo_is_turned(tmp_path):
     pixels = np.zeros((8, 8), np.uint8)
     pixels[0] = 255
     exif = Image.Exif()
@@ -259,16 +234,11 @@ def imagenet_folder(root):
 
 def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
     imagenet_folder(tmp_path / "raw")
-    settings = Imagenet(
-        root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), size=8, validation=4
-    )
+    raw, cache = str(tmp_path / "raw"), str(tmp_path / "cache")
+    settings = Imagenet(root=raw, cache=cache, size=8, validation=4)
     card = settings.write(tmp_path / "whole")
-    assert [sum(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
-        20,
-        4,
-        8,
-    ] and not (tmp_path / "cache").exists()
-
+    assert card["images"] == {"train": 20, "validation": 4, "test": 8}
+    assert not (tmp_path / "cache").exists()
     decoded = []
     real = decode_image
     monkeypatch.setattr(image_files, "CHUNK", 5)
@@ -279,30 +249,18 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
         decoded.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(image_files, "decode_image", until_killed)
+    monkeypatch.setattr(decode, "decode_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.write(tmp_path / "killed")
     monkeypatch.setattr(
-        image_files,
-        "decode_image",
-        lambda path, *rest: (decoded.append(path), real(path, *rest))[1],
+        decode, "decode_image", lambda *given: (decoded.append(given[0]), real(*given))[1]
     )
     assert settings.write(tmp_path / "resumed") == card
     # at most the chunk that was being written and the next one were decoded twice
     assert 32 <= len(decoded) <= 32 + 10
 
 
-def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
-    imagenet_folder(tmp_path / "raw")
-    cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
-    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
-    before = np.load(cache.decode("test", paths)[0]).copy()
-    Image.new("RGB", (50, 50), "red").save(paths[3])
-    after = np.load(cache.decode("test", paths)[0])
-    assert (after[3, 0] > 250).all() and np.array_equal(before[:3], after[:3])
-
-
-def test_damaged_unfinished_work_is_made_again(tmp_path):
+def test_changed_files_and_damaged_unfinished_work_are_decoded_again(tmp_path):
     imagenet_folder(tmp_path / "raw")
     cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
     paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
@@ -311,6 +269,10 @@ def test_damaged_unfinished_work_is_made_again(tmp_path):
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
         assert make() == file and file.read_bytes() == whole
+    before = np.load(cache.decode("test", paths)[0]).copy()
+    Image.new("RGB", (50, 50), "red").save(paths[3])
+    after = np.load(cache.decode("test", paths)[0])
+    assert (after[3, 0] > 250).all() and np.array_equal(before[:3], after[:3])
 
 
 def test_imagenet_folders_are_checked(tmp_path):
@@ -376,7 +338,7 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     settings = kept(tmp_path, short_side=40)
     card = settings.write(tmp_path / "whole")
     monkeypatch.setattr(image_files, "CHUNK", 5)
-    real, packed = image_files.recompress_image, []
+    real, packed = decode.recompress_image, []
 
     def until_killed(path, *rest):
         if len(packed) >= 12:
@@ -384,16 +346,14 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
         packed.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(image_files, "recompress_image", until_killed)
+    monkeypatch.setattr(decode, "recompress_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.write(tmp_path / "killed")
     (file,) = (tmp_path / "cache/train").glob("*/images.bin")
     with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
     monkeypatch.setattr(
-        image_files,
-        "recompress_image",
-        lambda *given: (packed.append(given[0]), real(*given))[1],
+        decode, "recompress_image", lambda *given: (packed.append(given[0]), real(*given))[1]
     )
     assert settings.write(tmp_path / "resumed") == card
     assert 24 <= len(packed) <= 24 + 10
@@ -413,9 +373,7 @@ def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
     path.write_bytes(content[:start] + bytes(stop - start) + content[stop:])
     images = Prepared.open(tmp_path / "out").train.images
     assert len(np.asarray(images[[0, 1, 2, 4]])) == 4
-    with pytest.raises(
-        UserError, match=r"train_images.bin: image 3 \(bytes \d+ to \d+\) cannot be"
-    ):
+    with pytest.raises(UserError, match=r"train_images.bin: image 3 \(bytes \d+ to \d+\) cannot"):
         np.asarray(images[[2, 3]])
     path.write_bytes(content[:-7])
     with pytest.raises(UserError, match=f"train_images.bin: expected {len(content)} bytes, found"):
@@ -429,9 +387,8 @@ def test_the_defaults_write_the_bytes_that_they_always_wrote(tmp_path):
     image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
     card = ImageFolder(root=str(tmp_path / "raw"), size=8).write(tmp_path / "out")
     said = "".join(card["files"][f"{split}_images.npy"] for split in ("train", "test"))
-    assert (
-        hashlib.sha256(said.encode()).hexdigest()[:16] == "bf0a7dc432ff0397" and "jpeg" not in card
-    )
+    assert hashlib.sha256(said.encode()).hexdigest()[:16] == "bf0a7dc432ff0397"
+    assert "jpeg" not in card
 
 
 def link(path: Path, target: Path) -> None:

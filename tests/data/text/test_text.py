@@ -18,19 +18,9 @@ from moecore.data.sources import docstrings, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
 from moecore.data.sources.wikitext import Wikitext
-from moecore.data.text.tokenizers import (
-    BpeFileSettings,
-    BpeTokenizer,
-    WordSettings,
-    WordTokenizer,
-    load_tokenizer,
-)
-from moecore.data.text.words import (
-    build_vocabulary,
-    lower_words,
-    number_tokens,
-    read_vocabulary,
-)
+from moecore.data.text import tokenizers
+from moecore.data.text.tokenizers import BpeTokenizer, load_tokenizer
+from moecore.data.text.words import build_vocabulary, lower_words, number_tokens, read_vocabulary
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.training.phase_trainings import text_stream_length
 
@@ -56,9 +46,8 @@ class Reader:
 
 
 def test_words_are_lower_case_and_apart_from_punctuation():
-    assert lower_words("The user's (x_1, y) isn't well-known.") == [
-        *["the", "user's", "(", "x_1", ",", "y", ")", "isn't", "well-known", "."]
-    ]
+    words = "the user's ( x_1 , y ) isn't well-known .".split()
+    assert lower_words("The user's (x_1, y) isn't well-known.") == words
 
 
 def test_rare_words_are_unknown():
@@ -112,9 +101,7 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     data = SimpleNamespace(
         task=SimpleNamespace(long=True), card={"size": [4]}, tokens=lambda split: words[split]
     )
-    assert text_stream_length(data, 3) == 333, (
-        "six words each: a block of four and the one after it"
-    )
+    assert text_stream_length(data, 3) == 333, "six words each: a block of four and the next word"
     assert text_stream_length(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
         text_stream_length(data, 5)
@@ -155,9 +142,8 @@ def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="th
 def test_wikitext_is_counted_as_papers_count_it(tmp_path):
     source = written(tmp_path / "raw")
     card = source.write(tmp_path / "out")
-    assert read_vocabulary(tmp_path / "out", 7) == [
-        *["the", "cat", "<eos>", "sat", "a", "end", "<unk>"]
-    ]
+    words = "the cat <eos> sat a end <unk>".split()
+    assert read_vocabulary(tmp_path / "out", 7) == words
     with pytest.raises(UserError, match=r"vocabulary.txt: found 7 words; allowed: 8; run the"):
         read_vocabulary(tmp_path / "out", 8)
     train = np.load(tmp_path / "out/train_tokens.npy")
@@ -243,31 +229,27 @@ TASK = ImageText(words=8, context=5, captions=2, end=2, vocabulary="0" * 64)
 
 
 def test_what_is_too_long_is_cut_and_counted():
-    tokenizer = WordTokenizer(["a", "b", "c", "d"])
+    tokenizer = tokenizers.WordTokenizer(["a", "b", "c", "d"])
     labels, counts = tokenize_captions([["A b!", "a b c d a"], ["d"]], tokenizer, TASK)
-    assert labels.tolist() == [
-        [[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]],
-        [[1, 7, 2, 0, 0], [NONE] * 5],
-    ]
+    cut = [[1, 4, 5, 3, 2], [1, 4, 5, 6, 2]]
+    assert labels.tolist() == [cut, [[1, 7, 2, 0, 0], [NONE] * 5]]
     assert counts == {"captions": 3, "cut": 1, "unknown": 1}
     TASK.check(labels, "labels")
 
 
 def test_a_vocabulary_of_words_is_that_of_the_training_captions():
-    found = WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])
+    found = tokenizers.WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])
     assert found.vocabulary == tuple("<pad> <start> <end> <unk> a dog cat and runs".split())
 
 
-def bpe_file(path, words=("a", "b", "ab</w>")):
+def bpe_file(path):
     """A byte-pair vocabulary in the form of CLIP's tokenizer.json, of a few words."""
-    vocabulary = {
-        word: number for number, word in enumerate(("a", "b", "a</w>", "b</w>", "ab</w>"))
-    }
-    vocabulary |= {"<|startoftext|>": 5, "<|endoftext|>": 6}
+    words = ("a", "b", "a</w>", "b</w>", "ab</w>", "<|startoftext|>", "<|endoftext|>")
+    vocabulary = {word: number for number, word in enumerate(words)}
     special = [
         {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False, "special": True}
-        for name, number in (("<|startoftext|>", 5), ("<|endoftext|>", 6))
+        for number, name in enumerate(words[5:], 5)
     ]
     model = {"type": "BPE", "dropout": None, "unk_token": "<|endoftext|>", "fuse_unk": False}
     model |= {"continuing_subword_prefix": "", "end_of_word_suffix": "</w>", "byte_fallback": False}
@@ -281,7 +263,7 @@ def bpe_file(path, words=("a", "b", "ab</w>")):
 
 def test_byte_pairs_of_a_file(tmp_path):
     path = bpe_file(tmp_path / "tokenizer.json")
-    found = BpeFileSettings(file=str(path), words=7).build([])
+    found = tokenizers.BpeFileSettings(file=str(path), words=7).build([])
     assert (found.words, found.end) == (7, 6)
     assert found.encode("AB ba", 8).tokens == [5, 4, 1, 2, 6, 0, 0, 0]
     assert found.encode("ab ab ab", 4) == ([5, 4, 4, 6], True, 0)

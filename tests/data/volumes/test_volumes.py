@@ -52,7 +52,7 @@ class Made(CohortSettings):
 
 
 def test_any_orientation_gives_the_same_volume(tmp_path):
-    t1, _ = head()
+    t1 = head()[0]
     t1[20:24, 8:12, 25:27] += 3000  # a mark: right, back, top
     save(tmp_path / "ras.nii.gz", t1, RAS)
     las = RAS @ [[-1, 0, 0, 31], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
@@ -67,21 +67,21 @@ def test_any_orientation_gives_the_same_volume(tmp_path):
         assert np.array_equal(read_volume(tmp_path / name, GRID), expected), name
 
 
-def test_read_volume_lists_what_is_wrong(tmp_path):
-    with pytest.raises(UserError, match="no.nii: no such file"):
-        read_volume(tmp_path / "no.nii", GRID)
-    save(tmp_path / "full.nii", np.ones((32, 32, 32), np.float32))
-    with pytest.raises(UserError, match="not skull-stripped: 100% of its voxels"):
-        read_volume(tmp_path / "full.nii", GRID)
-    save(tmp_path / "four.nii", np.ones((4, 4, 4, 2), np.float32))
-    with pytest.raises(UserError, match=r"shape \(4, 4, 4, 2\); allowed: one 3-D volume"):
-        read_volume(tmp_path / "four.nii", GRID)
-    save(tmp_path / "flat.nii", (head()[0] > 0).astype(np.float32))
-    with pytest.raises(UserError, match="all intensities inside the brain are 1"):
-        read_volume(tmp_path / "flat.nii", GRID)
-    save(tmp_path / "small.nii", head()[0])
-    with pytest.raises(UserError, match="of the brain lies outside 16×16×16 voxels"):
-        read_volume(tmp_path / "small.nii", Grid(voxel_mm=6, size=(16, 16, 16)))
+@pytest.mark.parametrize(
+    ("values", "size", "said"),
+    [
+        (None, 32, "v.nii: no such file"),
+        (np.ones((32, 32, 32), np.float32), 32, "not skull-stripped: 100% of its voxels"),
+        (np.ones((4, 4, 4, 2)), 32, r"shape \(4, 4, 4, 2\); allowed: one 3-D volume"),
+        ((head()[0] > 0).astype(np.float32), 32, "all intensities inside the brain are 1"),
+        (head()[0], 16, "of the brain lies outside 16×16×16 voxels"),
+    ],
+)
+def test_read_volume_says_what_is_wrong(tmp_path, values, size, said):
+    if values is not None:
+        save(tmp_path / "v.nii", values)
+    with pytest.raises(UserError, match=said):
+        read_volume(tmp_path / "v.nii", Grid(voxel_mm=6, size=(size,) * 3))
 
 
 @pytest.mark.parametrize(
@@ -169,22 +169,16 @@ def test_a_damaged_header_of_mgz_is_said(tmp_path, start, numbers, said):
 def test_resampling_keeps_a_shape(old, new):
     # a ball with a radius of 24 mm, 4 mm off the centre along the first axis: 57.9 mL
     sides = [int(90 / side) for side in old]
-    points = np.meshgrid(
-        *[(np.arange(n) - (n - 1) / 2) * side for n, side in zip(sides, old, strict=True)],
-        indexing="ij",
-    )
+    axes = [(np.arange(n) - (n - 1) / 2) * side for n, side in zip(sides, old, strict=True)]
+    points = np.meshgrid(*axes, indexing="ij")
     ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
     found = resample_volume(ball, old, new)
-    assert (
-        found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
-        and 0 <= found.min()
-        and found.max() <= 1.001
-    )
-    middle = [
-        (np.indices(found.shape)[axis] * found).sum() / found.sum() - (found.shape[axis] - 1) / 2
-        for axis in range(3)
-    ]
-    assert np.allclose(np.array(middle) * new, [4, 0, 0], atol=0.3)
+    assert found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
+    assert 0 <= found.min()
+    assert found.max() <= 1.001
+    middle = (np.indices(found.shape) * found).sum(axis=(1, 2, 3)) / found.sum()
+    from_centre = middle - (np.array(found.shape) - 1) / 2
+    assert np.allclose(from_centre * new, [4, 0, 0], atol=0.3)
 
 
 def test_the_background_does_not_darken_the_rim():
@@ -192,11 +186,9 @@ def test_the_background_does_not_darken_the_rim():
     mask = np.zeros((30, 30, 30), bool)
     mask[6:24, 6:24, 6:24] = True
     values, inside = resample_masked_volume(t1, mask, (1.0, 1.0, 1.0), 2.0)
-    assert (
-        inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
-        and np.allclose(values[inside], 7, rtol=1e-5)
-        and (values[~inside] == 0).all()
-    )
+    assert inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
+    assert np.allclose(values[inside], 7, rtol=1e-5)
+    assert (values[~inside] == 0).all()
 
 
 @given(st.tuples(*[st.integers(0, 25)] * 3), st.tuples(*[st.integers(1, 16)] * 3))
@@ -239,15 +231,11 @@ def test_flags():
 
 def subjects(number, seed=0, sessions=1):
     random = np.random.default_rng(seed)
-    people = [
-        (f"sub-{i}", float(random.uniform(20, 90)), random.choice(["F", "M"]))
-        for i in range(number)
-    ]
-    return [
-        VolumeSubject(who, f"ses-{s}", age + s, str(sex))
-        for who, age, sex in people
-        for s in range(sessions)
-    ]
+    rows = []
+    for i in range(number):
+        age, sex = float(random.uniform(20, 90)), str(random.choice(["F", "M"]))
+        rows += [VolumeSubject(f"sub-{i}", f"ses-{s}", age + s, sex) for s in range(sessions)]
+    return rows
 
 
 @given(st.integers(40, 200), st.integers(0, 50), st.integers(1, 3))
@@ -257,14 +245,11 @@ def test_splits_are_by_participant_and_stratified(number, seed, sessions):
     splits = split_cohort(people, CohortSettings(seed=seed, age_groups=4))
     assert sorted(row for rows in splits.values() for row in rows) == list(range(len(people)))
     who = {split: {people[row].participant_id for row in rows} for split, rows in splits.items()}
-    assert (
-        not who["train"] & who["test"]
-        and not who["train"] & who["validation"]
-        and not who["validation"] & who["test"]
-    )
-    assert len(who["test"]) == round(0.25 * number) and len(who["validation"]) == round(
-        0.15 * number
-    )
+    assert not who["train"] & who["test"]
+    assert not who["train"] & who["validation"]
+    assert not who["validation"] & who["test"]
+    assert len(who["test"]) == round(0.25 * number)
+    assert len(who["validation"]) == round(0.15 * number)
     ages = {split: np.array([people[row].age for row in rows]) for split, rows in splits.items()}
     whole = np.quantile([person.age for person in people], [0.25, 0.5, 0.75])
     # each split has its share below every quartile, ± 2 groups of rounding
@@ -280,9 +265,7 @@ def test_splits_do_not_depend_on_the_order_and_follow_the_seed():
     people = subjects(60)
     one = split_cohort(people, CohortSettings())
     two = split_cohort(people[::-1], CohortSettings())
-    assert {people[row].participant_id for row in one["test"]} == {
-        people[::-1][row].participant_id for row in two["test"]
-    }
+    assert {people[row] for row in one["test"]} == {people[::-1][row] for row in two["test"]}
     assert one["test"] != split_cohort(people, CohortSettings(seed=1))["test"]
     with pytest.raises(UserError, match="no participant of 2 is in validation, test"):
         split_cohort(subjects(2), CohortSettings(validation=0.1, test=0.1))
@@ -290,15 +273,9 @@ def test_splits_do_not_depend_on_the_order_and_follow_the_seed():
 
 def written(folder, **changed):
     random = np.random.default_rng(0)
-    volumes = [
-        (
-            (random.random((1, 16, 16, 32)) * (random.random((1, 16, 16, 32)) > 0.5)).astype(
-                np.float16
-            ),
-            random.integers(0, 256, (3, 16, 16, 32), np.uint8),
-        )
-        for _ in range(6)
-    ]
+    values = random.random((6, 1, 16, 16, 32)) * (random.random((6, 1, 16, 16, 32)) > 0.5)
+    regions = random.integers(0, 256, (6, 3, 16, 16, 32), np.uint8)
+    volumes = list(zip(values.astype(np.float16), regions, strict=True))
     rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
     parts = {
         split: VolumeSplitToWrite(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
@@ -312,50 +289,36 @@ def test_card_and_arrays_of_volumes(tmp_path):
     card, volumes, _ = written(tmp_path)
     opened = Prepared.open(tmp_path, verify=True)
     assert opened.card == card and len(card["files"]) == 12
-    inside = np.concatenate([image[image > 0].astype(np.float64) for image, _ in volumes[:2]])
-    assert card["mean"] == pytest.approx([inside.mean()]) and card["std"] == pytest.approx(
-        [inside.std()]
-    )
+    images = np.stack([image for image, _ in volumes[:2]])
+    inside = images[images > 0].astype(np.float64)
+    assert card["mean"] == pytest.approx([inside.mean()])
+    assert card["std"] == pytest.approx([inside.std()])
     # ages 30.1 and 31.1
-    assert (
-        opened.task.mean == pytest.approx(30.6)
-        and opened.task.deviation == pytest.approx(0.5)
-        and card["target_range"] == pytest.approx([30.1, 31.1])
-    )
-    assert (
-        card["counts"]["train"] == {"F": 0, "M": 1, "unknown": 1}
-        and card["counts"]["test"] == {"F": 1, "M": 1}
-        and card["task"]["target"] == "age"
-    )
-    assert isinstance(opened.test.images, np.memmap) and np.array_equal(
-        opened.test.images[1], volumes[5][0]
-    )
-    assert (
-        np.array_equal(opened.regions("validation")[0], volumes[2][1])
-        and opened.subjects("test")[0]["participant_id"] == "sub-4"
-    )
+    assert opened.task.mean == pytest.approx(30.6)
+    assert opened.task.deviation == pytest.approx(0.5)
+    assert card["target_range"] == pytest.approx([30.1, 31.1])
+    assert card["counts"]["train"] == {"F": 0, "M": 1, "unknown": 1}
+    assert card["counts"]["test"] == {"F": 1, "M": 1}
+    assert card["task"]["target"] == "age"
+    assert isinstance(opened.test.images, np.memmap)
+    assert np.array_equal(opened.test.images[1], volumes[5][0])
+    assert np.array_equal(opened.regions("validation")[0], volumes[2][1])
+    assert opened.subjects("test")[0]["participant_id"] == "sub-4"
     assert written(tmp_path / "again")[0] == card
 
 
 def test_ages_that_are_all_the_same_are_refused(tmp_path):
-    _, volumes, rows = written(tmp_path)
+    volumes, rows = written(tmp_path)[1:]
     with pytest.raises(UserError, match=r"all ages of train are 30\.1"):
         written(tmp_path / "out", train=VolumeSplitToWrite(rows[:1], volumes[:1]))
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda folder: (folder / "test_regions.npy").unlink(), "test_regions.npy: no such file"),
-        (lambda folder: (folder / "test_subjects.csv").unlink(), "test_subjects.csv: no such file"),
-    ],
-)
-def test_damaged_folders_of_volumes_are_refused(tmp_path, damage, said):
+@pytest.mark.parametrize("name", ["test_regions.npy", "test_subjects.csv"])
+def test_damaged_folders_of_volumes_are_refused(tmp_path, name):
     written(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(UserError) as error:
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=f"{name}: no such file"):
         Prepared.open(tmp_path)
-    assert said in str(error.value)
 
 
 def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
@@ -363,11 +326,9 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
     train = Prepared.open(tmp_path).train
     for limit in (1 << 30, 1):
         images, labels = load_split_where_it_fits(train, "cpu", limit).take(torch.tensor([1, 0]))
-        assert (
-            images.dtype == torch.float16
-            and labels.dtype == torch.float32
-            and labels.tolist() == pytest.approx([31.1, 30.1])
-        )
+        assert images.dtype == torch.float16
+        assert labels.dtype == torch.float32
+        assert labels.tolist() == pytest.approx([31.1, 30.1])
         assert torch.equal(images[0], torch.from_numpy(np.array(train.images[1])))
     with pytest.raises(UserError, match="labels are real numbers; allowed: null"):
         few_shot_indices(Regression(target="age"), train.labels, 1, 0)
@@ -380,9 +341,8 @@ def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(prepared, "SMALL", 0)
     figure = draw_dataset_samples(Prepared.open(tmp_path))
-    assert "simulated" in figure.get_suptitle() and [
-        axis.get_title() for axis in figure.axes[:2]
-    ] == ["30.1 years, ? *", "31.1 years, M"]
+    assert "simulated" in figure.get_suptitle()
+    assert [axis.get_title() for axis in figure.axes[:2]] == ["30.1 years, ? *", "31.1 years, M"]
     assert [axis.get_ylabel() for axis in figure.axes[::2]] == ["sagittal", "coronal", "axial"]
 
 
@@ -417,9 +377,7 @@ def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):
     values = np.zeros((64, 64, 64), np.float32)
     values[20:40, 20:40, 20:40] = np.random.default_rng(0).uniform(1, 2, (20, 20, 20))
     nibabel.save(nibabel.Nifti1Image(values, np.diag([90.0, 90.0, 90.0, 1.0])), tmp_path / "v.nii")
-    with pytest.raises(
-        UserError, match="v.nii: is 5,760 × 5,760 × 5,760 mm large, 191,102,976,000"
-    ):
+    with pytest.raises(UserError, match="v.nii: is 5,760 × 5,760 × 5,760 mm large, 191,102,97"):
         read_volume(tmp_path / "v.nii", Grid(voxel_mm=1.0, size=(32, 32, 32)))
     os.mkfifo(tmp_path / "pipe.nii")
     with pytest.raises(UserError, match="pipe.nii: no file"):
