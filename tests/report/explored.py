@@ -13,7 +13,7 @@ from moecore.measure.routing_metrics.expert_roles import ExpertRoles
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
-from moecore.report.typed_results import Measured, Phase, Results
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.training.outcome import WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained

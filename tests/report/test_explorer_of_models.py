@@ -5,11 +5,7 @@ import re
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.router_regret import RouterRegret
-from moecore.measure.routing_metrics.expert_roles import (
-    ExpertRoles,
-    read_encoded_choices,
-    read_layers,
-)
+from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.page.explorer_page import match_choices
@@ -24,8 +20,8 @@ def test_two_seeds_side_by_side(browser, tmp_path):
     """Their experts are matched on the choices of routing.roles; unlike patches are marked."""
     found = two_seeds()
     path = written(tmp_path / "seeds.html", found)
-    roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
-    layers = [decode_choices(read_encoded_choices(one)[1]) for one in (roles, others)]
+    roles, others = found.phases["pretrain"].of(expert_roles.ExpertRoles)["vmoe"]
+    layers = [decode_choices(expert_roles.read_encoded_choices(one)[1]) for one in (roles, others)]
     partners = match_choices(*layers)
     both = address(path, PICKED.replace("prc", "vmoe seed 1"))
     with opened(browser, both, 1400, "light") as page:
@@ -67,7 +63,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         panel.locator(f"[data-token='{other}']").first.click()
         tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
         assert tried.startswith("other experts were tried of: ")
-        margin = read_layers(roles)[1].values["margin"]
+        margin = expert_roles.read_layers(roles)[1].values["margin"]
         mean = f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %"
         assert f"% more probable than the next expert; margin of the choice, {mean}" in texts
         biased = page.evaluate("marginOf = () => -0.03, marginWords(views[0], 1)")

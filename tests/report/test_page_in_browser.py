@@ -18,7 +18,7 @@ from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.page.explorer_page import explorer
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
-from moecore.report.typed_results import Models
+from moecore.report.study_results import Models
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.classification import Classification

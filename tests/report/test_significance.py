@@ -22,13 +22,8 @@ from moecore.report.headline_quantities import phase_quantities
 from moecore.report.page.report_page import build_page, render_report
 from moecore.report.page.sections import describe_claims, describe_phase_findings
 from moecore.report.page.view import WORDS, find_explaining_word
-from moecore.report.tables.metrics_by_method import (
-    build_table,
-    cells_with_best_marked,
-    compare_methods,
-    used_tests,
-)
-from moecore.report.typed_results import Measured, Results
+from moecore.report.study_results import Measured, Results
+from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
 from moecore.tasks.classification import Classification
 from tests.report.generated import changed, model_with_results, trained, with_values
@@ -105,7 +100,7 @@ def seeds(**values) -> dict[str, dict[int, Measured]]:
 def marked(metric: Column, models) -> list[str]:
     return [
         method
-        for method, found in cells_with_best_marked(metric, models).items()
+        for method, found in metrics_by_method.cells_with_best_marked(metric, models).items()
         if found and found.marked
     ]
 
@@ -120,10 +115,8 @@ def test_one_seed_is_tested_on_the_images():
         pytest.approx(158 / 4096),
         pytest.approx(158 / 4096),
     )
-    assert (
-        found.difference.value == pytest.approx(0.08)
-        and 0 < found.difference.low < 0.08 < found.difference.high
-    )
+    assert found.difference.value == pytest.approx(0.08)
+    assert 0 < found.difference.low < 0.08 < found.difference.high
     assert marked(SHARE, models) == ["b"], "although the intervals 0 … 1 of both overlap"
 
 
@@ -131,10 +124,8 @@ def test_a_difference_that_does_not_stand_is_not_marked():
     assert (
         marked(SHARE, one_seed(a=right(*range(7)), b=right(50, 51))) == []
     )  # 7 and 2: p = 2 · (1 + 9 + 36) / 512 = 0.18
-    assert (
-        marked(SHARE, one_seed(a=right(1), b=right(1))) == []
-        and marked(SHARE, one_seed(a=right(1))) == []
-    )
+    assert marked(SHARE, one_seed(a=right(1), b=right(1))) == []
+    assert marked(SHARE, one_seed(a=right(1))) == []
 
 
 def test_holm_takes_the_number_of_comparisons_into_account():
@@ -156,28 +147,19 @@ def test_several_seeds_are_tested_pair_by_pair():
     # differences 0.1, 0.11, 0.09: t = 0.1 / (0.01 / √3) = 17.3; the seeds' own spread is far larger
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
     found = differences_from(VALUE, models, "b")["a"]
-    assert (
-        found.test == "seeds"
-        and found.difference.value == pytest.approx(0.1)
-        and found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
-    )
+    assert found.test == "seeds" and found.difference.value == pytest.approx(0.1)
+    assert found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
     assert marked(VALUE, models) == ["b"], "lower is better"
     assert marked(VALUE, seeds(a=(0.2, 0.61, 0.89), b=(0.3, 0.5, 0.8))) == []
 
 
 def test_without_a_paired_test_the_intervals_decide():
-    assert (
-        possible_test(WITHIN, [{0: model()}]) == "intervals"
-        and possible_test(SHARE, [{0: model(None)}]) == "intervals"
-    )
-    assert (
-        marked(WITHIN, seeds(a=(0.5,), b=(0.1,))) == ["b"]
-        and marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
-    )
-    assert (
-        differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
-        and marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
-    )
+    assert possible_test(WITHIN, [{0: model()}]) == "intervals"
+    assert possible_test(SHARE, [{0: model(None)}]) == "intervals"
+    assert marked(WITHIN, seeds(a=(0.5,), b=(0.1,))) == ["b"]
+    assert marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
+    assert differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
+    assert marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
 
 
 def test_where_neither_is_better_nothing_is_tested():
@@ -189,7 +171,7 @@ def test_a_method_without_the_metric_takes_no_part():
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8)) | {
         "dense": {seed: model(value=None) for seed in range(3)}
     }
-    found = cells_with_best_marked(VALUE, models)
+    found = metrics_by_method.cells_with_best_marked(VALUE, models)
     assert found["dense"] is None and found["b"].marked and not found["a"].marked
 
 
@@ -213,30 +195,23 @@ def test_what_methods_are_compared_with():
 
 
 def test_compare_json_has_the_tests(tmp_path):
-    one = compare_methods(results(tmp_path / "one"))["tgr"]["pretrain"]
+    one = metrics_by_method.compare_methods(results(tmp_path / "one"))["tgr"]["pretrain"]
     for name in ("test_accuracy", "accuracy_fgsm", "accuracy_worst_case"):
         assert set(one[name]["against"]) == {"vmoe", "dense"}
         tested = one[name]["against"]["vmoe"]
-        assert (
-            tested["test"] == "mcnemar"
-            and 0 <= tested["p"] <= tested["p_holm"] <= 1
-            and tested["low"] <= tested["difference"] <= tested["high"]
-        )
+        assert tested["test"] == "mcnemar" and 0 <= tested["p"] <= tested["p_holm"] <= 1
+        assert tested["low"] <= tested["difference"] <= tested["high"]
         assert tested["difference"] == pytest.approx(
             (tested["only_first"] - tested["only_second"])
             / (600 if name == "test_accuracy" else 200)
         )
     assert "against" not in one["ece_after"] and "against" not in one["parameters"]
-    found = compare_methods(results(tmp_path / "two", seeds=(0, 1, 2)))
-    assert (
-        found["tgr"]["pretrain"]["load_cv2"]["against"]["vmoe"]["test"] == "seeds"
-        and found["tgr"]["pretrain"]["accuracy_fgsm"]["against"]["vmoe"]["test"] == "items × seeds"
-        and "against" not in found["tgr"]["pretrain"]["parameters"]
-    )
-    assert (
-        "vmoe" not in found["vmoe"]["pretrain"]["test_accuracy"]["against"]
-        and "dense" not in found["tgr"]["pretrain"]["load_cv2"]["against"]
-    )
+    found = metrics_by_method.compare_methods(results(tmp_path / "two", seeds=(0, 1, 2)))
+    assert found["tgr"]["pretrain"]["load_cv2"]["against"]["vmoe"]["test"] == "seeds"
+    assert found["tgr"]["pretrain"]["accuracy_fgsm"]["against"]["vmoe"]["test"] == "items × seeds"
+    assert "against" not in found["tgr"]["pretrain"]["parameters"]
+    assert "vmoe" not in found["vmoe"]["pretrain"]["test_accuracy"]["against"]
+    assert "dense" not in found["tgr"]["pretrain"]["load_cv2"]["against"]
 
 
 def test_the_page_says_which_test_was_used(tmp_path):
@@ -245,7 +220,9 @@ def test_the_page_says_which_test_was_used(tmp_path):
     used = {}
     for name, found in (("one", one), ("many", many)):
         phase = found.phases["pretrain"]
-        used[name] = used_tests(found, phase, build_table(found, phase).metrics)
+        used[name] = metrics_by_method.used_tests(
+            found, phase, metrics_by_method.build_table(found, phase).metrics
+        )
     assert used == {"one": {"mcnemar", "intervals"}, "many": {"items × seeds", "seeds"}}
     assert "McNemar" in render_report(one)
     assert "paired test over seeds" not in render_report(one)
@@ -261,7 +238,7 @@ def test_a_mark_is_shown(tmp_path):
     all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
     result = with_values(result, "attacked", **all_right)
     phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, kind=Robustness)
-    cells = build_table(shown, phase).cells
+    cells = metrics_by_method.build_table(shown, phase).cells
     assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
     assert cells["vmoe"]["accuracy_fgsm"].marked
     assert not cells["dense"]["accuracy_fgsm"].marked
@@ -307,7 +284,7 @@ def test_dense_is_never_the_best(tmp_path):
     assert "nder the worst attack no mixture of experts is as accurate as dense, 100" in answered(
         found
     )
-    cells = build_table(found, found.phases["pretrain"]).cells
+    cells = metrics_by_method.build_table(found, found.phases["pretrain"]).cells
     cell = cells["dense"]["accuracy_worst_case"]
     assert cell.leads and not cell.marked
     assert not any(row["accuracy_worst_case"].marked for row in cells.values())
@@ -338,10 +315,8 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
 def test_errors_have_their_unit(tmp_path, seeds):
     text = answered(results_of_ages(tmp_path, seeds))
     assert text.startswith("Pretrained on Small cohort: ")
-    assert (
-        re.search(r"has (a significantly smaller|the smallest) error", text)
-        and "accurate" not in text
-    )
+    assert re.search(r"has (a significantly smaller|the smallest) error", text)
+    assert "accurate" not in text
     assert "worst case" not in text
 
 
@@ -358,7 +333,7 @@ def test_claims_are_counted():
 def test_pictures_hold_their_data(drawn, tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     phase = found.phases["pretrain"]
-    known = phase_quantities(phase, build_table(found, phase))
+    known = phase_quantities(phase, metrics_by_method.build_table(found, phase))
     scatter, rows = (one.figure for one in overview_charts(phase, known))
     for figure in (scatter, rows):
         for axes in figure.axes:
@@ -372,9 +347,8 @@ def test_pictures_hold_their_data(drawn, tmp_path):
 
 
 def test_words_explain_columns():
-    assert (
-        find_explaining_word("imed_rotation_5") == "IMED" and find_explaining_word("mce") == "mCE"
-    )
+    assert find_explaining_word("imed_rotation_5") == "IMED"
+    assert find_explaining_word("mce") == "mCE"
     assert (
         find_explaining_word("accuracy_worst_case")
         == find_explaining_word("attacked_mae_worst_case")
@@ -409,7 +383,7 @@ def test_a_study_of_a_thousand_classes(tmp_path):
     assert block.finding == "class 7 is taken for class 8 most often (25\u00a0%, mean over methods)"
     assert [len(tile.lines) for tile in block.tiles] == [1, 1, 1]
     assert describe_phase_findings(
-        phase, "x", phase_quantities(phase, build_table(found, phase)), ()
+        phase, "x", phase_quantities(phase, metrics_by_method.build_table(found, phase)), ()
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moecore.measure.zero_shot import ZeroShot
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
 from moecore.report.results import Pictures
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 
 
 def class_share_table(phase: Phase) -> Iterator[Block]:
