@@ -96,11 +96,6 @@ class Column(NamedTuple):
         value = self.read_result(result)
         return Interval(float(value)) if isinstance(value, int | float) else value
 
-    def number(self, model: Measured) -> float:
-        interval = self.read(model)
-        assert interval is not None, f"{self.name} is read of a model that lacks it"
-        return interval.value
-
     def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
         """Return the values (S, S) of all pairs of S ≥ 2 models; None if a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
@@ -119,14 +114,16 @@ class Column(NamedTuple):
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
             return seed_pseudo_values(pairs)
-        return np.array([self.number(model) for model in models])
+        intervals = list_without_none(self.read(model) for model in models)
+        assert len(intervals) == len(models), f"{self.name} is read of a model that lacks it"
+        return np.array([interval.value for interval in intervals])
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
         results = [model.of(self.kind) for model in models]
         return any(result is not None and self.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """Return one value per item (N,), whose mean is ``number``, or None."""
+        """Return one value per item (N,), whose mean is the value, or None."""
         result = model.of(self.kind)
         return None if result is None or self.read_items is None else self.read_items(result)
 
@@ -229,8 +226,8 @@ class MetricColumns(NamedTuple):
         """Return for each metric its mean and its places; the details of means come last."""
         first: list[Column] = []
         details: list[Column] = []
-        for key, metric in self._shown.items():
-            if metric.needs == "text" and not context.task.long:
+        for key, metric in self.kind.metrics.items():
+            if not metric.label or (metric.needs == "text" and not context.task.long):
                 continue
             if metric.mean:
                 first.append(mean_column(context, self.kind, key, metric))
@@ -246,10 +243,6 @@ class MetricColumns(NamedTuple):
             for at in places
             for name, variant in with_chance(key, metric)
         ]
-
-    @property
-    def _shown(self) -> dict[str, Metric]:
-        return {key: metric for key, metric in self.kind.metrics.items() if metric.label}
 
     def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
         """Return a metric with the column's name and words at these places."""
@@ -323,8 +316,8 @@ class MetricColumns(NamedTuple):
         score_form, score_better = "number", "lower"
         if phase.score == "accuracy":
             score_form, score_better = "share", "higher"
-        for key, metric in self._shown.items():
-            if not NEEDED[metric.needs](phase):
+        for key, metric in self.kind.metrics.items():
+            if not metric.label or not NEEDED[metric.needs](phase):
                 continue
             column = PlannedMetric(
                 score_form if metric.form == SCORE else metric.form,

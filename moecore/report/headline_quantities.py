@@ -130,16 +130,6 @@ class PhaseQuantities(NamedTuple):
     attacked: QuantityByMethod | None
     steady: QuantityByMethod | None
     cost: QuantityByMethod | None
-    text: bool = False  # whether the data is text, which is not attacked
-
-    def missing(self, routed: bool) -> list[str]:
-        """Say which quantities were not measured, and by which stage they would be."""
-        missing = []
-        if self.attacked is None and not self.text:
-            missing.append("the score under attack")
-        if self.steady is None and routed and not self.text:
-            missing.append("how steady the routing is")
-        return [f"Not measured: {words} (the stage robustness would)." for words in missing]
 
 
 def phase_quantities(
@@ -164,7 +154,12 @@ def phase_quantities(
         return None
 
     attacked, moved = attacked_score_and_change_names(phase)
-    steady = {moved: f"under {describe_last_attack(phase)} routing overlap is {{}}"}
+    steady = {}
+    if names := robustness.names_of_attacks(phase):
+        values = (robustness.scores_by_epsilon(row, names[-1]) for row in phase.results(Robustness))
+        epsilon = format_epsilon(float(next(filter(None, values))[-1].at["epsilon"]))
+        attack = f"{robustness.attack_title(names[-1])} (ε\u00a0=\u00a0{epsilon})"
+        steady[moved] = f"under {attack} routing overlap is {{}}"
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # the last swaps the most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
@@ -174,7 +169,6 @@ def phase_quantities(
         choose({attacked: SCORED[1] if attacked.endswith(robustness.WORST) else SCORED[2]}),
         choose(steady | STEADY),
         choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
-        phase.task.long,
     )
 
 
@@ -200,19 +194,6 @@ def shown_attack(phase: Phase) -> str:
     if names and any(result.all("worst") for result in phase.results(Robustness)):
         return robustness.WORST
     return next(reversed(names), "")
-
-
-def describe_last_attack(phase: Phase) -> str:
-    """Return the last attack as "PGD 10 (ε = 8/255)"; "" without attacks."""
-    for name in robustness.names_of_attacks(phase)[-1:]:
-        attacked = next(
-            row for row in phase.results(Robustness) if name in robustness.attacks_of(row)
-        )
-        epsilon = format_epsilon(
-            float(robustness.scores_by_epsilon(attacked, name)[-1].at["epsilon"])
-        )
-        return f"{robustness.attack_title(name)} (ε\u00a0=\u00a0{epsilon})"
-    return ""
 
 
 def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:

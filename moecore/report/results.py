@@ -77,23 +77,12 @@ class Display(NamedTuple):
             return None
         return base.Skipped.model_validate(part) if set(part) == {"skipped"} else result
 
-    def has_figures_of(self, result: Found | base.Skipped | None) -> bool:
-        """Return whether values are of this kind: ``calibrate`` writes ages or classes."""
-        if result is None or isinstance(result, base.Skipped):
-            return False
-        names = {value.metric for value in getattr(result, "values", ())}
-        return bool(self.within) or not names or not names.isdisjoint(self.kind.metrics)
-
-    def is_asked(self, settings: Any) -> bool:
-        """Return whether a study's settings include it, given that its stage runs."""
-        return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
-
     def blocks(self, phase: Phase) -> list[Block]:
         """Return the charts, the pictures, and the reasons for what was not measured."""
         page, pictures = self.kind.page, self.pictures
-        drawn = [
-            picture for chart in page.charts for picture in draw_chart(phase, self.kind, chart)
-        ]
+        drawn: list[Picture] = []
+        for chart in page.charts:
+            drawn += draw_chart(phase, self.kind, chart)
         if pictures.is_on_page:
             drawn += first_seed_pictures(phase, self.kind, pictures.figures)
         drawn += pictures.draw(phase)
@@ -188,9 +177,8 @@ def draw_method_curves(
     if not any(curves.values()):
         return []
     caption = f"{words} {charts.interval_caption(seeds)}"
-    return [
-        Picture(charts.curves_chart(curves, spec), f"{phase.name}: {label or spec.title}", caption)
-    ]
+    figure = charts.curves_chart(curves, spec)
+    return [Picture(figure, f"{phase.name}: {label or spec.title}", caption)]
 
 
 MEASURED = Path("artifacts/measured")

@@ -106,11 +106,6 @@ class Results(NamedTuple):
         return next((list(phase.models) for phase in self.phases.values()), [])
 
     @property
-    def simulated(self) -> list[str]:
-        cards = [phase.card for phase in self.phases.values()]
-        return [card["name"] for card in cards if card.get("simulated")]
-
-    @property
     def controls(self) -> frozenset[str]:
         """Control methods: never marked as best, and ignored in comparisons.
 

@@ -151,13 +151,8 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
 
 def _point(epoch: int, number: int) -> dict[str, Any]:
     loss, validation = 1.9 * 0.8**epoch + 0.02 * number, 1 - 0.75 * 0.82**epoch - 0.01 * number
-    return {
-        "step": 50 * epoch,
-        "epoch": epoch,
-        "train_loss": loss,
-        "train_accuracy": 1 - 0.8 * 0.8**epoch,
-        "validation_accuracy": validation,
-    }
+    point = {"step": 50 * epoch, "epoch": epoch, "train_loss": loss}
+    return point | {"train_accuracy": 1 - 0.8 * 0.8**epoch, "validation_accuracy": validation}
 
 
 def settling(number: int, seed: int) -> dict[str, Any]:
@@ -234,15 +229,10 @@ def steep(step: float, routed: bool) -> Found:
 
 
 def costing(number: int, seed: int) -> Found:
-    single = {
-        "gflops": 2.0 + number,
-        "routing_gflops": 0.1 * number,
-        "inference_images_per_second": 512.0,
-        "peak_memory": 3 * 2**20,
-        "routing_ms": 0.5 * number,
-        "routing_share": 0.1 * number,
-        "routing_batch_share": 0.2,
-    }
+    single = {"gflops": 2.0 + number, "routing_gflops": 0.1 * number}
+    single |= {"inference_images_per_second": 512.0, "peak_memory": 3 * 2**20}
+    single |= {"routing_ms": 0.5 * number, "routing_share": 0.1 * number}
+    single["routing_batch_share"] = 0.2
     values = [Value(metric=name, value=number) for name, number in single.items()]
     values.append(value("latency_ms", 4.0 + seed, 3.5, 4.75))
     values += [value("batch_ms", 2.0 + k, 2.0, 9.0, k=k) for k in (1, 2)]
@@ -353,18 +343,10 @@ def _rows(number: int, seed: int, strength: float, first: int) -> list[audit.Sco
 def _matched(number: int, seed: int) -> dict[str, float]:
     """What every router has, and for odd methods what those with a threshold have."""
     top = 0.5 + 0.02 * number + 0.005 * seed * (1 + number % 2)
-    found = {
-        "match_top1": top,
-        "match_top2_ordered": top - 0.2,
-        "match_top2_sets": top - 0.1,
-        "token_entropy": 0.4 + 0.03 * number,
-        "border_load": 0.9,
-        "border_mass": 0.8,
-        "border_cells": 0.75,
-        "corner_load": 0.5,
-        "corner_mass": 0.4,
-        "corner_cells": 0.25,
-    }
+    found = {"match_top1": top, "match_top2_ordered": top - 0.2, "match_top2_sets": top - 0.1}
+    found["token_entropy"] = 0.4 + 0.03 * number
+    found |= {"border_load": 0.9, "border_mass": 0.8, "border_cells": 0.75}
+    found |= {"corner_load": 0.5, "corner_mass": 0.4, "corner_cells": 0.25}
     if number % 2:
         found |= {"fallback": 0.01 * number, "below_k": 0.02 * number}
         found["tail_mass"] = 0.05 + 0.01 * seed

@@ -37,7 +37,7 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import crossed
-from moecore.study.papers import ModelSizeComparison, load_papers
+from moecore.study.papers import PIPELINES, ModelSizeComparison, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import (
     Claim,
@@ -47,28 +47,21 @@ from moecore.study.sections import (
 )
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
-from tests.report.generated import (
-    TASK,
-    card,
-    changed,
-    model_with_results,
-    records_of,
-    routed_by,
-    trained,
-)
+from tests.report import generated
 from tests.report.test_report import assert_self_contained, results
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-ROUTED = routed_by(records_of(0), 0, 0)
+ROUTED = generated.routed_by(generated.records_of(0), 0, 0)
 
 
 def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
     """A trained model, with its routing where it has any."""
     score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
-    outcome = trained(method, 0, False, "pretrain").model_copy(update={"test_score": score})
+    outcome = generated.trained(method, 0, False, "pretrain")
+    outcome = outcome.model_copy(update={"test_score": score})
     if match is None:
-        return model_with_results(outcome)
+        return generated.model_with_results(outcome)
     return matching(outcome, Value(metric="match_top1", value=match))
 
 
@@ -76,7 +69,12 @@ def matching(outcome: Outcome, match: Value) -> Measured:
     """A model whose views match as often as this."""
     values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
     routed = ROUTED.model_copy(update={"values": values})
-    return changed(Measured({Routing: routed}), outcome)
+    return generated.changed(Measured({Routing: routed}), outcome)
+
+
+def one_phase(models) -> Results:
+    phase = Phase("pretrain", generated.card("pretrain"), generated.TASK, models)
+    return Results({"pretrain": phase})
 
 
 def study(**methods: list) -> Results:
@@ -85,7 +83,7 @@ def study(**methods: list) -> Results:
         name: {seed: model(number, value) for seed, value in enumerate(values)}
         for number, (name, values) in enumerate(methods.items())
     }
-    return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+    return one_phase(models)
 
 
 def flat_claims(evaluated) -> dict:
@@ -94,17 +92,9 @@ def flat_claims(evaluated) -> dict:
 
 
 def claim(**changes) -> Claim:
-    given = {
-        "paper": "PRC",
-        "source": "table 4",
-        "says": "Views agree.",
-        "quote": "Views agree more.",
-        "metric": "match_top1",
-        "method": "prc",
-        "against": "vmoe",
-        "better": "higher",
-    }
-    return Claim(**given | changes)
+    text = {"source": "table 4", "says": "Views agree.", "quote": "Views agree more."}
+    sides = {"method": "prc", "against": "vmoe", "metric": "match_top1", "better": "higher"}
+    return Claim(**{"paper": "PRC"} | text | sides | changes)
 
 
 def test_the_difference_is_paired_by_seed():
@@ -205,12 +195,6 @@ def test_a_claim_that_holds_excludes_nothing():
     assert build_claim_row(taken_away).excludes == "excludes the paper's +50.00 pp"
 
 
-def test_seeds_that_are_all_alike_leave_no_interval():
-    (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
-    assert one.verdict == "open" and one.p is None and one.p_holm is None
-    assert "no interval: identical for all seeds" in claims_markdown([one])
-
-
 def test_holm_counts_the_claims_of_one_paper():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     one = evaluate_claims([claim()], shown)[0]
@@ -227,18 +211,16 @@ def test_holm_counts_the_claims_of_one_paper():
 
 def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     """A model a seed whose match ratio is the mean of these items."""
-    return {
-        seed: matching(
-            trained(0, 0, False, "pretrain"),
-            Value(metric="match_top1", value=one.mean(), items=crossed.encode_item_values(one)),
-        )
-        for seed, one in enumerate(values)
-    }
+    outcome = generated.trained(0, 0, False, "pretrain")
+    models = {}
+    for seed, one in enumerate(values):
+        items = crossed.encode_item_values(one)
+        models[seed] = matching(outcome, Value(metric="match_top1", value=one.mean(), items=items))
+    return models
 
 
 def of_items(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Results:
-    models = {"prc": with_items(ours), "vmoe": with_items(theirs)}
-    return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+    return one_phase({"prc": with_items(ours), "vmoe": with_items(theirs)})
 
 
 def test_items_and_seeds_both_widen_the_interval():
@@ -325,12 +307,15 @@ def test_what_is_no_claim(given, expected):
         claim(**given)
 
 
-def test_one_seed_is_open():
-    found = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))[0]
-    assert found.verdict == "open"
-    assert found.difference.interval() == (pytest.approx(0.8), None, None)
-    assert "one seed, no interval" in claims_markdown([found])
-    assert "(no interval)" in claim_lines(flat_claims([found]))[0]
+def test_without_an_interval_a_claim_is_open():
+    (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
+    assert one.verdict == "open" and one.p is None and one.p_holm is None
+    assert "no interval: identical for all seeds" in claims_markdown([one])
+    (one,) = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))
+    assert one.verdict == "open"
+    assert one.difference.interval() == (pytest.approx(0.8), None, None)
+    assert "one seed, no interval" in claims_markdown([one])
+    assert "(no interval)" in claim_lines(flat_claims([one]))[0]
 
 
 @pytest.mark.parametrize(
@@ -375,11 +360,8 @@ def test_where_claims_are_shown(tmp_path):
     evaluated = evaluate_claims([claim(says=says, method="tgr"), lower], shown)
     text, lines = render_report(shown, evaluated), claims_markdown(evaluated).splitlines()
     assert_self_contained(text)
-    assert (
-        "Views &lt;agree&gt; | always" in text
-        and text.index('id="claims"') < text.index('id="pretrain"')
-        and 'href="#claims"' in text
-    )
+    assert "Views &lt;agree&gt; | always" in text and 'href="#claims"' in text
+    assert text.index('id="claims"') < text.index('id="pretrain"')
     assert lines[-2].startswith(
         "| PRC; table 4: Views <agree> \\| always “Views agree more.” | ✓ holds | ? open | "
         "+1.5 pp; +0.3 to +2.7, seeds | 54.5 %; "
@@ -401,14 +383,10 @@ def test_where_claims_are_shown(tmp_path):
         "holds         PRC, pretrain: match_top1 of tgr higher than of vmoe: "
         "+1.5 pp [+0.3 to +2.7] (over seeds"
     )
-    rows = headline_rows(compare_methods(shown) | {"claims": stored})
-    assert [row["method"] for row in rows[:3]] == ["dense", "vmoe", "tgr"]
-
-
-def test_without_claims_nothing_is_said(tmp_path):
-    shown = results(tmp_path, {"dense": False}, phases=["pretrain"])
     assert 'id="claims"' not in render_report(shown) and "no claims" in claims_markdown([])
     assert flat_claims([]) == {} and claim_lines({}) == []
+    rows = headline_rows(compare_methods(shown) | {"claims": stored})
+    assert [row["method"] for row in rows[:3]] == ["dense", "vmoe", "tgr"]
 
 
 def test_the_table_of_methods_by_hand():
@@ -519,7 +497,7 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
     readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
     write_whole(tmp_path / "pipelines/own/README.md", readme)
     written = pages.write_study_pages(tmp_path)
-    assert written == [pages.STUDIES_PAGE, pages.PIPELINES / "own/README.md"]
+    assert written == [pages.STUDIES_PAGE, PIPELINES / "own/README.md"]
     index, own = ((tmp_path / path).read_text("utf-8") for path in written)
     # means 0.46667 and 0.48
     assert "do they? | by 1.33 points, from 46.7 | `moecore study run own/one` |" in index
@@ -645,16 +623,12 @@ def test_one_method_is_judged_by_two_metrics():
     turned = {"metric": "test_accuracy", "against": "prc", "against_metric": "match_top1"}
     (other,) = evaluate_claims([claim(**turned)], shown)
     assert one.difference.value == pytest.approx(-other.difference.value)
-    means = (one.ours.interval.value, one.theirs.interval.value)
-    assert one.difference.value == pytest.approx(means[0] - means[1]) and means[0] != means[1]
+    gap = one.ours.interval.value - one.theirs.interval.value
+    assert one.difference.value == pytest.approx(gap) and gap != 0
     assert one.verdict == other.verdict
     (words,) = flat_claims([one])
     assert words.endswith("match_top1 of prc lower than test_accuracy of prc")
     assert "against test_accuracy" in claims_markdown([one])
-
-
-def test_metrics_of_other_units_are_not_subtracted():
-    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     with pytest.raises(UserError, match="parameters is a count, and match_top1 a share"):
         evaluate_claims([claim(against="prc", against_metric="parameters")], shown)
 

@@ -33,7 +33,7 @@ from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
 from tests.report.generated import CLASSES, NEW, changed
-from tests.report.test_metrics import names_of, study
+from tests.report.test_metrics import study
 from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -106,10 +106,6 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     # 0.5 · (8 / 255) · 255 / 8 at the largest epsilon
     assert found["routing_change_fgsm"].value == pytest.approx(0.5)
     assert found["processing_change_fgsm"].value == pytest.approx(0.25)
-
-
-def test_the_change_of_the_routing_by_layer(whole):
-    found = cells(whole, "vmoe")
     layers = [found[f"routing_change_pgd-10_layer_{number}"].value for number in (1, 2, 3)]
     assert layers == pytest.approx([0.5] * 3)
     assert "routing_change_pgd-10_layer_4" not in found
@@ -145,10 +141,9 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     result = models["dense"][0].of(Robustness)
     values = [value for value in result.values if value.at.get("attack") == "fgsm"]
     worst = [
-        met.model_copy(update={"metric": met.metric.replace("attacked", "worst"), "at": at})
-        for met in values
-        if met.metric in ("attacked", "attacked_at")
-        for at in ({"epsilon": met.at["epsilon"]},)
+        value.model_copy(update={"metric": name, "at": {"epsilon": value.at["epsilon"]}})
+        for value in values
+        if (name := {"attacked": "worst", "attacked_at": "worst_at"}.get(value.metric))
     ]
     changes = {"values": (*values, *worst), "skipped": ("pgd-10: no router",)}
     result = result.model_copy(update=changes)
@@ -220,9 +215,8 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
 
 
 def sweep(phase, method, setting, name):
-    return points_over_seeds(
-        [result.curve(f"{name}_{setting}", setting) for result in phase.of(Routing)[method]]
-    )
+    results = phase.of(Routing)[method]
+    return points_over_seeds([result.curve(f"{name}_{setting}", setting) for result in results])
 
 
 def test_sweeps(whole):
@@ -236,15 +230,12 @@ def test_sweeps(whole):
     assert sweep(phase, "dense", "k", "score") == []
 
 
-def test_the_whole_page(text):
+def test_the_whole_page_and_the_audit_method_by_method(text):
     assert_self_contained(text)
     assert text.count("<h4>") == 7 + 2 * 3, "papers, and two tables a method"
     assert "23.6" in text and "243 million" in text
     measured = re.search("Measured for every model: ([^.]*)", text)[1]
     assert "corruptions" in measured and "stability under noise" in measured and "cost" in measured
-
-
-def test_the_audit_is_told_method_by_method(text):
     # nine lines, of which three are not judged; method 1, vmoe, fails one
     assert "5 of 6 lines of the audit hold" in text
     part = text[text.index("lines of the audit") :]
@@ -253,18 +244,6 @@ def test_the_audit_is_told_method_by_method(text):
     assert ["✗" in cell for cell in row.split("<td")[1:4]] == [False, True, False]
     assert "mean loss 1.2 &lt; 1.3" in row
     assert part[part.index("transfer attack") :].split("</tr>")[0].count("not judged") == 3
-
-
-@pytest.mark.parametrize("stages", [("corruptions",), ("lipschitz",), ("cost",), ("stability",)])
-def test_a_study_with_one_of_them(tmp_path, stages):
-    found = study(tmp_path, stages=stages)
-    text, names = render_report(found), names_of(found)
-    assert_self_contained(text)
-    assert ("mce" in names) == ("corruptions" in stages) == ("Common corruptions" in text)
-    assert ("lipschitz_local_mean" in names) == ("lipschitz" in stages)
-    assert ("gflops" in names) == ("cost" in stages) == ("Cost of a trained model" in text)
-    assert ("jumps" in names) == ("stability" in stages) == ("<summary>Noise" in text)
-    assert "audit" not in text
 
 
 def test_the_schedule_of_sigma_where_a_method_has_one(drawn, whole):

@@ -82,9 +82,8 @@ def test_mean_over_pairs():
     assert interval.value == pytest.approx(0.4)
     assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
     assert intervals.seed_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
-    assert intervals.mean_over_seeds(intervals.seed_pseudo_values(values)) == pytest.approx(
-        interval
-    )
+    pseudo_values = intervals.seed_pseudo_values(values)
+    assert intervals.mean_over_seeds(pseudo_values) == pytest.approx(interval)
     assert intervals.seed_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
     assert intervals.mean_over_seed_pairs(values[:2, :2]).limits is None
     with pytest.raises(ValueError, match="fewer than two"):
@@ -200,12 +199,9 @@ def test_seeds_are_halved_by_people():
     phase = Phase("pretrain", {}, measured.model.image.task, models)
     layers = zip(*map(read_encoded_choices, results), strict=True)
     chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
-    expected, by_image = (
-        np.mean(
-            [seed_agreement(*pair, np.arange(40) // size % 2 == 0).correlation for pair in chosen]
-        )
-        for size in (2, 1)
-    )
+    halves = [np.arange(40) // size % 2 == 0 for size in (2, 1)]
+    correlations = [[seed_agreement(*pair, half).correlation for pair in chosen] for half in halves]
+    expected, by_image = np.mean(correlations, axis=1)
     assert compare_seeds(*results).correlation == pytest.approx(expected) != by_image
     compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["seed_stability"]["mean"] == pytest.approx(expected)

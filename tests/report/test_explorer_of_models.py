@@ -12,8 +12,18 @@ from moecore.report.page.explorer_page import match_choices
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built
 from tests.measure.test_words import MOE, text
-from tests.report.explored import alone, first_explored, study, two_seeds
-from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
+from tests.report.explored import (
+    PICKED,
+    address,
+    alone,
+    first_explored,
+    numbers,
+    settled,
+    state,
+    study,
+    two_seeds,
+    written,
+)
 
 
 def test_two_seeds_side_by_side(browser, tmp_path):
@@ -32,16 +42,13 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         unlike = [partners[one] != other for one, other in zip(first, second, strict=True)]
         assert 0 < sum(unlike) < 9
         for panel in page.locator(".panel").all():
-            marks = panel.locator(".cell").evaluate_all(
-                "cells => cells.map(cell => cell.classList.contains('unlike'))"
-            )
+            unlike_cells = "cells => cells.map(cell => cell.classList.contains('unlike'))"
+            marks = panel.locator(".cell").evaluate_all(unlike_cells)
             assert marks == unlike
             assert f"◥ {sum(unlike)} of 9 patches" in panel.locator(".image").inner_text()
         tint = "rows => rows.map(row => row.querySelector('.badge').getAttribute('style'))"
-        colours = [
-            panel.locator("[data-expert]").evaluate_all(tint)
-            for panel in page.locator(".panel").all()
-        ]
+        panels = page.locator(".panel").all()
+        colours = [panel.locator("[data-expert]").evaluate_all(tint) for panel in panels]
         assert [colours[1][partner] for partner in partners] == colours[0]
         page.locator(".panel >> nth=0").locator("[data-expert='2']").click()
         assert state(page)["expert2"] == str(partners[2])

@@ -15,18 +15,12 @@ from moecore.measure.trained import (
     steps_until_baseline_loss,
     trailing_epoch_losses,
 )
-from moecore.report.figures import training_figures
-from moecore.report.figures.charts import (
-    ChartSpec,
-    Point,
-    curves_chart,
-    panels_chart,
-    spread_heights,
-)
+from moecore.report.figures import charts, training_figures
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
 from moecore.report.page import explorer_page
 from moecore.report.page import report_page as pictures
+from moecore.report.study_results import Results
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -45,26 +39,28 @@ def test_expert_load_draws_one_panel_a_layer(experts):
     assert len(figure.axes) == 3 and len(figure.axes[0].patches) == experts
 
 
-def chart_of(points: list[Point]):
+def chart_of(points: list[charts.Point]):
     """The axes of a chart of a method without points and of one with these."""
-    return curves_chart({"dense": [], "vmoe": points}, ChartSpec("", "k", "y", True)).axes[0]
+    return charts.curves_chart(
+        {"dense": [], "vmoe": points}, charts.ChartSpec("", "k", "y", True)
+    ).axes[0]
 
 
 def test_curves_have_their_colour_whole_ticks_and_room():
-    axes = chart_of([Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)])
+    axes = chart_of([charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)])
     assert [line.get_color() for line in axes.lines] == [PALETTE[1]], "the second method's"
-    axes = chart_of([Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)])
+    axes = chart_of([charts.Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)])
     assert list(axes.get_xticks()) == [1, 2, 4] and len(axes.lines) == 1
     assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84)), "near the top it is not cut"
-    axes = chart_of([Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)])
+    axes = chart_of([charts.Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)])
     assert axes.get_ylim()[0] <= -0.6, "nor below zero"
 
 
 @pytest.mark.parametrize("methods", [1, 6, 8])
 def test_curves_have_their_names_at_their_ends(methods):
-    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_{number}": points for number in range(methods)}
-    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
+    figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     names = figure.axes[0].texts
     assert {name.get_text() for name in names} == set(curves)
@@ -75,15 +71,15 @@ def test_curves_have_their_names_at_their_ends(methods):
 
 
 def test_names_move_as_little_as_they_must():
-    assert spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
-    assert spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
+    assert charts.spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert charts.spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert charts.spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert charts.spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
 
 
 def test_one_epoch_has_whole_ticks():
     points = dict.fromkeys(training_figures.AGREEMENTS, {})
-    points["agreement_consecutive"] = {"vmoe": [Point(2, 0.5, 0.5, 0.5)]}
+    points["agreement_consecutive"] = {"vmoe": [charts.Point(2, 0.5, 0.5, 0.5)]}
     figure = training_figures.routing_agreement(points)
     figure.canvas.draw()
     ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
@@ -91,25 +87,22 @@ def test_one_epoch_has_whole_ticks():
 
 
 def test_a_legend_of_long_names_lies_within_its_figure():
-    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_orthogonality_{number}": points for number in range(24)}
-    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
+    figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
     assert box.y1 <= figure.axes[0].get_tightbbox().y0
 
 
-def test_settings_of_matplotlib_are_left_alone():
+def test_settings_of_matplotlib_are_left_alone(tmp_path):
     before = dict(matplotlib.rcParams)
     pictures.svg(training_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
     assert dict(matplotlib.rcParams) == before
-
-
-def test_ticks_have_their_colour_whoever_saves_a_figure(tmp_path):
     figure = expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")
-    assert figure.axes[0].get_xticklabels()[0].get_color() == INK
+    assert figure.axes[0].get_xticklabels()[0].get_color() == INK, "whoever saves a figure"
 
 
 def test_svg_follows_the_page_and_has_a_label():
@@ -204,9 +197,9 @@ def test_the_schedule_of_sigma_is_that_of_the_regularizer():
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_panels_have_one_scale_and_one_legend(layers):
-    points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
+    points = [charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
     panels = {f"MoE {number}": {"vmoe": points} for number in range(layers)}
-    figure = panels_chart(panels, ChartSpec("Change", "ε", "1 − IoU", share=True))
+    figure = charts.panels_chart(panels, charts.ChartSpec("Change", "ε", "1 − IoU", share=True))
     seen = [axes for axes in figure.axes if axes.get_visible()]
     assert len(seen) == layers and len(figure.legends) == 1
     assert {axes.get_ylim() for axes in seen} == {seen[0].get_ylim()}
@@ -261,9 +254,7 @@ def test_epochs_come_from_the_training(page):
 
 def explore(data, **phases) -> tuple[bool, str]:
     """Whether there are images to explore of these models of each phase, and the page."""
-    found = explored.results(
-        {name: explored.phase(data, one, name) for name, one in phases.items()}
-    )
+    found = Results({name: explored.phase(data, one, name) for name, one in phases.items()})
     return explorer_page.has_explorer_images(found), explorer_page.explorer(found)
 
 

@@ -133,10 +133,8 @@ def test_what_is_open_with_holm_or_was_not_run_is_planned():
     assert lines[0] == lines[1]
     words = "one: PRC, table 4, pretrain: match_top1 of prc higher than of vmoe: "
     # t(3) at 1.25 % is 4.177 and at 20 % 0.978: 5.155·0.03/√4 = 0.077 < 0.1; t(2): 7.27·0.03/√3
-    assert lines[0].startswith(words)
-    assert lines[0].endswith(
-        "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
-    )
+    plan = "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
+    assert lines[0].startswith(words) and lines[0].endswith(plan)
     start = "one: question, pretrain: match_top1 of prc higher than of vmoe: "
     assert lines[2].startswith(start) and lines[2].endswith("no interval: identical for all seeds")
     assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
@@ -146,10 +144,8 @@ def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     day = "2026-12-01T12:00:00Z"
     env = {"GIT_AUTHOR_DATE": day, "GIT_COMMITTER_DATE": day, "PATH": "/usr/bin:/bin"}
-    command = ["git", *who, *words]
-    return subprocess.check_output(
-        command, cwd=folder, env=env, stderr=subprocess.DEVNULL, text=True
-    )
+    options = {"cwd": folder, "env": env, "stderr": subprocess.DEVNULL, "text": True}
+    return subprocess.check_output(["git", *who, *words], **options)
 
 
 @pytest.fixture

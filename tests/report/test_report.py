@@ -128,9 +128,8 @@ class Kept(Config):
     items: tuple[float, ...]
 
 
-HIGHER, LOWER, NEITHER = (
-    Column("a", "a", lambda result: None, better) for better in ("higher", "lower", "")
-)
+COLUMN = Column("a", "a", lambda result: None)
+HIGHER, LOWER = COLUMN._replace(better="higher"), COLUMN._replace(better="lower")
 
 
 def cells(**limits):
@@ -147,7 +146,7 @@ def test_the_best_is_marked_only_outside_the_intervals():
     assert best_by_disjoint_intervals(LOWER, away) == "a"
     assert best_by_disjoint_intervals(HIGHER, touching) is None
     assert best_by_disjoint_intervals(LOWER, touching) == "a"
-    assert best_by_disjoint_intervals(NEITHER, away) is None
+    assert best_by_disjoint_intervals(COLUMN, away) is None
     assert best_by_disjoint_intervals(HIGHER, cells(a=(0, 1))) is None
     assert best_by_disjoint_intervals(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
 
@@ -164,9 +163,8 @@ def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
         (tmp_path / name).write_text(text)
         if "measured" in name:
             (tmp_path / name).write_text(json.dumps(json.loads(text) | {"seats": 3}))
-            with pytest.raises(
-                UserError, match=rf"{name}: .* \(seats: .*\); run `dvc repro {stage}`"
-            ):
+            words = rf"{name}: .* \(seats: .*\); run `dvc repro {stage}`"
+            with pytest.raises(UserError, match=words):
                 read_results(run, "", tmp_path)
             (tmp_path / name).write_text(text)
 
@@ -201,9 +199,7 @@ def test_a_damaged_file_is_named_in_a_line(tmp_path):
 def test_a_damaged_compare_json_is_named_in_a_line(tmp_path):
     path = tmp_path / "compare.json"
     path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')
-    with pytest.raises(
-        UserError, match=r"compare.json: was written by an older version .*KeyError"
-    ):
+    with pytest.raises(UserError, match="compare.json: was written by an older .*KeyError"):
         terminal_summary.main(str(path))
     for _ in spoiled(path, ('{"vmoe": 5}', *DAMAGED)):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
@@ -227,25 +223,16 @@ def test_csv_for_dvc_plots(one_seed):
     assert {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}
 
 
-@pytest.mark.parametrize(
-    ("value", "form", "expected"),
-    [
-        (0.9123, "share", "91.2 %"),
-        (12345, "count", "12,345"),
-        (75, "seconds", "1 min 15 s"),
-        (3725, "seconds", "1 h 02 min"),
-        (9, "seconds", "9 s"),
-        (0.0712, "number", "0.0712"),
-        (-0.0712, "number", "−0.0712"),
-        (0.00001, "number", "0.000010"),
-        (0.0000001, "number", "< 0.000001"),
-        (0, "number", "0.0"),
-        (12934.6, "number", "12,935"),
-        (2.5e6, "number", "2,500,000"),
-    ],
-)
-def test_numbers_for_readers(value, form, expected):
-    assert NumberFormat(form).value(value) == expected
+def test_numbers_for_readers():
+    texts = {
+        "share": {0.9123: "91.2 %"},
+        "count": {12345: "12,345"},
+        "seconds": {75: "1 min 15 s", 3725: "1 h 02 min", 9: "9 s"},
+        "number": {0.0712: "0.0712", -0.0712: "−0.0712", 0.00001: "0.000010", 0: "0.0"},
+    }
+    texts["number"] |= {0.0000001: "< 0.000001", 12934.6: "12,935", 2.5e6: "2,500,000"}
+    for form, expected in texts.items():
+        assert {value: NumberFormat(form).value(value) for value in expected} == expected
 
 
 def test_limits_have_two_figures_of_their_half_width():
@@ -274,11 +261,10 @@ def test_digits_follow_the_width_of_the_intervals(values, form, expected):
 
 
 def test_a_column_has_one_notation():
-    column = Column("a", "a", lambda result: None)
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
-    texts = [item.text for item in format_column(column, cells)]
+    texts = [item.text for item in format_column(COLUMN, cells)]
     assert texts == ["0.0005", "0.0000", "0.0200", "0.4000"]
-    tiny = format_column(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    tiny = format_column(COLUMN, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
 
 
@@ -303,9 +289,6 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     assert render_report(found).count("Latency") > 0
     with pytest.raises(UserError, match="cost/finetune"):
         read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
-
-
-def test_thorough_phases_are_among_the_phases():
     words = "thorough names adversarial; allowed: pretrain, finetune, as in phases"
     with pytest.raises(ValidationError, match=words):
         Selection(methods=("dense",), seeds=(0,), thorough=("adversarial",))

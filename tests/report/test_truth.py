@@ -27,13 +27,12 @@ RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 def trained(right: int, seed: int) -> Measured:
     scores = (np.arange(10) + seed) % 10 < right
-    outcome = generated.trained(0, seed, False, "pretrain").model_copy(
-        update={
-            "purity": (0.3, right / 10),
-            "test_score": generated.estimate(right / 10, 0.0, 1.0),
-            "test_items": encode_item_values(scores.astype(float)),
-        }
-    )
+    changes = {
+        "purity": (0.3, right / 10),
+        "test_score": generated.estimate(right / 10, 0.0, 1.0),
+        "test_items": encode_item_values(scores.astype(float)),
+    }
+    outcome = generated.trained(0, seed, False, "pretrain").model_copy(update=changes)
     result = Found(values=changed(right), facts={"counts": []})
     return Measured({Trained: collect_outcome_values(outcome), Truth: result})
 
@@ -45,10 +44,7 @@ def changed(right: int) -> list[Value]:
 
 
 def phase(**right: int) -> Phase:
-    models = {
-        method: {seed: trained(number, seed) for seed in range(3)}
-        for method, number in right.items()
-    }
+    models = {name: {seed: trained(r, seed) for seed in range(3)} for name, r in right.items()}
     return Phase("pretrain", {"name": "digits"}, generated.TASK, models)
 
 
@@ -101,9 +97,8 @@ def test_the_ceiling_is_never_the_best():
 
 def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     """Thirteen methods: the best three clean, and the best three under attack."""
-    values = {"dense": 0.1, "told": 0.2} | {
-        f"m{number}": 0.3 + number / 100 for number in range(11)
-    }
+    values = {f"m{number}": 0.3 + number / 100 for number in range(11)}
+    values |= {"dense": 0.1, "told": 0.2}
     score = QuantityByMethod("", Column("x", "x", float, "higher"), as_cells(values))
     errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
     assert methods_to_label(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}

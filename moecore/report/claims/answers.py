@@ -99,9 +99,8 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
         entry = measured.get(sections.compared_quantity_key(claim.model_dump()), {})
-        changed = sections.has_changed_settings(
-            entry.get("settings"), composed.document.data, claim
-        )
+        data = composed.document.data
+        changed = sections.has_changed_settings(entry.get("settings"), data, claim)
         good = ""
         if entry and claim.better == "no_worse":
             settings = read_study(composed.document)
@@ -119,9 +118,8 @@ def judge_again(
     difference = evaluation.difference_from_json(entry)
     verdict = evaluation.judge_difference(difference, claim, good)
     p = evaluation.p_of(difference, claim, good)
-    measured = {
-        key: entry[key] for key in ("method", "against", "form", "settings") if key in entry
-    }
+    keys = ("method", "against", "form", "settings")
+    measured = {key: entry[key] for key in keys if key in entry}
     judged = evaluation.verdict_to_json(difference, entry["form"], verdict, p, None)
     return measured | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
 

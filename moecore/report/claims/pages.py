@@ -272,9 +272,8 @@ def write_study_pages(root: Path = Path()) -> list[Path]:
 def render_study_pages(root: Path) -> dict[Path, str]:
     """Return path → text of pipelines/README.md and of the READMEs of its folders."""
     questions = load_questions(root)
-    studies, answers = evaluate_results(
-        study for question in questions for study in question.rounds
-    )
+    rounds = [study for question in questions for study in question.rounds]
+    studies, answers = evaluate_results(rounds)
     folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
     readmes = {}
     for folder in folders:
@@ -303,10 +302,12 @@ def render_study_pages(root: Path) -> dict[Path, str]:
         for question in questions
         for headline, answer in (question.document.data.get("headlines") or {}).items()
     )
-    worlds = [
-        (f"[{path.stem}]({WORLDS}/{path.name})", _leading_comment(path))
-        for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml"))
-    ]
+    worlds = []
+    for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        words = " ".join(line.removeprefix("#").strip() for line in comment)
+        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", words))
     template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
     text = template.render(
         headlines=markdown_table(("question", "answer", "details"), headlines),
@@ -366,13 +367,6 @@ def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
         )
 
     return NUMBER.sub(number, text)
-
-
-def _leading_comment(path: Path) -> str:
-    """Return the comment at the start of a file, as one line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = takewhile(lambda line: line.startswith("#"), lines)
-    return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:

@@ -83,9 +83,8 @@ def verify_kept_items(results: Path) -> int:
                 continue
             stored = entry["difference"]
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
-            difference = evaluation.drop_zero_width_interval(
-                crossed_or_paired_difference(ours, theirs)
-            )
+            difference = crossed_or_paired_difference(ours, theirs)
+            difference = evaluation.drop_zero_width_interval(difference)
             if not _agrees(difference, entry):
                 raise UserError(
                     f"{path}: {section}: {key}: found {difference.value:.6g} from these items, "
@@ -264,9 +263,8 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
     """Yield the claims that a question refers to by name, from the papers' files of the commit."""
     for reference in asks:
         folder, name, changes = papers.split_asked(reference)
-        paper = _read_committed(
-            root, commit, (papers.PIPELINES / folder / papers.PAPER_FILE).as_posix()
-        )
+        file = papers.PIPELINES / folder / papers.PAPER_FILE
+        paper = _read_committed(root, commit, file.as_posix())
         path = papers.find_paper_file(root, folder)
         if not paper and root not in path.parents and path.is_file():  # of the installed version
             paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
@@ -299,8 +297,7 @@ def _start_git(folder: Path, arguments: tuple[str, ...]) -> subprocess.Completed
     # A git hook sets GIT_DIR and others, which would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, env=env, capture_output=True, text=True
-        )
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         return None

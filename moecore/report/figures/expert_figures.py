@@ -52,9 +52,8 @@ def draw_expert_grids_by_class(
 @drawing.styled_drawing
 def expert_load(layers: list[tuple[float, ...]]) -> Figure:
     """Draw each expert's share of the choices in each MoE layer; the dotted line is balance."""
-    figure = drawing.empty_figure(
-        4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance."
-    )
+    caption = "Share of the choices. Dotted: balance."
+    figure = drawing.empty_figure(4.8, 0.5 + 1.2 * len(layers), caption)
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
         axes.bar(range(len(load)), load, color=drawing.PALETTE[0], width=0.78)

@@ -117,7 +117,12 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             ends += limits_or_value(interval)
         draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
-        axes.set_xlim(panel_limits(quantity, ends))
+        column, near = quantity.column, [end for end in ends if end]
+        is_far = column.name in ERRORS and near and min(near) > FAR * max(near)
+        if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
+            axes.set_xlim(limits_with_margin(near, column.form))
+        else:
+            axes.set_xlim(limits_with_margin(ends, column.form, from_zero=True))
         print_values(axes, quantity, methods)
         axes.xaxis.set_major_locator(MaxNLocator(3))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
@@ -134,15 +139,6 @@ def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
     """Draw dashed lines at the score without routing, and at that of routing by the truth."""
     for interval in score.floor_and_ceiling.values():
         axes.axvline(interval.value, color=drawing.GUIDE, linewidth=1, linestyle="--", zorder=1)
-
-
-def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[float, float]:
-    """Return a panel's limits: from zero, unless differences could then not be seen."""
-    near = [end for end in ends if end]
-    is_far = quantity.column.name in ERRORS and near and min(near) > FAR * max(near)
-    if quantity.floor_and_ceiling or is_far:
-        return limits_with_margin(near, quantity.column.form)
-    return limits_with_margin(ends, quantity.column.form, from_zero=True)
 
 
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:

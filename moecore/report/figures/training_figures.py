@@ -9,7 +9,6 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import charts, drawing
-from moecore.report.figures.expert_figures import draw_expert_grids_by_class
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -142,15 +141,6 @@ def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
     """Return counts (K, K) as shares of each row; a class without images has zeros."""
     table = np.asarray(counts, dtype=float)
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
-
-
-def draw_class_routing_by_epoch(result: Outcome) -> Figure:
-    """Draw the mean routing of each class in the last MoE layer over the epochs."""
-    rows = {
-        f"epoch {epoch}": [layers[-1] for layers in classes]
-        for epoch, classes in result.class_maps.items()
-    }
-    return draw_expert_grids_by_class(rows, result.task.classes, caption="Last MoE layer.")
 
 
 def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:

@@ -120,10 +120,8 @@ def list_partners(
     shares: Sequence[Sequence[float]], most: int = PARTNERS
 ) -> list[list[tuple[int, float]]]:
     """Return each expert's most frequent partners with P(partner | expert); shares: (E, E)."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
-    return [
-        [(expert, round(share, 4)) for expert, share in row[:most] if share > 0] for row in rows
-    ]
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
+    return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
 def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:

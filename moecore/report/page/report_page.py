@@ -68,7 +68,12 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Pa
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         quantities[name] = phase_quantities(phase, table, results.controls)
-        notes = quantities[name].missing(bool(find_moe_baseline(phase.models)))
+        notes = []
+        if not phase.task.long and quantities[name].attacked is None:  # texts are not attacked
+            notes.append("Not measured: the score under attack (the stage robustness would).")
+        is_routed = find_moe_baseline(phase.models) != ""
+        if not phase.task.long and is_routed and quantities[name].steady is None:
+            notes.append("Not measured: how steady the routing is (the stage robustness would).")
         controls = results.controls - {CEILING}
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {join_names(left_out)} (control).")
@@ -79,14 +84,14 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Pa
         facts.append(view.PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.theorem_failure_blocks(linear))
-        sections.append(
-            view.Section("linear_experts", "Linear experts", "Linear experts", (), blocks)
-        )
+        title = "Linear experts"
+        sections.append(view.Section("linear_experts", title, title, (), blocks))
     if counted_sizes := results.alone.get(Sizes):
         blocks = list(sizes.paper_size_blocks(counted_sizes))
         sections.append(view.Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
+    cards = [phase.card for phase in results.phases.values()]
     return view.Page(
-        simulated=", ".join(results.simulated),
+        simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
         answer=main_finding(results, quantities, evaluated),
         opening=report_introduction(results),
         overviews=overviews,

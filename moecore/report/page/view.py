@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from moecore.report.column import Column
 from moecore.report.study_results import Models
-from moecore.report.tables.cells import Cell, Cells, NumberFormat, cell_over_seeds
+from moecore.report.tables.cells import Cell, Cells, NumberFormat, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
 
 WORDS = {
@@ -227,9 +227,7 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
 
 
 def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
-    return format_column(
-        column, [cell_over_seeds(column, list(seeds.values())) for seeds in models.values()]
-    )
+    return format_column(column, list(method_cells_over_seeds(column, models).values()))
 
 
 def percent_grid(

@@ -72,11 +72,9 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     ]
     block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
     yield block._replace(below=refusals, about="mae_pooled")
-    yield Block(
-        "Brain-PAD, and errors by decade, sex and site",
-        pictures=pictures["pad_against_age"] + pictures["errors_by_group"],
-        about="corr_raw",
-    )
+    drawn = pictures["pad_against_age"] + pictures["errors_by_group"]
+    title = "Brain-PAD, and errors by decade, sex and site"
+    yield Block(title, pictures=drawn, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> PageTable:
@@ -118,9 +116,8 @@ def age_scatter(facts: Facts) -> Figure:
 def pad_against_age(facts: Facts) -> Figure:
     """Draw predicted − known age against known age, with mean and mean ± 1.96 SD, by sex."""
     points = facts["points"]
-    figure, panels, predictions = new_prediction_panels(
-        points, 3.6, "Grey lines: mean and mean ± 1.96 SD."
-    )
+    caption = "Grey lines: mean and mean ± 1.96 SD."
+    figure, panels, predictions = new_prediction_panels(points, 3.6, caption)
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         gaps = values - np.asarray(points["age"], float)
         mean = gaps.mean()
@@ -137,9 +134,8 @@ def pad_against_age(facts: Facts) -> Figure:
 def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
     """Draw the MAE as predicted and corrected in each group; groups: "sex", … → rows."""
     widths = [len(rows) + 1 for rows in groups.values()]
-    figure = drawing.empty_figure(
-        1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants."
-    )
+    caption = "95 % intervals over participants."
+    figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _draw_groups(axes, rows)

@@ -73,9 +73,8 @@ def attacks_of(result: Found) -> list[str]:
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
-    return list(
-        dict.fromkeys(name for result in phase.results(Robustness) for name in attacks_of(result))
-    )
+    names = [name for result in phase.results(Robustness) for name in attacks_of(result)]
+    return list(dict.fromkeys(names))
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:

@@ -27,11 +27,9 @@ def figures(result: Found) -> Figures:
 
 
 def ramps_and_patches(phase: Phase) -> Iterator[Block]:
-    yield Block(
-        "Predictions along a ramp, and patches under noise",
-        pictures=first_seed_pictures(phase, Stability, figures),
-        about="jumps",
-    )
+    pictures = first_seed_pictures(phase, Stability, figures)
+    title = "Predictions along a ramp, and patches under noise"
+    yield Block(title, pictures=pictures, about="jumps")
 
 
 @drawing.styled_drawing
@@ -72,9 +70,8 @@ def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figu
         tiles.append(line)
     names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
-    frame = drawing.SheetLabels(
-        "Experts under noise: changed ones are tinted", names, caption=caption
-    )
+    title = "Experts under noise: changed ones are tinted"
+    frame = drawing.SheetLabels(title, names, caption=caption)
     return drawing.sheet(tiles, frame, 1.5, 1.5)
 
 

@@ -11,6 +11,7 @@ from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_v
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
 from moecore.report.figures import charts, training_figures
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class
 from moecore.report.page import view
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Phase
@@ -29,16 +30,20 @@ def figures(result: Found) -> Figures:
     if outcome.curve:
         yield "training_curves", training_figures.training_curves({"": [outcome]})
     if outcome.confusion is not None:
-        yield (
-            "confusion_matrix",
-            training_figures.confusion_matrix(outcome.confusion, outcome.task.classes),
-        )
+        classes = outcome.task.classes
+        yield "confusion_matrix", training_figures.confusion_matrix(outcome.confusion, classes)
     yield from class_routing_figures(result)
 
 
 def class_routing_figures(result: Found) -> Figures:
-    if (outcome := outcome_of(result)).class_maps:
-        yield "class_maps", training_figures.draw_class_routing_by_epoch(outcome)
+    outcome = outcome_of(result)
+    rows = {
+        f"epoch {epoch}": [layers[-1] for layers in classes]
+        for epoch, classes in outcome.class_maps.items()
+    }
+    if rows:
+        classes = outcome.task.classes
+        yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
 def phase_blocks(phase: Phase) -> Iterator[view.Block]:
@@ -59,9 +64,8 @@ def phase_blocks(phase: Phase) -> Iterator[view.Block]:
         for line in model.outcome.routing_warnings
     ]
     finding = f"warnings while training: {len(warnings)}"
-    yield view.Block(
-        "Experts without tokens, loads that collapsed", below=warnings, finding=finding
-    )
+    title = "Experts without tokens, loads that collapsed"
+    yield view.Block(title, below=warnings, finding=finding)
     yield from tissue_blocks(phase)
     maps = first_seed_pictures(phase, Trained, class_routing_figures)
     finding = training_figures.describe_strongest_preference(phase.first_outcomes)
@@ -85,9 +89,8 @@ def agreement_block(phase: Phase) -> view.Block:
         "saturation: share of a token's final experts. Mean over MoE layers. "
         f"{charts.interval_caption(phase.outcomes)}"
     )
-    picture = view.Picture(
-        training_figures.routing_agreement(curves), f"{phase.name}: agreement", caption
-    )
+    chart = training_figures.routing_agreement(curves)
+    picture = view.Picture(chart, f"{phase.name}: agreement", caption)
     return view.Block(title, pictures=[picture], about="agreement_with_final")
 
 
@@ -169,9 +172,8 @@ def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -
         items = []
         for probe in probes:
             by_region = {row.region: row for row in probe.rows}
-            items += [
-                tissue_experts_cell(by_region.get(name)) for name in (region, CONTROL + region)
-            ]
+            pair = by_region.get(region), by_region.get(CONTROL + region)
+            items += map(tissue_experts_cell, pair)
         lines.append(view.TableRow(view.PageCell(TISSUES.get(region, region)), items))
     return view.PageTable(columns, lines, title=method)
 

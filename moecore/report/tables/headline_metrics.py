@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import read_result
+from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Sizes
 from moecore.measure.values import Found
 from moecore.report import headline_quantities
@@ -130,5 +130,9 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     displays = [display for display in list_displays() if display.stage == folder]
     for shown in sorted(displays, key=lambda display: bool(display.within)):  # parts come last
         result = shown.read(path, stage)
-        if shown.has_figures_of(result):
+        if result is None or isinstance(result, Skipped):
+            continue
+        names = {value.metric for value in getattr(result, "values", ())}
+        # ``calibrate`` writes ages or classes.
+        if shown.within or not names or not names.isdisjoint(shown.kind.metrics):
             yield from shown.pictures.figures(result)

@@ -62,9 +62,8 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
         method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
         for method in phase.models
     }
-    return ComparisonTable(
-        [metric for metric, of_metric in columns.items() if any(of_metric.values())], cells
-    )
+    metrics = [metric for metric, of_metric in columns.items() if any(of_metric.values())]
+    return ComparisonTable(metrics, cells)
 
 
 def cells_with_best_marked(
@@ -269,7 +268,9 @@ def expected_metrics(
     metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
-        if shown.applies(task) and (covered or not shown.stage) and shown.is_asked(study):
+        if not shown.applies(task) or (shown.stage and not covered):
+            continue
+        if not shown.within or getattr(getattr(study, shown.stage), shown.within) is not None:
             refusal = shown.kind.model_refusal if shown.within else None
             metrics |= {
                 name: planned._replace(stage=shown.stage, refusal=refusal)
