@@ -244,7 +244,9 @@ def claims_check() -> None:
             raise UserError(f"{question_round.name}: {problem}: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
-    if CLAIMS_PAGE.is_file() and CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page():
+    if not CLAIMS_PAGE.is_file():
+        return
+    if CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page(HERE, rounds):
         raise UserError(f"{CLAIMS_PAGE}: is not what these studies say; run `moecore claims write`")
 
 

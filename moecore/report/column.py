@@ -10,7 +10,7 @@ import numpy as np
 from moecore.measure.base import MeasuredPart
 from moecore.measure.routing import Routing
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
-from moecore.report.typed_results import Measured, Models, Phase, list_without_none
+from moecore.report.study_results import Measured, Models, Phase, list_without_none
 from moecore.statistics.intervals import Interval, seed_pseudo_values
 from moecore.tasks.base import Score, Task
 
@@ -53,15 +53,6 @@ class PlannedPhase(NamedTuple):
         ]
         return range(1, 1 + max(numbers, default=0))
 
-    def plan_metric(self, form: str, better: str) -> PlannedMetric:
-        """Return a metric's form and direction, with SCORE resolved by the task's score."""
-        is_share = self.score == "accuracy"
-        if form == SCORE:
-            form = "share" if is_share else "number"
-        if better == SCORE:
-            better = "higher" if is_share else "lower"
-        return PlannedMetric(form, better)
-
 
 class ColumnContext(NamedTuple):
     """What the columns of a measurement depend on, in addition to the result that they read."""
@@ -72,10 +63,6 @@ class ColumnContext(NamedTuple):
     of_baseline: Sequence[Found]  # the results of that method, one per seed
     of_dense: Sequence[Found]  # the results of the dense model
     pairs: Sequence[tuple[Found, Found]] = ()  # a result and the baseline's of the same seed
-
-    def baseline_of(self, result: Found) -> Found | None:
-        """Return the baseline's result of the same seed, or None."""
-        return next((baseline for paired, baseline in self.pairs if paired is result), None)
 
 
 class Column(NamedTuple):
@@ -109,11 +96,6 @@ class Column(NamedTuple):
         value = self.read_result(result)
         return Interval(float(value)) if isinstance(value, int | float) else value
 
-    def number(self, model: Measured) -> float:
-        interval = self.read(model)
-        assert interval is not None, f"{self.name} is read of a model that lacks it"
-        return interval.value
-
     def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
         """Return the values (S, S) of all pairs of S ≥ 2 models; None if a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
@@ -132,14 +114,16 @@ class Column(NamedTuple):
             pairs = self.pair_values(models)
             assert pairs is not None, f"{self.name} is read of models that lack it"
             return seed_pseudo_values(pairs)
-        return np.array([self.number(model) for model in models])
+        intervals = list_without_none(self.read(model) for model in models)
+        assert len(intervals) == len(models), f"{self.name} is read of a model that lacks it"
+        return np.array([interval.value for interval in intervals])
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
         results = [model.of(self.kind) for model in models]
         return any(result is not None and self.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """Return one value per item (N,), whose mean is ``number``, or None."""
+        """Return one value per item (N,), whose mean is the value, or None."""
         result = model.of(self.kind)
         return None if result is None or self.read_items is None else self.read_items(result)
 
@@ -156,10 +140,6 @@ def find_moe_baseline(models: Models) -> str:
     return min(routed, key=lambda method: method == CEILING, default="")
 
 
-def has_moe_method(models: Models) -> bool:
-    return bool(find_moe_baseline(models))
-
-
 def references(models: Models) -> list[str]:
     """Return the baseline MoE and the dense method, as far as the study has them."""
     return [name for name in dict.fromkeys((find_moe_baseline(models), DENSE)) if name in models]
@@ -167,10 +147,9 @@ def references(models: Models) -> list[str]:
 
 def has_experts(model: Measured) -> bool:
     """Return whether its routing was measured, or a token uses only a part of its parameters."""
-    if model.of(Routing) is not None:
-        return True
-    trained = model.outcome
-    return trained is not None and trained.active_parameters != trained.parameters
+    outcome = model.outcome
+    is_sparse = outcome is not None and outcome.active_parameters != outcome.parameters
+    return is_sparse or model.of(Routing) is not None
 
 
 def column_context(phase: Phase, kind: type) -> ColumnContext:
@@ -191,25 +170,6 @@ def column_context(phase: Phase, kind: type) -> ColumnContext:
 
 def has_routers(phase: PlannedPhase) -> bool:
     return any(method.moe for method in phase.methods)
-
-
-def has_settling_routers(phase: PlannedPhase) -> bool:
-    """Return whether routing is compared from epoch to epoch: in pretraining, with routers."""
-    return phase.name == "pretrain" and has_routers(phase)
-
-
-def has_finetuned_routers(phase: PlannedPhase) -> bool:
-    """Return whether routing is compared before and after fine-tuning."""
-    return phase.name in ("finetune", "adversarial") and has_routers(phase)
-
-
-def has_guided_routers(phase: PlannedPhase) -> bool:
-    """Return whether a method's routers learn from or use a teacher's."""
-    return phase.name == "pretrain" and any(method.guided_routing for method in phase.methods)
-
-
-def has_score_thresholds(phase: PlannedPhase) -> bool:
-    return any(method.moe and method.router.has_score_threshold for method in phase.methods)
 
 
 def score_slug(score: Score) -> str:
@@ -233,10 +193,16 @@ FillIn = Callable[[str, Metric, str, At], Metric]
 NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether it is fulfilled
     "": lambda phase: True,
     "routers": has_routers,
-    "thresholds": has_score_thresholds,
-    "guide": has_guided_routers,
-    "settling": has_settling_routers,
-    "finetuned": has_finetuned_routers,
+    "thresholds": lambda phase: any(
+        method.moe and method.router.has_score_threshold for method in phase.methods
+    ),
+    # A method's routers learn from a teacher's, or use them.
+    "guide": lambda phase: (
+        phase.name == "pretrain" and any(method.guided_routing for method in phase.methods)
+    ),
+    # Routing is compared from epoch to epoch, and before and after fine-tuning.
+    "settling": lambda phase: phase.name == "pretrain" and has_routers(phase),
+    "finetuned": lambda phase: phase.name in ("finetune", "adversarial") and has_routers(phase),
     "text": lambda phase: phase.score == "nats",
     "views": lambda phase: phase.score != "nats",  # a text has none
 }
@@ -260,8 +226,8 @@ class MetricColumns(NamedTuple):
         """Return for each metric its mean and its places; the details of means come last."""
         first: list[Column] = []
         details: list[Column] = []
-        for key, metric in self._shown.items():
-            if metric.needs == "text" and not context.task.long:
+        for key, metric in self.kind.metrics.items():
+            if not metric.label or (metric.needs == "text" and not context.task.long):
                 continue
             if metric.mean:
                 first.append(mean_column(context, self.kind, key, metric))
@@ -277,10 +243,6 @@ class MetricColumns(NamedTuple):
             for at in places
             for name, variant in with_chance(key, metric)
         ]
-
-    @property
-    def _shown(self) -> dict[str, Metric]:
-        return {key: metric for key, metric in self.kind.metrics.items() if metric.label}
 
     def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
         """Return a metric with the column's name and words at these places."""
@@ -305,11 +267,12 @@ class MetricColumns(NamedTuple):
             if metric.of_dense:
                 return metric.of_dense(result, context.of_dense) if context.of_dense else None
             if metric.of_baseline:
-                return metric.of_baseline(result, context.of_baseline, context.baseline_of(result))
+                baselines = (baseline for paired, baseline in context.pairs if paired is result)
+                return metric.of_baseline(result, context.of_baseline, next(baselines, None))
             value = find_value(result, key, metric, at)
-            if value is None or metric.limits:
-                return None if value is None else value.interval
-            return value.value
+            if value is None:
+                return None
+            return value.interval if metric.limits else value.value
 
         def items(result: Found) -> np.ndarray | None:
             value = find_value(result, key, metric, at)
@@ -350,11 +313,16 @@ class MetricColumns(NamedTuple):
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
         places = self._planned_places(phase)
-        for key, metric in self._shown.items():
-            if not NEEDED[metric.needs](phase):
+        score_form, score_better = "number", "lower"
+        if phase.score == "accuracy":
+            score_form, score_better = "share", "higher"
+        for key, metric in self.kind.metrics.items():
+            if not metric.label or not NEEDED[metric.needs](phase):
                 continue
-            column = phase.plan_metric(metric.form, metric.better)._replace(
-                is_fixed=metric.is_fixed,
+            column = PlannedMetric(
+                score_form if metric.form == SCORE else metric.form,
+                score_better if metric.better == SCORE else metric.better,
+                metric.is_fixed,
                 curve=key if metric.is_monotone else "",
                 of_pairs=metric.of_pairs is not None,
             )
@@ -371,7 +339,10 @@ class MetricColumns(NamedTuple):
     def _planned_places(self, phase: PlannedPhase) -> dict[str, Iterable[Place]]:
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
-        settings = find_settings(phase.study, self.stage)
+        package, _, module = self.stage.partition(".")  # my_lab.brightness
+        settings = getattr(phase.study, package, None)
+        if module:
+            settings = getattr(settings, module, None)
         if self.within:
             settings = getattr(settings, self.within)
         elif not isinstance(settings, self.kind):  # for ``calibrate``, whose section differs
@@ -441,12 +412,9 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
-    """Return the places of a metric's columns, in the order of the results.
-
-    On ``metric.last`` it is the last place of the first result that has the others.
-    """
+    """Return the places of a metric's columns, in the order of the results."""
     places: dict[tuple[Place, ...], At] = {}
-    for result in results:
+    for result in results:  # of ``metric.last``: the last place of the first result with the others
         of_result = {
             tuple(value.at[name] for name in metric.places if name != metric.last): value.at
             for value in result.all(key)
@@ -467,10 +435,3 @@ def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
         if set(value.at) == set(metric.places) and fixed <= set(value.at.items())
     ]
     return having[-1] if having else None
-
-
-def find_settings(study: Any, name: str) -> Any:
-    """Return a study's section of a measurement (``my_lab.brightness``), or None."""
-    package, _, module = name.partition(".")
-    section = getattr(study, package, None)
-    return getattr(section, module, None) if module else section

@@ -1,23 +1,14 @@
-"""Headline numbers for the page's first table, MLflow, a run's file and the terminal.
-
-Also a phase's four main quantities: score, score under attack, steadiness of routing, cost.
-"""
+"""Headline numbers of page, MLflow, runs and terminal; a phase's four main quantities."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Robustness
 from moecore.report.column import CEILING, DENSE, Column, score_slug
-from moecore.report.pictures.robustness import (
-    WORST,
-    attack_title,
-    attacked_name,
-    attacks_of,
-    scores_by_epsilon,
-)
+from moecore.report.pictures import robustness
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import Cell, Cells, NumberFormat, format_epsilon
 from moecore.report.tables.metrics_by_method import ComparisonTable
-from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 
@@ -116,10 +107,7 @@ class QuantityByMethod(NamedTuple):
         interval = self.cells[method].interval
         if not self.remains:
             return interval
-        if interval.limits is None:
-            return Interval(1 - interval.value)
-        low, high = interval.limits
-        return Interval(1 - interval.value, 1 - high, 1 - low)
+        return Interval(1 - interval.value, *(1 - limit for limit in (interval.limits or ())[::-1]))
 
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
@@ -127,9 +115,6 @@ class QuantityByMethod(NamedTuple):
         if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
-
-    def told(self, values: str) -> str:
-        return self.words.format(values)
 
     def ends(self) -> tuple[str, str]:
         """Return the methods with the smallest and the largest value, except the ceiling."""
@@ -145,16 +130,6 @@ class PhaseQuantities(NamedTuple):
     attacked: QuantityByMethod | None
     steady: QuantityByMethod | None
     cost: QuantityByMethod | None
-    text: bool = False  # whether the data is text, which is not attacked
-
-    def missing(self, routed: bool) -> list[str]:
-        """Say which quantities were not measured, and by which stage they would be."""
-        missing = []
-        if self.attacked is None and not self.text:
-            missing.append("the score under attack")
-        if self.steady is None and routed and not self.text:
-            missing.append("how steady the routing is")
-        return [f"Not measured: {words} (the stage robustness would)." for words in missing]
 
 
 def phase_quantities(
@@ -179,17 +154,21 @@ def phase_quantities(
         return None
 
     attacked, moved = attacked_score_and_change_names(phase)
-    steady = {moved: f"under {describe_last_attack(phase)} routing overlap is {{}}"}
+    steady = {}
+    if names := robustness.names_of_attacks(phase):
+        values = (robustness.scores_by_epsilon(row, names[-1]) for row in phase.results(Robustness))
+        epsilon = format_epsilon(float(next(filter(None, values))[-1].at["epsilon"]))
+        attack = f"{robustness.attack_title(names[-1])} (ε\u00a0=\u00a0{epsilon})"
+        steady[moved] = f"under {attack} routing overlap is {{}}"
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # the last swaps the most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
         steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
     return PhaseQuantities(
         choose({f"test_{score_slug(phase.task.score)}": SCORED[0]}),
-        choose({attacked: SCORED[1] if attacked.endswith(WORST) else SCORED[2]}),
+        choose({attacked: SCORED[1] if attacked.endswith(robustness.WORST) else SCORED[2]}),
         choose(steady | STEADY),
         choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
-        phase.task.long,
     )
 
 
@@ -205,30 +184,16 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
     attack = shown_attack(phase)
     if not attack:
         return "", ""
-    score = attacked_name(score_slug(phase.task.score), attack)
-    return score, f"routing_change_{names_of_attacks(phase)[-1]}"
+    score = robustness.attacked_name(score_slug(phase.task.score), attack)
+    return score, f"routing_change_{robustness.names_of_attacks(phase)[-1]}"
 
 
 def shown_attack(phase: Phase) -> str:
     """Return the worst case, if measured, else the last attack; "" without attacks."""
-    names = names_of_attacks(phase)
+    names = robustness.names_of_attacks(phase)
     if names and any(result.all("worst") for result in phase.results(Robustness)):
-        return WORST
+        return robustness.WORST
     return next(reversed(names), "")
-
-
-def describe_last_attack(phase: Phase) -> str:
-    """Return the last attack as "PGD 10 (ε = 8/255)"; "" without attacks."""
-    for name in names_of_attacks(phase)[-1:]:
-        attacked = next(row for row in phase.results(Robustness) if name in attacks_of(row))
-        epsilon = format_epsilon(float(scores_by_epsilon(attacked, name)[-1].at["epsilon"]))
-        return f"{attack_title(name)} (ε\u00a0=\u00a0{epsilon})"
-    return ""
-
-
-def names_of_attacks(phase: Phase) -> list[str]:
-    results = phase.results(Robustness)
-    return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 
 
 def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:

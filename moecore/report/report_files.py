@@ -18,8 +18,8 @@ from moecore.report.page.report_page import render_report, svg
 from moecore.report.page.view import Picture
 from moecore.report.pictures import sizes
 from moecore.report.pictures.robustness import draw_attack_curve
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.headline_metrics import render_metrics_files
-from moecore.report.typed_results import Measured, Phase, Results
 
 INK = "#333"
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,28 +13,15 @@ from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import list_allowed_modules
 from moecore.data.card import parse_card_task
-from moecore.measure.base import (
-    MeasuredPart,
-    Measurement,
-    Skipped,
-    builtin_measurements,
-    read_result,
-)
+from moecore.measure import base
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
-from moecore.report.figures.charts import (
-    EVERYWHERE,
-    ChartSpec,
-    Limits,
-    curves_chart,
-    interval_caption,
-    points_over_seeds,
-)
+from moecore.report.figures import charts
 from moecore.report.page.view import Block, Picture
-from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
+from moecore.report.study_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE, MEASURED_STAGES
@@ -42,11 +30,6 @@ from moecore.tasks.base import Task
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
 PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PICTURES
-
-
-def read_values(path: Path, stage: str) -> Found | Skipped:
-    """Return the values in the file that ``stage`` wrote; raises as ``read_result``."""
-    return read_result(path, Found, stage)
 
 
 class Pictures(NamedTuple):
@@ -59,16 +42,17 @@ class Pictures(NamedTuple):
     draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # after these, all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
     fill_in: FillIn | None = None  # words that depend on more than one place
-    kind: type[MeasuredPart] | None = None  # for a stage that is not a measurement
+    kind: type[base.MeasuredPart] | None = None  # for a stage that is not a measurement
     applies: Callable[[Task], bool] = lambda task: True  # for such a stage
-    read: Callable[[Path, str], Any] = read_values  # path and stage → values, or ``Skipped``
+    # (path, stage) → values, or ``Skipped``; raises as ``read_result``.
+    read: Callable[[Path, str], Any] = lambda path, stage: base.read_result(path, Found, stage)
 
 
 class Display(NamedTuple):
     """What the report shows of a measurement, of a part of one, or of another stage."""
 
     stage: str  # folder of the results below artifacts/measured; "" for trainings
-    kind: type[MeasuredPart]
+    kind: type[base.MeasuredPart]
     pictures: Pictures
     within: str = ""  # the setting of the measurement, for a part of one
 
@@ -83,43 +67,29 @@ class Display(NamedTuple):
     def applies(self, task: Task) -> bool:
         return self.pictures.applies(task)
 
-    def read(self, path: Path, stage: str) -> Found | Skipped | None:
-        """Return the values that ``stage`` wrote, or why it was skipped; raises as ``read_result``.
-
-        None for a part that the settings leave out.
-        """
+    def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
+        """Return the values, why they were skipped, or None for a part that is not set."""
         result = self.pictures.read(path, stage)
-        if not self.within or isinstance(result, Skipped):
+        if not self.within or isinstance(result, base.Skipped):
             return result
         part = result.facts.get(self.within)
         if part is None:
             return None
-        return Skipped.model_validate(part) if set(part) == {"skipped"} else result
-
-    def has_figures_of(self, result: Found | Skipped | None) -> bool:
-        """Return whether values are of this kind: ``calibrate`` writes ages or classes."""
-        if result is None or isinstance(result, Skipped):
-            return False
-        names = {value.metric for value in getattr(result, "values", ())}
-        return bool(self.within) or not names or not names.isdisjoint(self.kind.metrics)
-
-    def is_asked(self, settings: Any) -> bool:
-        """Return whether a study's settings include it, given that its stage runs."""
-        return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
+        return base.Skipped.model_validate(part) if set(part) == {"skipped"} else result
 
     def blocks(self, phase: Phase) -> list[Block]:
         """Return the charts, the pictures, and the reasons for what was not measured."""
         page, pictures = self.kind.page, self.pictures
-        charts: list[Picture] = []
+        drawn: list[Picture] = []
         for chart in page.charts:
-            charts += draw_chart(phase, self.kind, chart)
+            drawn += draw_chart(phase, self.kind, chart)
         if pictures.is_on_page:
-            charts += first_seed_pictures(phase, self.kind, pictures.figures)
-        charts += pictures.draw(phase)
+            drawn += first_seed_pictures(phase, self.kind, pictures.figures)
+        drawn += pictures.draw(phase)
         results = phase.results(self.kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or page.title[0].upper() + page.title[1:]
-        block = Block(title, pictures=charts, below=list(skipped), about=self.about(phase))
+        block = Block(title, pictures=drawn, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:
@@ -136,18 +106,12 @@ class Display(NamedTuple):
 def list_displays() -> list[Display]:
     """Return all displays in the order of the page; UserError for a faulty module."""
     try:
-        declared = [
-            *collect_constants_named(PICTURES, "PICTURES"),
-            *collect_constants_named(PICTURES, "SHOWN"),
-        ]
-        by_stage = {pictures.stage: pictures for pictures in declared}
-        displays = [
-            Display(pictures.stage, pictures.kind, pictures)
-            for pictures in declared
-            if pictures.kind
-        ]
+        declared = collect_constants_named(PICTURES, "PICTURES")
+        declared += collect_constants_named(PICTURES, "SHOWN")
+        by_stage = {page.stage: page for page in declared}
+        displays = [Display(page.stage, page.kind, page) for page in declared if page.kind]
         for name in list_measurements_with_values():
-            kind = find_class(Measurement, name)
+            kind = find_class(base.Measurement, name)
             displays.append(Display(name, kind, by_stage.get(name, Pictures(name))))
             for within, part in kind.parts.items():
                 pictures = by_stage.get(f"{name}.{within}", Pictures(name))
@@ -159,42 +123,31 @@ def list_displays() -> list[Display]:
 
 def list_measurements_with_values() -> list[str]:
     """Return the measurements that put values; ValueError for a faulty module."""
-    names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
-    return [name for name in names if find_class(Measurement, name).puts_values()]
+    own = list_allowed_modules(lambda file: "(Measurement):" in file.read_text(encoding="utf-8"))
+    names = [*base.builtin_measurements(), *own]
+    return [name for name in names if find_class(base.Measurement, name).puts_values()]
 
 
-def defines_measurement(file: Path) -> bool:
-    return "(Measurement):" in file.read_text(encoding="utf-8")
-
-
-def draw_chart(phase: Phase, kind: type[MeasuredPart], chart: Chart) -> list[Picture]:
+def draw_chart(phase: Phase, kind: type[base.MeasuredPart], chart: Chart) -> list[Picture]:
     score = phase.task.score
     share = chart.share if chart.share is not None else score.form == "share"
     title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
-    spec = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
-    return draw_method_curves(
-        phase,
-        kind,
-        lambda result: result.curve(chart.metric, chart.over),
-        spec,
-        chart.words,
-        limits=chart.limits,
-    )
+    spec = charts.ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
+    read = lambda result: result.curve(chart.metric, chart.over)
+    return draw_method_curves(phase, kind, read, spec, chart.words, limits=chart.limits)
 
 
-def first_seed_pictures(phase: Phase, kind: type[MeasuredPart], figures: Draw) -> list[Picture]:
-    return [
-        picture
-        for pictures in pictures_by_name(phase, kind, figures).values()
-        for picture in pictures
-    ]
+def first_seed_pictures(
+    phase: Phase, kind: type[base.MeasuredPart], figures: Draw
+) -> list[Picture]:
+    return list(chain(*pictures_by_name(phase, kind, figures).values()))
 
 
 def pictures_by_name(
-    phase: Phase, kind: type[MeasuredPart], figures: Draw
+    phase: Phase, kind: type[base.MeasuredPart], figures: Draw
 ) -> dict[str, list[Picture]]:
     """Return figure name → the figure of each method's first seed; [] for an unknown name."""
-    pictures: dict[str, list[Picture]] = defaultdict(list)
+    pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
             label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
@@ -205,12 +158,12 @@ def pictures_by_name(
 
 def draw_method_curves(
     phase: Phase,
-    kind: type[MeasuredPart],
+    kind: type[base.MeasuredPart],
     read: Callable[[Found], Mapping[float, float | None]],
-    spec: ChartSpec,
+    spec: charts.ChartSpec,
     words: str,
     label: str = "",
-    limits: Limits = EVERYWHERE,
+    limits: charts.Limits = charts.EVERYWHERE,
 ) -> list[Picture]:
     """Return a chart with a line per method over its seeds; [] if no method has points.
 
@@ -218,13 +171,14 @@ def draw_method_curves(
     """
     seeds = phase.of(kind)
     curves = {
-        method: points_over_seeds([read(result) for result in results], limits)
+        method: charts.points_over_seeds([read(result) for result in results], limits)
         for method, results in seeds.items()
     }
     if not any(curves.values()):
         return []
-    caption = f"{words} {interval_caption(seeds)}"
-    return [Picture(curves_chart(curves, spec), f"{phase.name}: {label or spec.title}", caption)]
+    caption = f"{words} {charts.interval_caption(seeds)}"
+    figure = charts.curves_chart(curves, spec)
+    return [Picture(figure, f"{phase.name}: {label or spec.title}", caption)]
 
 
 MEASURED = Path("artifacts/measured")
@@ -241,13 +195,11 @@ def read_results(
     """
     measured = stages_and_measurements(stages, run)
     alone = {
-        kind: read_result(Path(root, MEASURED, f"{stage}.json"), Found, stage)
+        kind: base.read_result(Path(root, MEASURED, f"{stage}.json"), Found, stage)
         for stage, kind in ALONE.items()
         if stage in measured
     }
-    phases: dict[str, Phase] = {
-        name: _read_phase(Path(root), run, measured, name) for name in run.phases
-    }
+    phases = {name: _read_phase(Path(root), run, measured, name) for name in run.phases}
     return Results(phases, settings, alone)
 
 
@@ -269,8 +221,8 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     together: dict[type[Config], Config] = {}
     if "transfer" in stages:
         path = root / MEASURED / "transfer" / name / f"{run.seeds[0]}.json"
-        matrix = read_result(path, Found, "transfer")
-        if not isinstance(matrix, Skipped):
+        matrix = base.read_result(path, Found, "transfer")
+        if not isinstance(matrix, base.Skipped):
             together[Transfer] = matrix
     return Phase(name, card, task, models, together)
 
@@ -296,10 +248,7 @@ def read_model(
     displays: Iterable[Display],
     measurements: Collection[str] = (),
 ) -> Measured:
-    """Return all results of a model, ``vmoe/0``; raises as ``read_result``.
-
-    measurements: those that the stage ``measure`` writes.
-    """
+    """Return all results of a model, ``vmoe/0``; ``measurements`` are of the stage ``measure``."""
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in displays:
@@ -308,7 +257,7 @@ def read_model(
         if stage in measurements:
             stage = MEASURE
         result = shown.read(path, stage)
-        if isinstance(result, Skipped):
+        if isinstance(result, base.Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")
         elif result is not None:
             results[shown.kind] = result

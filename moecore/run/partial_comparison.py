@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from moecore.report.claims.evaluation import describe_missing_metric
-from moecore.report.typed_results import Results
+from moecore.report.study_results import Results
 from moecore.study.sections import Claim, Comparison, Selection
 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)

@@ -22,7 +22,7 @@ from moecore.training.artifacts import save_model, save_words
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built, compute_without_cache, digits
 from tests.measure.test_words import MOE, subject
-from tests.report.explorer_page import address, settled
+from tests.report.explored import address, settled
 
 BYTES = torch.arange(5 * 3 * 8 * 8).view(5, 3, 8, 8).to(torch.uint8)
 

@@ -36,8 +36,8 @@ from moecore.nn.predict import predict_in_batches
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures import sizes
 from moecore.report.report_files import render_report_files
+from moecore.report.study_results import Results
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
 from moecore.study.params_file import dump_inline_yaml
 from moecore.study.settings import extract_declared_settings

@@ -18,6 +18,7 @@ from moecore.measure.values import Found, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression
 from moecore.training.outcome import Outcome
+from tests.report import generated
 from tests.report.generated import found_under_attack, write_result
 
 STAGES = ("calibrate", "robustness", "cohort_checks")
@@ -39,27 +40,17 @@ def write_ages(
 
 
 def card(simulated: bool = True) -> dict[str, Any]:
-    return {
+    return generated.card("pretrain") | {
         "name": "Small cohort",
-        "kind": "generated",
         "task": TASK.model_dump(),
-        "channels": 1,
         "size": [64, 64, 64],
         "images": {"train": 60, "validation": 20, "test": 40},
         "counts": {split: {"F": 5, "M": 5} for split in ("train", "validation", "test")},
-        "mean": [0.5],
-        "std": [0.2],
         "target_range": [40.5, 85.0],
         "regions": ["wm", "gm", "csf"],
         "voxel_mm": [3.0, 3.0, 3.0],
         "simulated": simulated,
         "skipped": [],
-        "dtype": "float16",
-        "seed": 0,
-        "licence": "MIT",
-        "source": "tests",
-        "files": {},
-        "settings": {},
     }
 
 
@@ -69,16 +60,11 @@ def limits(value: float, width: float = 0.5) -> dict[str, float]:
 
 def trained(number: int, seed: int, routed: bool) -> Outcome:
     """Test MAE 4 + method + 0.1 · seed."""
-    curve = [
-        {
-            "step": step,
-            "epoch": float(step),
-            "train_loss": 9.0 / step,
-            "train_mae": 9.0 / step,
-            "validation_mae": 10.0 / step + number,
-        }
-        for step in (1, 2, 3)
-    ]
+    curve = []
+    for step in (1, 2, 3):
+        losses = {"train_loss": 9.0 / step, "train_mae": 9.0 / step}
+        validation = {"validation_mae": 10.0 / step + number}
+        curve.append({"step": step, "epoch": float(step)} | losses | validation)
     probes = [{"epoch": epoch, "rows": probe(epoch)} for epoch in (1, 5, 9)] if routed else []
     return Outcome(
         task=TASK,
@@ -103,14 +89,9 @@ def probe(epoch: int) -> list[dict[str, Any]]:
     rows = []
     for region in ("wm", "gm", "csf"):
         for name, share in ((region, 0.3 + 0.05 * epoch), (f"random_{region}", 0.25)):
-            rows.append(
-                {
-                    "region": name,
-                    "experts": [[region, 0.5], ["free_0", 0.25]],
-                    "share": {"wm": 0.0, "gm": 0.0, "csf": 0.0, "free_0": 1 - share}
-                    | {region: share},
-                }
-            )
+            shares = {"wm": 0.0, "gm": 0.0, "csf": 0.0, "free_0": 1 - share, region: share}
+            experts = [[region, 0.5], ["free_0", 0.25]]
+            rows.append({"region": name, "experts": experts, "share": shares})
     return rows
 
 
@@ -163,10 +144,8 @@ def half_a_year(value: float) -> Interval:
 
 
 def groups(names) -> list[dict[str, Any]]:
-    def errors(mae: float) -> dict[str, Any]:
-        return {"mae": limits(mae)}
-
-    return [{"group": name, "n": 20, "raw": errors(4.0), "pooled": errors(3.0)} for name in names]
+    errors = {"raw": {"mae": limits(4.0)}, "pooled": {"mae": limits(3.0)}}
+    return [{"group": name, "n": 20} | errors for name in names]
 
 
 def attacked(number: int) -> Found:

@@ -1,6 +1,7 @@
-"""Studies for the explorer's page: real measurements of small models."""
+"""Studies for the explorer's page, of real measurements of small models; the page in a browser."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from moecore.measure.routing_metrics.expert_roles import ExpertRoles
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
-from moecore.report.typed_results import Measured, Phase, Results
+from moecore.report.page.explorer_page import explorer
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.training.outcome import WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
@@ -32,16 +34,12 @@ def study() -> Results:
         "vmoe": measured(one),
         "prc": measured(other, watched=before),
     }
-    return results({"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")})
-
-
-def results(phases: Mapping[str, Phase]) -> Results:
-    return Results(phases)
+    return Results({"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")})
 
 
 def alone(model: MeasuredModel, settings: Explorer = FEW) -> Results:
     """A study of one model."""
-    return results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
+    return Results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
 
 
 def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase:
@@ -69,12 +67,10 @@ def skipped() -> Measured:
 def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
     """As the training keeps it."""
     places = explorer_image_indices(model.data, 32)
-    prediction, records = predict_in_batches(
-        model.model, np.array(model.data.test.images[places]), 32
-    )
-    return WatchedEpoch(
-        epoch=epoch, images=places, trace=build_image_traces(prediction, records, model.data.task)
-    )
+    pixels = np.array(model.data.test.images[places])
+    prediction, records = predict_in_batches(model.model, pixels, 32)
+    trace = build_image_traces(prediction, records, model.data.task)
+    return WatchedEpoch(epoch=epoch, images=places, trace=trace)
 
 
 def analysed(model: MeasuredModel) -> Measured:
@@ -91,6 +87,35 @@ def two_seeds() -> Results:
     data = images()
     seeds = {seed: analysed(subject(data, moe(), seed=seed)) for seed in (0, 1)}
     other = {0: measured(subject(data, moe(), seed=2))}
-    return results(
-        {"pretrain": Phase("pretrain", data.card, data.task, {"vmoe": seeds, "prc": other})}
-    )
+    models = {"vmoe": seeds, "prc": other}
+    return Results({"pretrain": Phase("pretrain", data.card, data.task, models)})
+
+
+PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
+
+
+def written(path: Path, found) -> Path:
+    path.write_text(explorer(found), encoding="utf-8")
+    return path
+
+
+def address(path: Path, state: str = "") -> str:
+    return path.resolve().as_uri() + state
+
+
+def settled(page):
+    """The page once nothing is being drawn."""
+    page.wait_for_selector("main[data-drawn]")
+    page.wait_for_function("find('main').dataset.drawn === String(turn)")
+    return page
+
+
+def numbers(page, panel: int = 0) -> list[str]:
+    """What stands in the patches, row by row."""
+    settled(page)
+    return page.locator(f".panel >> nth={panel}").locator(".cell").all_text_contents()
+
+
+def state(page) -> dict[str, str]:
+    settled(page)
+    return page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")

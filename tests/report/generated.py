@@ -14,9 +14,7 @@ from moecore.core.config import Config
 from moecore.core.files import write_json
 from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.measure import (
-    calibration,
-)
+from moecore.measure import calibration
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     encode_expert_overlays,
@@ -24,34 +22,15 @@ from moecore.measure.exploring.expert_overlay_data import (
     overlapping_crops,
 )
 from moecore.measure.robustness import METRICS, put_scores
-from moecore.measure.routing_metrics.layer_metrics import (
-    average_layers,
-    dead_expert_share,
-    expert_counts,
-    load_cv2,
-    load_shares,
-    max_load_violation,
-    normalised_load_entropy,
-)
-from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
+from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.under_attack.audit import (
-    AttackedGallery,
-    AuditLine,
-    ScoresAtEpsilon,
-    worst_case,
-)
+from moecore.measure.under_attack import audit
 from moecore.measure.values import Found, Place, Value, Values
-from moecore.report.typed_results import Measured
+from moecore.report.study_results import Measured
 from moecore.study.stages import MEASURED_STAGES
+from moecore.tasks import class_task
 from moecore.tasks.base import Task
-from moecore.tasks.class_task import (
-    class_nll,
-    confusion_counts,
-    top1_hits,
-    topk_hits,
-)
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
@@ -147,7 +126,7 @@ def tested(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
     """A dense model has nothing of the routing; only a fine-tuned one has it before and after."""
     logits, labels = tested(number, seed)
-    hits = top1_hits(logits, labels)
+    hits = class_task.top1_hits(logits, labels)
     settled = settling(number, seed) if routed and phase == "pretrain" else {}
     if routed and phase == "finetune":
         settled["routing_agreement_before_after"] = (0.8, 0.7, 0.75)
@@ -156,29 +135,24 @@ def trained(number: int, seed: int, routed: bool, phase: str) -> Outcome:
         test_score=Estimate.of(TASK.interval(hits)),
         validation_score=estimate(0.8, 0.7, 0.9),
         test_correct=int(hits.sum()),
-        test_top5=Estimate.of(TASK.interval(topk_hits(logits, labels, 5))),
+        test_top5=Estimate.of(TASK.interval(class_task.topk_hits(logits, labels, 5))),
         test_count=600,
-        test_loss=float(class_nll(logits, labels).mean()),
+        test_loss=float(class_task.class_nll(logits, labels).mean()),
         images_per_second=2100.0 + seed,
         seconds=120.0 + 30 * number + seed,
         parameters=1_240_000,
         active_parameters=710_000 if routed else 1_240_000,
         epochs=10,
         curve=tuple(_point(epoch, number) for epoch in range(1, 11)),
-        confusion=confusion_counts(logits, labels).tolist(),
+        confusion=class_task.confusion_counts(logits, labels).tolist(),
         **settled,
     )
 
 
 def _point(epoch: int, number: int) -> dict[str, Any]:
     loss, validation = 1.9 * 0.8**epoch + 0.02 * number, 1 - 0.75 * 0.82**epoch - 0.01 * number
-    return {
-        "step": 50 * epoch,
-        "epoch": epoch,
-        "train_loss": loss,
-        "train_accuracy": 1 - 0.8 * 0.8**epoch,
-        "validation_accuracy": validation,
-    }
+    point = {"step": 50 * epoch, "epoch": epoch, "train_loss": loss}
+    return point | {"train_accuracy": 1 - 0.8 * 0.8**epoch, "validation_accuracy": validation}
 
 
 def settling(number: int, seed: int) -> dict[str, Any]:
@@ -255,15 +229,10 @@ def steep(step: float, routed: bool) -> Found:
 
 
 def costing(number: int, seed: int) -> Found:
-    single = {
-        "gflops": 2.0 + number,
-        "routing_gflops": 0.1 * number,
-        "inference_images_per_second": 512.0,
-        "peak_memory": 3 * 2**20,
-        "routing_ms": 0.5 * number,
-        "routing_share": 0.1 * number,
-        "routing_batch_share": 0.2,
-    }
+    single = {"gflops": 2.0 + number, "routing_gflops": 0.1 * number}
+    single |= {"inference_images_per_second": 512.0, "peak_memory": 3 * 2**20}
+    single |= {"routing_ms": 0.5 * number, "routing_share": 0.1 * number}
+    single["routing_batch_share"] = 0.2
     values = [Value(metric=name, value=number) for name, number in single.items()]
     values.append(value("latency_ms", 4.0 + seed, 3.5, 4.75))
     values += [value("batch_ms", 2.0 + k, 2.0, 9.0, k=k) for k in (1, 2)]
@@ -309,8 +278,8 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> Found:
     out.facts |= {
         "at_limit": False,
         "test_images": 600,
-        "scores": TASK.encode_scores(top1_hits(*tested(number, seed))),
-        "top5": TASK.encode_scores(topk_hits(*tested(number, seed), 5)),
+        "scores": TASK.encode_scores(class_task.top1_hits(*tested(number, seed))),
+        "top5": TASK.encode_scores(class_task.topk_hits(*tested(number, seed), 5)),
     }
     return out.found()
 
@@ -319,16 +288,16 @@ def attacked(number: int, seed: int, routed: bool) -> Found:
     curves = {"fgsm": _rows(number, seed, 0.5, 10), "pgd-10": _rows(number, seed, 1.0, 0)}
     changes = dict.fromkeys(curves, [0.5 * epsilon * 255 / 8 for epsilon in EPSILONS])
     lines = (
-        AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
-        AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
-        AuditLine(name="transfer attack", holds=None, text="no second model"),
+        audit.AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
+        audit.AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
+        audit.AuditLine(name="transfer attack", holds=None, text="no second model"),
     )
     facts = {"audit": lines, "attacked": pictured()}
     return found_under_attack(curves, TASK, 200, changes if routed else {}, **facts)
 
 
 def found_under_attack(
-    curves: Mapping[str, Sequence[ScoresAtEpsilon]],
+    curves: Mapping[str, Sequence[audit.ScoresAtEpsilon]],
     task: Task,
     images: int,
     changes: Mapping[str, Sequence[float]],
@@ -347,45 +316,37 @@ def found_under_attack(
             out.put("processing_change", change / 2, **at)
             for layer in range(1, layers + 1):
                 out.put("routing_change_layer", change, **at, layer=layer)
-    put_scores("worst", worst_case(curves, task, images), images, out)
+    put_scores("worst", audit.worst_case(curves, task, images), images, out)
     out.facts |= {"task": task, "images": images, "attacked": None, **facts}
     return out.found()
 
 
-def pictured() -> AttackedGallery:
+def pictured() -> audit.AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
         {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return AttackedGallery(attack="pgd-10", rows=rows)
+    return audit.AttackedGallery(attack="pgd-10", rows=rows)
 
 
-def _rows(number: int, seed: int, strength: float, first: int) -> list[ScoresAtEpsilon]:
+def _rows(number: int, seed: int, strength: float, first: int) -> list[audit.ScoresAtEpsilon]:
     made = []
     for epsilon in EPSILONS:
         right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
         hits = (torch.arange(200) - first) % 200 < right
-        made.append(ScoresAtEpsilon.of(epsilon, TASK, hits))
+        made.append(audit.ScoresAtEpsilon.of(epsilon, TASK, hits))
     return made
 
 
 def _matched(number: int, seed: int) -> dict[str, float]:
     """What every router has, and for odd methods what those with a threshold have."""
     top = 0.5 + 0.02 * number + 0.005 * seed * (1 + number % 2)
-    found = {
-        "match_top1": top,
-        "match_top2_ordered": top - 0.2,
-        "match_top2_sets": top - 0.1,
-        "token_entropy": 0.4 + 0.03 * number,
-        "border_load": 0.9,
-        "border_mass": 0.8,
-        "border_cells": 0.75,
-        "corner_load": 0.5,
-        "corner_mass": 0.4,
-        "corner_cells": 0.25,
-    }
+    found = {"match_top1": top, "match_top2_ordered": top - 0.2, "match_top2_sets": top - 0.1}
+    found["token_entropy"] = 0.4 + 0.03 * number
+    found |= {"border_load": 0.9, "border_mass": 0.8, "border_cells": 0.75}
+    found |= {"corner_load": 0.5, "corner_mass": 0.4, "corner_cells": 0.25}
     if number % 2:
         found |= {"fallback": 0.01 * number, "below_k": 0.02 * number}
         found["tail_mass"] = 0.05 + 0.01 * seed
@@ -395,19 +356,19 @@ def _matched(number: int, seed: int) -> dict[str, float]:
 def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Config:
     if not records:
         return DENSE
-    counts = [expert_counts(record.chosen) for record in records]
+    counts = [layer_metrics.expert_counts(record.chosen) for record in records]
     values = [*augmented(seed), *swept(number, seed)]
     layers: list[dict[str, float]] = []
     for place, (record, of_layer) in enumerate(zip(records, counts, strict=True), 1):
-        sure = router_confidence(record.probs)._asdict()
+        sure = layer_metrics.routing_confidence(record.probs)._asdict()
         layers.append(
             {
-                "load_cv2": load_cv2(of_layer),
-                "max_violation": max_load_violation(of_layer),
-                "dead": dead_expert_share(of_layer),
+                "load_cv2": layer_metrics.load_cv2(of_layer),
+                "max_violation": layer_metrics.max_load_violation(of_layer),
+                "dead": layer_metrics.dead_expert_share(of_layer),
                 "experts_per_token": float(record.chosen.sum(dim=-1).double().mean()),
                 "unrouted": 0.0,
-                "entropy": normalised_load_entropy(of_layer),
+                "entropy": layer_metrics.normalised_load_entropy(of_layer),
                 **{f"confidence_{name}": share for name, share in sure.items()},
                 **_matched(number, seed),
                 **({"teacher_agreement": 0.9} if number == 2 else {}),
@@ -417,11 +378,13 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
             Value(metric=f"{name}_layer", at={"layer": place}, value=one)
             for name, one in layers[-1].items()
         ]
-    values += [Value(metric=name, value=one) for name, one in average_layers(layers).items()]
+    values += [
+        Value(metric=name, value=one) for name, one in layer_metrics.average_layers(layers).items()
+    ]
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     facts = {
-        "load": [load_shares(one) for one in counts],
+        "load": [layer_metrics.load_shares(one) for one in counts],
         "overlays": encode_expert_overlays(images, four),
         "corresponding": overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         "roles": None,

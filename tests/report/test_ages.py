@@ -9,12 +9,8 @@ from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.robustness import Robustness
 from moecore.report.figures.charts import attack_points
 from moecore.report.page.report_page import render_report
+from moecore.report.pictures import cohort_checks
 from moecore.report.pictures.ages import table_s1
-from moecore.report.pictures.cohort_checks import (
-    mixture_table,
-    region_experts_by_volume_kind,
-    tissue_error_table,
-)
 from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
@@ -32,12 +28,12 @@ METHODS = {"dense": False, "vmoe": True, "ermoe_ba": True}
 
 def results(root, seeds=(0, 1, 2), simulated=True, methods=METHODS, settings="run: {}\n"):
     write_ages(root, methods, list(seeds), simulated)
-    return read_results(
-        Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",)),
-        settings,
-        root,
-        STAGES,
-    )
+    return read(root, methods, seeds, settings)
+
+
+def read(root, methods, seeds, settings):
+    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
+    return read_results(run, settings, root, STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -53,71 +49,40 @@ def text(three):
 def test_the_page_says_simulated_first(text, tmp_path):
     assert_self_contained(text)
     body = text[text.index("<main>") :]
-    assert (
-        body.startswith('<main>\n<p class="simulated"><b>SIMULATED DATA</b> (Small cohort)')
-        and "accuracy" not in body[: body.index("<script>")]
-    )
+    assert body.startswith('<main>\n<p class="simulated"><b>SIMULATED DATA</b> (Small cohort)')
+    assert "accuracy" not in body[: body.index("<script>")]
     real = render_report(results(tmp_path, [0], simulated=False, methods={"dense": False}))
-    assert (
-        'class="simulated"' not in real
-        and "SIMULATED" not in real
-        and "simulated data" not in real
-        and "scans of people" in real
-    )
+    assert 'class="simulated"' not in real and "SIMULATED" not in real
+    assert "simulated data" not in real and "scans of people" in real
 
 
 def test_numbers_of_compare_json(three):
     # Test MAE of method 2 over seeds 0, 1, 2: 6.0, 6.1, 6.2. Mean 6.1, standard deviation 0.1;
     # t(2; 0.975) = 4.3027: ± 4.3027 · 0.1 / √3 = 0.2484.
-    found = compare_methods(three)["ermoe_ba"]["pretrain"]
-    assert found["test_mae"]["mean"] == pytest.approx(6.1) and found["test_mae"][
-        "high"
-    ] - 6.1 == pytest.approx(0.2484, abs=1e-4)
-    expected = {
-        "median_mae": 10.0,
-        "mae_of_median": 0.61,
-        "mae_pooled": 5.6,
-        "mae_sex_specific": 5.7,
-        "corr_raw": -0.6,
-        "corr_size_raw": 0.6,
-        "slope_pooled": 0.95,
-        "isolated_csf": 7.1,
-        "probe_wm": 6.7,
-        "probe_gm": 6.2,
-        "probe_csf": 4.45,
-        "gm_over_csf": 1.75,
-        "wm_over_gm": 0.5,
-        "own_expert": 0.75,
-        "own_expert_random": 0.25,
-        "own_expert_gain": 0.5,
-        "monotone": 0.75,
-        "ageing_rank": 0.95,
-        "rescan": 0.5,
-        "mixed_agreement": 0.71,
-        "mixed_over_chance": 0.335,
-        "whole_agreement": 0.6,
-        "whole_over_chance": 0.225,
-        "other_generator_agreement": 0.5,
-        "other_generator_over_chance": 0.125,
-        "attacked_mae_pgd-10": 8.0,
-        "attacked_mae_worst_case": 8.5,
-        "routing_change_fgsm": 0.2,
-        "interval_radius": 7.0,
-        "interval_coverage": 0.9,
-    }
+    compared = compare_methods(three)
+    found, dense = (compared[method]["pretrain"] for method in ("ermoe_ba", "dense"))
+    assert found["test_mae"]["mean"] == pytest.approx(6.1)
+    assert found["test_mae"]["high"] - 6.1 == pytest.approx(0.2484, abs=1e-4)
+    expected = {"median_mae": 10.0, "mae_of_median": 0.61, "mae_pooled": 5.6, "monotone": 0.75}
+    expected |= {"mae_sex_specific": 5.7, "corr_raw": -0.6, "corr_size_raw": 0.6, "rescan": 0.5}
+    expected |= {"slope_pooled": 0.95, "interval_radius": 7.0, "interval_coverage": 0.9}
+    expected |= {"isolated_csf": 7.1, "probe_wm": 6.7, "probe_gm": 6.2, "probe_csf": 4.45}
+    expected |= {"gm_over_csf": 1.75, "wm_over_gm": 0.5, "ageing_rank": 0.95}
+    expected |= {"own_expert": 0.75, "own_expert_random": 0.25, "own_expert_gain": 0.5}
+    expected |= {"mixed_agreement": 0.71, "mixed_over_chance": 0.335, "whole_agreement": 0.6}
+    expected |= {"whole_over_chance": 0.225, "other_generator_agreement": 0.5}
+    expected |= {"other_generator_over_chance": 0.125, "routing_change_fgsm": 0.2}
+    expected |= {"attacked_mae_pgd-10": 8.0, "attacked_mae_worst_case": 8.5}
     assert {name: found[name]["mean"] for name in expected} == pytest.approx(expected)
-    assert (
-        "own_expert" not in compare_methods(three)["dense"]["pretrain"]
-        and "mixed_agreement" not in compare_methods(three)["dense"]["pretrain"]
-        and "test_accuracy" not in found
-        and "ece_after" not in found
-    )
-    assert compare_methods(three)["data"]["pretrain"] == {
-        "name": "Small cohort",
-        "simulated": True,
-        "target": "age",
-        "unit": "years",
-    }
+    assert "own_expert" not in dense and "mixed_agreement" not in dense
+    assert "test_accuracy" not in found and "ece_after" not in found
+    facts = {"name": "Small cohort", "simulated": True, "target": "age", "unit": "years"}
+    assert compared["data"]["pretrain"] == facts
+    # The first method's MAE is 1 and 2 below the others' in every seed: a paired difference
+    # without spread.
+    tested = dense["test_mae"]["against"]["vmoe"]
+    assert tested["difference"] == pytest.approx(-1) and tested["test"] == "seeds"
+    assert marked(three, "test_mae") == [True, False, False]
 
 
 def marked(found, name):
@@ -125,21 +90,11 @@ def marked(found, name):
     return [row[name].marked for row in cells.values()]
 
 
-def test_lower_errors_are_better(three):
-    # The first method's MAE is 1 and 2 below the others' in every seed: a paired difference
-    # without spread.
-    found = compare_methods(three)["dense"]["pretrain"]["test_mae"]["against"]["vmoe"]
-    assert found["difference"] == pytest.approx(-1) and found["test"] == "seeds"
-    assert marked(three, "test_mae") == [True, False, False]
-
-
 def test_a_control_is_never_the_best(tmp_path):
     # The first method has the smallest errors by 1 and 2 years. As a control it has no mark, and
     # the next one has it; told once that it is one.
-    methods, settings = (
-        {"shuffled": True, "vmoe": True, "dense": False},
-        "methods:\n  shuffled: {permuted: true}\n  vmoe: {permuted: false}\n  dense:\n",
-    )
+    methods = {"shuffled": True, "vmoe": True, "dense": False}
+    settings = "methods:\n  shuffled: {permuted: true}\n  vmoe: {permuted: false}\n  dense:\n"
     found = results(tmp_path / "control", methods=methods, settings=settings)
     plain = results(tmp_path / "plain", methods=methods)
     assert found.controls == {"shuffled"} and plain.controls == frozenset()
@@ -148,19 +103,15 @@ def test_a_control_is_never_the_best(tmp_path):
         assert marked(plain, name) == [True, False, False]
     text, label = render_report(found), '<th scope="row">shuffled<span class="note">control</span>'
     assert text.count(label) == 3, "the headline, and a table a paper"
-    assert (
-        "Not compared: shuffled (control, trained" in text
-        and "Not shown: shuffled (control)." in text
-    )
+    assert "Not compared: shuffled (control, trained" in text
+    assert "Not shown: shuffled (control)." in text
     assert label not in render_report(plain) and "Not compared" not in render_report(plain)
     assert compare_methods(found) == compare_methods(plain), "it stays in the table"
 
 
 def test_one_method_beside_a_control_has_no_mark(tmp_path):
-    methods, settings = (
-        {"shuffled": False, "vmoe": True},
-        "methods: {shuffled: {permuted: true}, vmoe: {}}",
-    )
+    methods = {"shuffled": False, "vmoe": True}
+    settings = "methods: {shuffled: {permuted: true}, vmoe: {}}"
     for seeds in ((0,), (0, 1, 2)):
         found = results(tmp_path / str(len(seeds)), seeds, methods=methods, settings=settings)
         phase = found.phases["pretrain"]
@@ -171,54 +122,40 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
 
 def test_tissues_alone(tmp_path):
     phase = results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
-    grid = tissue_error_table(phase)
+    grid = cohort_checks.tissue_error_table(phase)
     values = [float(item.text) for item in grid.lines[0].items]
-    assert dict(zip(grid.columns[1:], values, strict=True)) == {
-        "Whole volume": 4.0,
-        "White matter alone": 9.0,
-        "Grey matter alone": 8.0,
-        "CSF alone": 7.0,
-        "Whole volume, probe": 2.75,
-        "White matter alone, probe": 6.5,
-        "Grey matter alone, probe": 6.0,
-        "CSF alone, probe": 4.25,
-        "GM − CSF, probe": 1.75,
-        "WM − GM, probe": 0.5,
-        "Rescan, years apart": 0.5,
-    }
+    assert grid.columns[1:] == list(cohort_checks.ERRORS)
+    assert values == [4.0, 9.0, 8.0, 7.0, 2.75, 6.5, 6.0, 4.25, 1.75, 0.5, 0.5]
     model = phase.models["dense"][0]
     found = model.of(CohortChecks)
     kept = [value for value in found.values if value.metric.startswith(("whole", "rescan"))]
     left = found.model_copy(update={"values": tuple(kept)})
     model = model._replace(results={**model.results, CohortChecks: left})
-    bare = tissue_error_table(phase._replace(models={"dense": {0: model}}))
+    bare = cohort_checks.tissue_error_table(phase._replace(models={"dense": {0: model}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = region_experts_by_volume_kind(three.phases["pretrain"])
+    grid = cohort_checks.region_experts_by_volume_kind(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
     assert rows["Isolated, as taught"][0].startswith("90")
-    assert rows["Two tissues mixed"][:2] == [
-        NumberFormat("share", 1).value(0.71),
-        NumberFormat("share", 1).value(0.375),
-    ]
+    percent = NumberFormat("share", 1).value
+    assert rows["Two tissues mixed"][:2] == [percent(0.71), percent(0.375)]
     assert rows["Other generator, whole"][2].startswith("0.1")
     assert "no finding" in grid.below
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = mixture_table(first, "vmoe")
+    mixed = cohort_checks.mixture_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
-    alone = three.phases["pretrain"]._replace(
-        models={"dense": three.phases["pretrain"].models["dense"]}
-    )
-    assert region_experts_by_volume_kind(alone) is None
+    phase = three.phases["pretrain"]
+    alone = phase._replace(models={"dense": phase.models["dense"]})
+    assert cohort_checks.region_experts_by_volume_kind(alone) is None
 
 
 def test_table_s1_over_seeds(three, tmp_path):
@@ -233,14 +170,8 @@ def test_table_s1_over_seeds(three, tmp_path):
 def test_one_seed_has_the_bootstraps_limits(tmp_path):
     found = results(tmp_path, [0])
     cells = compare_methods(found)["vmoe"]["pretrain"]
-    assert cells["test_mae"] == {
-        "mean": 5.0,
-        "low": 4.5,
-        "high": 5.5,
-        "interval": "bootstrap",
-        "seeds": 1,
-        "form": "number",
-    }
+    limits = {"mean": 5.0, "low": 4.5, "high": 5.5, "interval": "bootstrap"}
+    assert cells["test_mae"] == limits | {"seeds": 1, "form": "number"}
     limits = {
         "probe_wm": (6.5, 6.0, 6.75),
         "probe_csf": (4.25, 3.75, 4.5),
@@ -263,35 +194,22 @@ def test_csv_files(three):
     robustness = list(csv.DictReader(robustness_csv(three).splitlines()))
     s1 = list(csv.DictReader(table_s1_csv(three).splitlines()))
     assert len(training) == 27 and {"train_mae", "validation_mae"} < set(training[0])
-    assert (
-        len(robustness) == 9 * 2 * 3
-        and robustness[2]["mae"] == "6.0"
-        and robustness[2]["low"] == "5.0"
-        and "accuracy" not in robustness[0]
-    )
-    assert (
-        len(s1) == 27
-        and s1[0]["prediction"] == "raw"
-        and s1[0]["corr"] == "-0.6"
-        and float(s1[1]["mae_high"]) == 4.0
-    )
+    assert len(robustness) == 9 * 2 * 3 and robustness[2]["mae"] == "6.0"
+    assert robustness[2]["low"] == "5.0" and "accuracy" not in robustness[0]
+    assert len(s1) == 27 and s1[0]["prediction"] == "raw" and s1[0]["corr"] == "-0.6"
+    assert float(s1[1]["mae_high"]) == 4.0
 
 
 def test_the_summary_in_the_terminal(three):
     found = headline_rows(compare_methods(three))
-    assert (
-        [row["method"] for row in found] == list(METHODS)
-        and found[2]["test_mae"] == "6.10 [5.85 – 6.35]"
-        and found[0]["own_expert_gain"] == "–"
-    )
-    assert (
-        found[0]["monotone"].startswith("75.0 %")
-        and "test_accuracy" not in found[0]
-        and "attacked_mae_worst_case" in found[0]
-    )
-    assert found[0]["isolated_gm"].startswith("8.10 [") and [
-        found[0][f"probe_{name}"][:4] for name in ("wm", "gm", "csf")
-    ] == ["6.70", "6.20", "4.45"]
+    assert [row["method"] for row in found] == list(METHODS)
+    assert found[2]["test_mae"] == "6.10 [5.85 – 6.35]"
+    assert found[0]["own_expert_gain"] == "–"
+    assert found[0]["monotone"].startswith("75.0 %") and "test_accuracy" not in found[0]
+    assert "attacked_mae_worst_case" in found[0]
+    assert found[0]["isolated_gm"].startswith("8.10 [")
+    probes = [found[0][f"probe_{name}"][:4] for name in ("wm", "gm", "csf")]
+    assert probes == ["6.70", "6.20", "4.45"]
 
 
 def test_a_refused_correction_is_told(tmp_path):
@@ -304,11 +222,7 @@ def test_a_refused_correction_is_told(tmp_path):
     stored["facts"]["refused"] = "found a slope of 0.01"
     stored["facts"]["points"]["pooled"] = None
     path.write_text(json.dumps(stored))
-    found = read_results(
-        Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, STAGES
-    )
-    assert (
-        "mae_pooled" not in compare_methods(found)["vmoe"]["pretrain"]
-        and "mae_pooled" in compare_methods(found)["dense"]["pretrain"]
-    )
+    found = read(tmp_path, METHODS, [0], "")
+    assert "mae_pooled" not in compare_methods(found)["vmoe"]["pretrain"]
+    assert "mae_pooled" in compare_methods(found)["dense"]["pretrain"]
     assert "Not corrected: vmoe, seed 0. found a slope of 0.01" in render_report(found)

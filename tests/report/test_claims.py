@@ -29,22 +29,15 @@ from moecore.report.claims.evaluation import (
     p_of,
 )
 from moecore.report.page.report_page import render_report
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
 from moecore.report.tables.metrics_by_method import (
     compare_methods,
     expected_metrics,
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
-from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.crossed import (
-    BOTH,
-    ITEMS,
-    Difference,
-    VarianceSource,
-    crossed_difference,
-    encode_item_values,
-)
-from moecore.study.papers import ModelSizeComparison, load_papers
+from moecore.statistics import crossed
+from moecore.study.papers import PIPELINES, ModelSizeComparison, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import (
     Claim,
@@ -54,28 +47,21 @@ from moecore.study.sections import (
 )
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
-from tests.report.generated import (
-    TASK,
-    card,
-    changed,
-    model_with_results,
-    records_of,
-    routed_by,
-    trained,
-)
+from tests.report import generated
 from tests.report.test_report import assert_self_contained, results
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-ROUTED = routed_by(records_of(0), 0, 0)
+ROUTED = generated.routed_by(generated.records_of(0), 0, 0)
 
 
 def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
     """A trained model, with its routing where it has any."""
     score = Estimate(value=accuracy, low=accuracy - 0.1, high=accuracy + 0.1)
-    outcome = trained(method, 0, False, "pretrain").model_copy(update={"test_score": score})
+    outcome = generated.trained(method, 0, False, "pretrain")
+    outcome = outcome.model_copy(update={"test_score": score})
     if match is None:
-        return model_with_results(outcome)
+        return generated.model_with_results(outcome)
     return matching(outcome, Value(metric="match_top1", value=match))
 
 
@@ -83,7 +69,12 @@ def matching(outcome: Outcome, match: Value) -> Measured:
     """A model whose views match as often as this."""
     values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
     routed = ROUTED.model_copy(update={"values": values})
-    return changed(Measured({Routing: routed}), outcome)
+    return generated.changed(Measured({Routing: routed}), outcome)
+
+
+def one_phase(models) -> Results:
+    phase = Phase("pretrain", generated.card("pretrain"), generated.TASK, models)
+    return Results({"pretrain": phase})
 
 
 def study(**methods: list) -> Results:
@@ -92,7 +83,7 @@ def study(**methods: list) -> Results:
         name: {seed: model(number, value) for seed, value in enumerate(values)}
         for number, (name, values) in enumerate(methods.items())
     }
-    return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+    return one_phase(models)
 
 
 def flat_claims(evaluated) -> dict:
@@ -101,99 +92,65 @@ def flat_claims(evaluated) -> dict:
 
 
 def claim(**changes) -> Claim:
-    given = {
-        "paper": "PRC",
-        "source": "table 4",
-        "says": "Views agree.",
-        "quote": "Views agree more.",
-        "metric": "match_top1",
-        "method": "prc",
-        "against": "vmoe",
-        "better": "higher",
-    }
-    return Claim(**given | changes)
+    text = {"source": "table 4", "says": "Views agree.", "quote": "Views agree more."}
+    sides = {"method": "prc", "against": "vmoe", "metric": "match_top1", "better": "higher"}
+    return Claim(**{"paper": "PRC"} | text | sides | changes)
 
 
 def test_the_difference_is_paired_by_seed():
     # differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t(2 degrees, 97.5 %) = 4.302653, half
     # width 4.302653 · 0.1 / √3 = 0.248414
     found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5]))[0]
-    assert (
-        found.difference.interval()
-        == pytest.approx((0.2, 0.2 - 0.248414, 0.2 + 0.248414), abs=1e-6)
-        and found.verdict == "open"
-    )
+    limits = (0.2 - 0.248414, 0.2 + 0.248414)
+    assert found.difference.interval() == pytest.approx((0.2, *limits), abs=1e-6)
+    assert found.verdict == "open"
     # the same gaps around very different seeds: unpaired intervals overlap, the paired one
     # excludes 0
     found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
-    assert (
-        found.verdict == "holds"
-        and found.ours.interval.low < found.theirs.interval.value < found.ours.interval.value
-    )
-    assert found.difference.interval() == pytest.approx(
-        (0.1, 0.1 - 0.0248414, 0.1 + 0.0248414), abs=1e-6
-    )
+    assert found.verdict == "holds"
+    assert found.ours.interval.low < found.theirs.interval.value < found.ours.interval.value
+    limits = (0.1 - 0.0248414, 0.1 + 0.0248414)
+    assert found.difference.interval() == pytest.approx((0.1, *limits), abs=1e-6)
 
 
-def found(value: float, half: float | None) -> Difference:
+def found(value: float, half: float | None) -> crossed.Difference:
     """A difference over very many items, whose 95 % interval has this half width."""
-    sources = () if half is None else (VarianceSource((half / 1.959964) ** 2, 10**7),)
-    return Difference(value, sources, ITEMS, 1, 10**7)
+    sources = () if half is None else (crossed.VarianceSource((half / 1.959964) ** 2, 10**7),)
+    return crossed.Difference(value, sources, crossed.ITEMS, 1, 10**7)
 
 
 @pytest.mark.parametrize(
-    ("value", "half", "expected"),
+    ("better", "value", "half", "expected"),
     [
-        (0.15, 0.05, "holds"),
-        (-0.15, 0.05, "differs"),
-        (0.0, 0.1, "open"),
-        (0.05, 0.0501, "open"),
-        (0.1, None, "open"),
+        ("higher", 0.15, 0.05, "holds"),
+        ("higher", -0.15, 0.05, "differs"),
+        ("higher", 0.0, 0.1, "open"),
+        ("higher", 0.05, 0.0501, "open"),
+        ("higher", 0.1, None, "open"),
+        ("equivalent", 0.0, 0.1, "holds"),
+        ("equivalent", 0.04, 0.06, "holds"),  # 90 %: 0.04 + 0.06 · 1.645/1.96 = 0.0904
+        ("equivalent", 0.04, 0.075, "open"),  # 0.04 + 0.0629 > 0.1
+        ("equivalent", 0.2, 0.09, "differs"),
+        ("equivalent", 0.2, 0.11, "open"),
+        ("equivalent", 0.15, 0.06, "open"),
+        ("equivalent", 0.0, None, "open"),
+        ("no_worse", 0.3, 0.2, "holds"),
+        ("no_worse", -0.04, 0.07, "holds"),  # one-sided: −0.04 − 0.07 · 1.645/1.96 > −0.1
+        ("no_worse", -0.04, 0.075, "open"),  # −0.1029
+        ("no_worse", -0.15, 0.06, "open"),
+        ("no_worse", -0.2, 0.09, "differs"),
+        ("no_worse", -0.2, 0.11, "open"),
+        ("no_worse", 0.2, None, "open"),
     ],
 )
-def test_verdicts_of_a_direction(value, half, expected):
-    assert judge_difference(found(value, half), claim()) == expected
-    assert judge_difference(found(-value, half), claim(better="lower")) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "half", "expected"),
-    [
-        (0.0, 0.1, "holds"),
-        (0.04, 0.06, "holds"),  # 90 %: 0.04 + 0.06 · 1.645/1.96 = 0.0904
-        (0.04, 0.075, "open"),  # 0.04 + 0.0629 > 0.1
-        (0.2, 0.09, "differs"),
-        (0.2, 0.11, "open"),
-        (0.15, 0.06, "open"),
-        (0.0, None, "open"),
-    ],
-)
-def test_verdicts_of_an_equivalence(value, half, expected):
-    alike = claim(better="equivalent", margin=0.1)
-    for one in (found(value, half), found(-value, half)):
-        assert judge_difference(one, alike) == expected
-        p = p_of(one, alike)
-        assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
-
-
-@pytest.mark.parametrize(
-    ("gain", "half", "expected"),
-    [
-        (0.3, 0.2, "holds"),
-        (-0.04, 0.07, "holds"),  # one-sided: −0.04 − 0.07 · 1.645/1.96 = −0.0987 > −0.1
-        (-0.04, 0.075, "open"),  # −0.1029
-        (-0.15, 0.06, "open"),
-        (-0.2, 0.09, "differs"),
-        (-0.2, 0.11, "open"),
-        (0.2, None, "open"),
-    ],
-)
-def test_verdicts_of_no_worse(gain, half, expected):
-    asked = claim(better="no_worse", margin=0.1)
-    for good, sign in (("higher", 1), ("lower", -1)):
-        one = found(sign * gain, half)
-        p = p_of(one, asked, good)
-        assert judge_difference(one, asked, good) == expected
+def test_verdicts(better, value, half, expected):
+    """With a margin of 0.1 for equivalent and no_worse; mirrored where lower is better."""
+    margin = {} if better == "higher" else {"margin": 0.1}
+    for sign, good in ((1, "higher"), (-1, "lower")):
+        asked = claim(better=good if better == "higher" else better, **margin)
+        difference = found(sign * value, half)
+        p = p_of(difference, asked, good)
+        assert judge_difference(difference, asked, good) == expected
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
@@ -223,12 +180,10 @@ def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
     (one,) = evaluate_claims([claim(effect=effect, better=better)], shown)
     row = build_claim_row(claim_entry(one))
     assert one.verdict == "open" and bool(row.excludes) == said
-    assert row.effect == (
-        "" if effect is None else f"{'−+'[effect > 0]}{abs(effect):.2%}"[:-1] + " pp"
-    )
-    assert (row.excludes in claims_markdown([one])) and (
-        row.excludes in claim_lines(flat_claims([one]))[0]
-    )
+    printed = f"{effect:+.2%}".replace("-", "−").replace("%", " pp") if effect else ""
+    assert row.effect == printed
+    assert row.excludes in claims_markdown([one])
+    assert row.excludes in claim_lines(flat_claims([one]))[0]
 
 
 def test_a_claim_that_holds_excludes_nothing():
@@ -238,12 +193,6 @@ def test_a_claim_that_holds_excludes_nothing():
     assert build_claim_row(claim_entry(other)).excludes == "excludes the paper's −50.00 pp"
     taken_away = claim_entry(sure) | {"verdict_holm": "open"}
     assert build_claim_row(taken_away).excludes == "excludes the paper's +50.00 pp"
-
-
-def test_seeds_that_are_all_alike_leave_no_interval():
-    (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
-    assert one.verdict == "open" and one.p is None and one.p_holm is None
-    assert "no interval: identical for all seeds" in claims_markdown([one])
 
 
 def test_holm_counts_the_claims_of_one_paper():
@@ -262,18 +211,16 @@ def test_holm_counts_the_claims_of_one_paper():
 
 def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     """A model a seed whose match ratio is the mean of these items."""
-    return {
-        seed: matching(
-            trained(0, 0, False, "pretrain"),
-            Value(metric="match_top1", value=one.mean(), items=encode_item_values(one)),
-        )
-        for seed, one in enumerate(values)
-    }
+    outcome = generated.trained(0, 0, False, "pretrain")
+    models = {}
+    for seed, one in enumerate(values):
+        items = crossed.encode_item_values(one)
+        models[seed] = matching(outcome, Value(metric="match_top1", value=one.mean(), items=items))
+    return models
 
 
 def of_items(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Results:
-    models = {"prc": with_items(ours), "vmoe": with_items(theirs)}
-    return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+    return one_phase({"prc": with_items(ours), "vmoe": with_items(theirs)})
 
 
 def test_items_and_seeds_both_widen_the_interval():
@@ -282,16 +229,14 @@ def test_items_and_seeds_both_widen_the_interval():
     theirs = [0.3 * generator.standard_normal(60) for _ in range(3)]
     ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
     found = evaluate_claims([claim()], of_items(ours, theirs))[0]
-    expected = crossed_difference(
-        np.stack([one - other for one, other in zip(ours, theirs, strict=True)])
-    )
-    assert found.difference.kind == BOTH and found.difference.items == 60
+    expected = crossed.crossed_difference(np.stack(ours) - np.stack(theirs))
+    assert found.difference.kind == crossed.BOTH and found.difference.items == 60
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.
-    apart = [one.mean() - other.mean() for one, other in zip(ours, theirs, strict=True)]
+    apart = np.mean(ours, axis=1) - np.mean(theirs, axis=1)
     assert np.ptp(apart) < 1e-9 and found.difference.half() > 0.1
     alone = evaluate_claims([claim()], of_items(ours[:1], theirs[:1]))[0]
-    assert alone.difference.kind == ITEMS and alone.difference.interval().limits
+    assert alone.difference.kind == crossed.ITEMS and alone.difference.interval().limits
     entry = next(iter(flat_claims([alone]).values()))
     assert entry["difference"]["interval"] == "items" and entry["difference"]["items"] == 60
     assert ", items | " in claims_markdown([alone])
@@ -329,10 +274,8 @@ def question(**changes) -> Question:
 
 def test_questions_are_answered_in_a_table_of_their_own():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
-    found = evaluate_claims(
-        [question(), claim(), question(better="lower"), question(better="equivalent", margin=0.1)],
-        shown,
-    )
+    alike = question(better="equivalent", margin=0.1)
+    found = evaluate_claims([question(), claim(), question(better="lower"), alike], shown)
     text = claims_markdown(found)
     claims, asked = text.split("## What no paper claims")
     assert "differs |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
@@ -364,59 +307,40 @@ def test_what_is_no_claim(given, expected):
         claim(**given)
 
 
-def test_one_seed_is_open():
-    found = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))[0]
-    assert found.verdict == "open" and found.difference.interval() == (
-        pytest.approx(0.8),
-        None,
-        None,
-    )
-    assert (
-        "one seed, no interval" in claims_markdown([found])
-        and "(no interval)" in claim_lines(flat_claims([found]))[0]
-    )
+def test_without_an_interval_a_claim_is_open():
+    (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
+    assert one.verdict == "open" and one.p is None and one.p_holm is None
+    assert "no interval: identical for all seeds" in claims_markdown([one])
+    (one,) = evaluate_claims([claim()], study(vmoe=[0.1], prc=[0.9]))
+    assert one.verdict == "open"
+    assert one.difference.interval() == (pytest.approx(0.8), None, None)
+    assert "one seed, no interval" in claims_markdown([one])
+    assert "(no interval)" in claim_lines(flat_claims([one]))[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"metric": "match_top9"},
-            r"claims\[1\].metric: found 'match_top9'; allowed: test_accuracy, test_loss, "
-            r".*match_top1",
-        ),
-        (
-            {"metric": "tail_mass"},
-            r"claims\[1\].metric: found 'tail_mass'; allowed: ",
-        ),  # known, but no model has it
-        ({"method": "prcc"}, r"claims\[1\].method: found 'prcc'; allowed: dense, vmoe, prc$"),
-        ({"against": "vmeo"}, r"claims\[1\].against: found 'vmeo'; allowed: dense, vmoe$"),
-        ({"against": "prc"}, r"claims\[1\].against: found 'prc'; allowed: dense, vmoe$"),
-        (
-            {"against": "dense"},
-            r"claims\[1\].against: dense has no match_top1; allowed: vmoe, prc$",
-        ),
-        ({"phase": "finetune"}, r"claims\[1\].phase: found 'finetune'; allowed: pretrain$"),
+        ({"metric": "match_top9"}, "metric: found 'match_top9'; allowed: test_acc.*, match_top1"),
+        ({"metric": "tail_mass"}, "metric: found 'tail_mass'; allowed: "),  # no model has it
+        ({"method": "prcc"}, "method: found 'prcc'; allowed: dense, vmoe, prc$"),
+        ({"against": "vmeo"}, "against: found 'vmeo'; allowed: dense, vmoe$"),
+        ({"against": "prc"}, "against: found 'prc'; allowed: dense, vmoe$"),
+        ({"against": "dense"}, "against: dense has no match_top1; allowed: vmoe, prc$"),
+        ({"phase": "finetune"}, "phase: found 'finetune'; allowed: pretrain$"),
     ],
 )
 def test_what_is_not_there_is_named(changes, expected):
-    with pytest.raises(UserError, match=expected):
-        evaluate_claims(
-            [claim(), claim(**changes)], study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
-        )
+    shown = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
+    with pytest.raises(UserError, match=rf"claims\[1\].{expected}"):
+        evaluate_claims([claim(), claim(**changes)], shown)
 
 
-@pytest.mark.parametrize(
-    ("changes", "lack"),
-    [
-        ({}, ""),
-        ({"against": "dense"}, "dense has no match_top1"),
-        ({"metric": "tail_mass"}, "prc has no tail_mass"),  # nor has any other model
-    ],
-)
-def test_a_method_without_the_metric_is_told(changes, lack):
-    results = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
-    assert describe_missing_metric(claim(**changes), results) == lack
+def test_a_method_without_the_metric_is_told():
+    shown = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
+    assert describe_missing_metric(claim(), shown) == ""
+    assert describe_missing_metric(claim(against="dense"), shown) == "dense has no match_top1"
+    assert describe_missing_metric(claim(metric="tail_mass"), shown) == "prc has no tail_mass"
 
 
 def test_an_interval_of_one_model_counts_by_its_value():
@@ -425,25 +349,19 @@ def test_an_interval_of_one_model_counts_by_its_value():
     # accuracies 0.50, 0.50 and 0.50, 0.54: differences 0, 0.04; t(1 degree) = 12.7062, deviation
     # 0.04/√2, half width 12.7062 · 0.02
     found = evaluate_claims([claim(metric="test_accuracy")], shown)[0]
-    assert found.difference.interval() == pytest.approx(
-        (0.02, 0.02 - 12.7062 * 0.02, 0.02 + 12.7062 * 0.02), abs=1e-5
-    )
+    limits = (0.02 - 12.7062 * 0.02, 0.02 + 12.7062 * 0.02)
+    assert found.difference.interval() == pytest.approx((0.02, *limits), abs=1e-5)
 
 
 def test_where_claims_are_shown(tmp_path):
     shown = results(tmp_path, seeds=(0, 1, 2))
     says = "Views <agree> | always"
-    evaluated = evaluate_claims(
-        [claim(says=says, method="tgr"), claim(method="tgr", better="lower", phase="finetune")],
-        shown,
-    )
+    lower = claim(method="tgr", better="lower", phase="finetune")
+    evaluated = evaluate_claims([claim(says=says, method="tgr"), lower], shown)
     text, lines = render_report(shown, evaluated), claims_markdown(evaluated).splitlines()
     assert_self_contained(text)
-    assert (
-        "Views &lt;agree&gt; | always" in text
-        and text.index('id="claims"') < text.index('id="pretrain"')
-        and 'href="#claims"' in text
-    )
+    assert "Views &lt;agree&gt; | always" in text and 'href="#claims"' in text
+    assert text.index('id="claims"') < text.index('id="pretrain"')
     assert lines[-2].startswith(
         "| PRC; table 4: Views <agree> \\| always “Views agree more.” | ✓ holds | ? open | "
         "+1.5 pp; +0.3 to +2.7, seeds | 54.5 %; "
@@ -453,10 +371,8 @@ def test_where_claims_are_shown(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in lines[4:]}) == 1
     stored = flat_claims(evaluated)
     first = next(iter(stored.values()))
-    assert (
-        next(iter(stored)) == "0: PRC, pretrain: match_top1 of tgr higher than of vmoe"
-        and first["verdict"] == "holds"
-    )
+    assert next(iter(stored)) == "0: PRC, pretrain: match_top1 of tgr higher than of vmoe"
+    assert first["verdict"] == "holds"
     # generated for seed s: tgr, method 2, has 0.54 + 0.005 s; vmoe, method 1, has 0.52 + 0.01 s
     assert first["method"]["mean"] == pytest.approx(0.545)
     assert first["against"]["mean"] == pytest.approx(0.53)
@@ -467,26 +383,16 @@ def test_where_claims_are_shown(tmp_path):
         "holds         PRC, pretrain: match_top1 of tgr higher than of vmoe: "
         "+1.5 pp [+0.3 to +2.7] (over seeds"
     )
-    assert [row["method"] for row in headline_rows(compare_methods(shown) | {"claims": stored})][
-        :3
-    ] == ["dense", "vmoe", "tgr"]
+    assert 'id="claims"' not in render_report(shown) and "no claims" in claims_markdown([])
+    assert flat_claims([]) == {} and claim_lines({}) == []
+    rows = headline_rows(compare_methods(shown) | {"claims": stored})
+    assert [row["method"] for row in rows[:3]] == ["dense", "vmoe", "tgr"]
 
 
-def test_without_claims_nothing_is_said(tmp_path):
-    shown = results(tmp_path, {"dense": False}, phases=["pretrain"])
-    assert (
-        'id="claims"' not in render_report(shown)
-        and "no claims" in claims_markdown([])
-        and flat_claims([]) == {}
-        and claim_lines({}) == []
-    )
-
-
-def test_by_hand():
+def test_the_table_of_methods_by_hand():
+    score = {"mean": 0.5, "low": 0.4, "high": 0.6}
     compared = {
-        "dense": {
-            "pretrain": {"test_accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "load_cv2": None}
-        },
+        "dense": {"pretrain": {"test_accuracy": score, "load_cv2": None}},
         "vmoe": {"pretrain": {"test_accuracy": {"mean": 0.625}, "load_cv2": {"mean": 0.0125}}},
         "claims": {"a": {"verdict": "holds"}},
     }
@@ -505,6 +411,7 @@ def test_the_page_of_all_claims_is_fresh():
     """docs/claims.md is what `moecore claims write` makes of the committed files."""
     written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
     assert written == pages.render_claims_page(ROOT), "run `moecore claims write`"
+    assert "## Claims of other sources" not in written, "each claim is in a row of a paper"
 
 
 def test_the_pages_of_all_questions_are_fresh():
@@ -519,17 +426,12 @@ def test_the_pages_of_all_questions_are_fresh():
 
 def small_project(root, compared: dict | None, **settings) -> str:
     """The page over one study of two claims and a question, with these numbers and settings."""
-    asked = claim(metric="match_top1").model_dump(mode="json", exclude_none=True)
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     odd = claim(paper="Someone", source="a letter", metric="imed")
     params = {
         "run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]},
-        "claims": [
-            asked,
-            alike.model_dump(mode="json", exclude_none=True),
-            odd.model_dump(mode="json", exclude_none=True),
-        ],
-        "questions": [question().model_dump(mode="json", exclude_none=True)],
+        "claims": [asked.model_dump(exclude_none=True) for asked in (claim(), alike, odd)],
+        "questions": [question().model_dump(exclude_none=True)],
         **settings,
     }
     write_whole(root / "params.yaml", "")
@@ -538,6 +440,10 @@ def small_project(root, compared: dict | None, **settings) -> str:
     if compared is not None:
         write_json(root / "pipelines/results/own/one.json", compared)
     return pages.render_claims_page(root)
+
+
+def as_json(content: dict) -> dict:
+    return json.loads(json.dumps(content))
 
 
 def row_of(text: str, start: str) -> str:
@@ -556,14 +462,12 @@ def test_a_study_that_was_run(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     found = evaluate_claims([claim(), alike, question(better="lower")], shown)
-    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    compared = as_json(compare_methods(shown) | compare_json_claims(found))
     text = small_project(tmp_path, compared)
     assert "| equivalent |" in row_of(text, "table 3")
     four = row_of(text, "table 4")
-    assert (
-        "`match_top1` prc 48" in four
-        and "over seeds (3 seeds) | not significant (detectable: " in four
-    )
+    assert "`match_top1` prc 48" in four
+    assert "over seeds (3 seeds) | not significant (detectable: " in four
     assert "of a paper: 1 equivalent, 1 not significant, 1 not run yet." in text
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
@@ -576,7 +480,7 @@ def test_a_study_that_was_run(tmp_path):
 
 def test_a_result_without_variances_decides_nothing(tmp_path):
     found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    sections = json.loads(json.dumps(compare_json_claims(found)))
+    sections = as_json(compare_json_claims(found))
     assert "not run yet" not in row_of(small_project(tmp_path, sections), "table 4")
     (entry,) = sections["claims"].values()
     del entry["difference"]["variances"]
@@ -586,27 +490,22 @@ def test_a_result_without_variances_decides_nothing(tmp_path):
 def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_names(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     found = evaluate_claims([claim(effect=0.1), question(better="lower")], shown)
-    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
-    small_project(
-        tmp_path,
-        compared,
-        question="do they?",
-        answer="by {match_top1 vmoe - prc:.2f} points, from {match_top1 vmoe}",
-        claims=[claim(effect=0.1).model_dump(mode="json")],
-    )
+    compared = as_json(compare_methods(shown) | compare_json_claims(found))
+    texts = {"answer": "by {match_top1 vmoe - prc:.2f} points, from {match_top1 vmoe}"}
+    claims = [claim(effect=0.1).model_dump(mode="json")]
+    small_project(tmp_path, compared, question="do they?", claims=claims, **texts)
     readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
     write_whole(tmp_path / "pipelines/own/README.md", readme)
     written = pages.write_study_pages(tmp_path)
-    assert written == [pages.STUDIES_PAGE, pages.PIPELINES / "own/README.md"]
+    assert written == [pages.STUDIES_PAGE, PIPELINES / "own/README.md"]
     index, own = ((tmp_path / path).read_text("utf-8") for path in written)
     # means 0.46667 and 0.48
     assert "do they? | by 1.33 points, from 46.7 | `moecore study run own/one` |" in index
     assert "stale" not in own and own.endswith("<!-- end -->\nkept\n")
     assert "| asked | answer | difference [95 %] over seeds (3 seeds) | measured |" in own
     row = row_of(own, "PRC, table 4: Views agree.")
-    assert (
-        "| not significant (detectable: " in row and "; the paper: +10.00 pp | `match_top1`" in row
-    )
+    assert "| not significant (detectable: " in row
+    assert "; the paper: +10.00 pp | `match_top1`" in row
     assert row_of(own, "Do views agree?").endswith("| `match_top1` prc 48 %, vmoe 47 % |")
     write_whole(tmp_path / "pipelines/own/README.md", readme.replace("own/one", "own/two"))
     with pytest.raises(UserError, match=r"README.md:2: answers: found 'own/two'.*tgr/table_3"):
@@ -621,7 +520,7 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     # differences 0.1, 0.13, 0.07: t(2) = 0.1/(0.03/√3) = 5.77, p = 0.0287; of two claims 0.0574
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     found = evaluate_claims([claim()], shown)
-    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    compared = as_json(compare_methods(shown) | compare_json_claims(found))
     assert found[0].verdict_holm == "holds"
     alone = small_project(tmp_path, compared, claims=[claim().model_dump(mode="json")])
     assert "of a paper: 1 holds." in alone and "Views agree. (“Views agree more.”)" in alone
@@ -636,18 +535,18 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
 
 
 @pytest.mark.parametrize("shift", [0.2, 0.02])  # decided and open
-@pytest.mark.parametrize("kind", [BOTH, ITEMS, "seeds"])
+@pytest.mark.parametrize("kind", [crossed.BOTH, crossed.ITEMS, "seeds"])
 def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
     generator = np.random.default_rng(0)
     theirs = [generator.standard_normal(60) for _ in range(3)]
     ours = [one + shift + 0.1 * generator.standard_normal(60) for one in theirs]
-    shown = of_items(ours, theirs) if kind == BOTH else of_items(ours[:1], theirs[:1])
+    shown = of_items(ours, theirs) if kind == crossed.BOTH else of_items(ours[:1], theirs[:1])
     if kind == "seeds":
         shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
     asked = [claim(), claim(better="equivalent", margin=0.11)]
     for one in evaluate_claims(asked, shown):
         assert one.difference.kind == kind and (one.p < 0.05) == (one.verdict != "open")
-        entry = json.loads(json.dumps(claim_entry(one)))
+        entry = as_json(claim_entry(one))
         assert difference_from_json(entry) == one.difference
         no_worse = claim(better="no_worse", margin=0.3, effect=-0.5)
         judged = judge_again(entry, no_worse, "higher")
@@ -660,24 +559,19 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     asked = [claim(), question()]
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
-    compared = json.loads(
-        json.dumps(
-            compare_methods(shown) | compare_json_claims(evaluate_claims(asked, shown), then)
-        )
-    )
+    sections = compare_json_claims(evaluate_claims(asked, shown), then)
+    compared = as_json(compare_methods(shown) | sections)
     for section in ("claims", "questions"):
         (entry,) = compared[section].values()
         assert len(entry["settings"]) == 16
-    other = {"vmoe": {}, "prc": {"k": 1}, "tgr": {}}
-    for number, (now, marked) in enumerate(
-        [
-            (then, False),
-            (then | {"methods": methods | {"tgr": {"k": 1}}}, False),  # not asked
-            (then | {"monitor": {"every": 5}}, False),
-            (then | {"pretrain": {"epochs": 4}}, True),
-            (then | {"methods": other}, True),
-        ]
-    ):
+    cases = [
+        (then, False),
+        (then | {"methods": methods | {"tgr": {"k": 1}}}, False),  # not asked
+        (then | {"monitor": {"every": 5}}, False),
+        (then | {"pretrain": {"epochs": 4}}, True),
+        (then | {"methods": methods | {"prc": {"k": 1}}}, True),
+    ]
+    for number, (now, marked) in enumerate(cases):
         text = small_project(tmp_path / str(number), compared, **now)
         assert ("‡" in row_of(text, "table 4")) == marked
         words = "since 2 of them and 1 of the questions at the end were answered (marked ‡)."
@@ -688,27 +582,20 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     assert has_changed_settings(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
 
 
-def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
-    assert "## Claims of other sources" not in pages.render_claims_page(ROOT)
-
-
 def test_two_models_are_held_against_each_other_by_what_was_counted():
     compared = {
         "plain": {"parameters": {"ours": 2e8, "paper": 4e8}, "gflops": {"ours": 40, "paper": 20}},
         "other": {"parameters": {"ours": 1e8, "paper": 3e8}, "gflops": {"ours": 41, "paper": 18}},
     }
-    words = pages.describe_model_size_ratios(
-        ModelSizeComparison(models=("plain", "other")), compared
-    )
-    assert words == (
+    asked = ModelSizeComparison(models=("plain", "other"))
+    assert pages.describe_model_size_ratios(asked, compared) == (
         "plain → other: Parameters, M: 200.00 → 100.00, 0.5 times (the paper: 0.75); "
         "GFLOPs: 40.0 → 41.0, 1.02 times (the paper: 0.9; the other way)"
     )
     rows = [row for paper in load_papers(ROOT).values() for row in paper.tables]
     counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
-    assert {name for row in rows for asked in row.sizes for name in asked.models} <= set(
-        counted["sizes"]
-    )
+    models = {name for row in rows for asked in row.sizes for name in asked.models}
+    assert models <= counted["sizes"].keys()
 
 
 def test_the_rows_of_the_papers_say_what_they_need():
@@ -736,16 +623,12 @@ def test_one_method_is_judged_by_two_metrics():
     turned = {"metric": "test_accuracy", "against": "prc", "against_metric": "match_top1"}
     (other,) = evaluate_claims([claim(**turned)], shown)
     assert one.difference.value == pytest.approx(-other.difference.value)
-    means = (one.ours.interval.value, one.theirs.interval.value)
-    assert one.difference.value == pytest.approx(means[0] - means[1]) and means[0] != means[1]
+    gap = one.ours.interval.value - one.theirs.interval.value
+    assert one.difference.value == pytest.approx(gap) and gap != 0
     assert one.verdict == other.verdict
     (words,) = flat_claims([one])
     assert words.endswith("match_top1 of prc lower than test_accuracy of prc")
     assert "against test_accuracy" in claims_markdown([one])
-
-
-def test_metrics_of_other_units_are_not_subtracted():
-    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.6, 0.3])
     with pytest.raises(UserError, match="parameters is a count, and match_top1 a share"):
         evaluate_claims([claim(against="prc", against_metric="parameters")], shown)
 

@@ -25,23 +25,12 @@ from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.page.explorer_page import (
-    display_of,
-    list_partners,
-    match_choices,
-    open_questions,
-    worth_words,
-)
+from moecore.report.page import explorer_page
 from moecore.report.pictures.expert_roles import figures
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.intervals import (
-    Interval,
-    mean_over_seed_pairs,
-    mean_over_seeds,
-    seed_pseudo_values,
-)
+from moecore.statistics import intervals
 from moecore.study.sections import Question
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
@@ -88,16 +77,17 @@ def test_mean_over_pairs():
     A seed's own value is 3 · 0.4 − 2 · that without it: 0, 0.4, 0.8.
     """
     values = np.array([[9, 0.2, 0.4], [0.2, 9, 0.6], [0.4, 0.6, 9]])
-    interval = mean_over_seed_pairs(values)
+    interval = intervals.mean_over_seed_pairs(values)
     half = 4.302653 * (2 / 3 * 0.08) ** 0.5
     assert interval.value == pytest.approx(0.4)
     assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
-    assert seed_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
-    assert mean_over_seeds(seed_pseudo_values(values)) == pytest.approx(interval)
-    assert seed_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
-    assert mean_over_seed_pairs(values[:2, :2]).limits is None
+    assert intervals.seed_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
+    pseudo_values = intervals.seed_pseudo_values(values)
+    assert intervals.mean_over_seeds(pseudo_values) == pytest.approx(interval)
+    assert intervals.seed_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
+    assert intervals.mean_over_seed_pairs(values[:2, :2]).limits is None
     with pytest.raises(ValueError, match="fewer than two"):
-        mean_over_seed_pairs(values[:1, :1])
+        intervals.mean_over_seed_pairs(values[:1, :1])
 
 
 def test_seeds_that_are_told_the_same_agree():
@@ -111,7 +101,7 @@ def test_seeds_that_are_told_the_same_agree():
     agreement = compare_seeds(result, result)
     assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
     assert agreement.chance < 0.8
-    display = display_of(ExpertRoles)
+    display = explorer_page.display_of(ExpertRoles)
     first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
     assert len(first.pictures) == 4 and [name for name, _ in figures(result)] == drawn
@@ -155,23 +145,23 @@ def test_worth_and_regret_of_a_model():
     assert lost == pytest.approx(worth.find("lost_without_choice_reroute", rank=1).value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
-    (lost,) = display_of(ExpertWorth).blocks(phase)
-    (left,) = display_of(RouterRegret).blocks(phase)
+    (lost,) = explorer_page.display_of(ExpertWorth).blocks(phase)
+    (left,) = explorer_page.display_of(RouterRegret).blocks(phase)
     assert [len(block.pictures) for block in (lost, left)] == [2, 1]
 
 
 def test_what_the_explorer_knows_of_experts():
     """Of 4 experts 0 is chosen with 2 three times as often as with 1, 3 never; by hand."""
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert list_partners(together) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
-    assert match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
-    losses = Interval(0.02, -0.01, 0.05), Interval(-0.01, -0.04, 0.02)
-    assert worth_words(losses, IMAGE.task.score) == [
+    assert explorer_page.list_partners(together) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
+    assert explorer_page.match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
+    losses = intervals.Interval(0.02, -0.01, 0.05), intervals.Interval(-0.01, -0.04, 0.02)
+    assert explorer_page.worth_words(losses, IMAGE.task.score) == [
         "Without it the accuracy is worse by +2.0 pp (−1.0 to +5.0).",
         "Without it the accuracy is worse by −1.0 pp (−4.0 to +2.0).",
     ]
     measured = Measured({}, ("router regret: experts have a capacity",))
-    capacity, rest = open_questions(measured)
+    capacity, rest = explorer_page.open_questions(measured)
     assert capacity.endswith("does not apply: experts have a capacity.")
     assert rest.startswith("To see more, set routing.roles for which experts go together")
     assert "; name in run.measurements: expert_worth for" in rest and "regret" not in rest
@@ -179,7 +169,7 @@ def test_what_the_explorer_knows_of_experts():
 
 def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
-    display, item = display_of(ExpertRoles), "routing/pretrain/vmoe/0"
+    display, item = explorer_page.display_of(ExpertRoles), "routing/pretrain/vmoe/0"
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []
@@ -209,12 +199,9 @@ def test_seeds_are_halved_by_people():
     phase = Phase("pretrain", {}, measured.model.image.task, models)
     layers = zip(*map(read_encoded_choices, results), strict=True)
     chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
-    expected, by_image = (
-        np.mean(
-            [seed_agreement(*pair, np.arange(40) // size % 2 == 0).correlation for pair in chosen]
-        )
-        for size in (2, 1)
-    )
+    halves = [np.arange(40) // size % 2 == 0 for size in (2, 1)]
+    correlations = [[seed_agreement(*pair, half).correlation for pair in chosen] for half in halves]
+    expected, by_image = np.mean(correlations, axis=1)
     assert compare_seeds(*results).correlation == pytest.approx(expected) != by_image
     compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
     assert compared["seed_stability"]["mean"] == pytest.approx(expected)

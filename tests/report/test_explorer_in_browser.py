@@ -15,8 +15,18 @@ from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
 from tests.nn.backbones.test_cells import MOSAIC
-from tests.report.explored import DENSE, alone, first_explored, study
-from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
+from tests.report.explored import (
+    DENSE,
+    PICKED,
+    address,
+    alone,
+    first_explored,
+    numbers,
+    settled,
+    state,
+    study,
+    written,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +55,6 @@ def test_it_fits_and_is_complete(browser, whole, width, scheme):
         assert page.locator(".panel:visible .cell").count() == 18
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
         assert dark == (scheme == "dark")
-
-
-def test_a_laptop_shows_all_without_scrolling(browser, whole):
-    with opened(browser, whole, 1400, "light") as page:
-        settled(page)
-        assert page.evaluate("document.documentElement.scrollHeight") <= 900
-        assert page.locator(".panel:visible").count() == 2
 
 
 def test_a_phone_begins_with_one_model_and_large_targets(browser, whole):
@@ -92,16 +95,13 @@ def test_the_slider_marks_what_changed(browser, whole):
         assert panel.locator(".count").inner_text() == f"{len(arrows)} of 9 patches changed"
 
 
-def test_every_control(browser, whole):
+def test_a_laptop_shows_every_control_without_scrolling(browser, whole):
     with opened(browser, whole, 1400, "light") as page:
         settled(page)
-        for name, value in {
-            "phase": "1",
-            "method": "prc",
-            "beside": "vmoe",
-            "layer": "1",
-            "kind": "augmentation",
-        }.items():
+        assert page.evaluate("document.documentElement.scrollHeight") <= 900
+        assert page.locator(".panel:visible").count() == 2
+        values = {"phase": "1", "method": "prc", "beside": "vmoe", "layer": "1"}
+        for name, value in (values | {"kind": "augmentation"}).items():
             page.select_option(f"#{name}", value)
         found = state(page)
         assert (found["phase"], found["method"], found["beside"]) == ("finetune", "prc", "vmoe")
@@ -138,15 +138,10 @@ def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser, whole):
         assert heads.all_inner_texts() == ["Patch in row 2, column 1"] * 2
         page.locator(".panel >> nth=1").locator(".cell >> nth=8").click()
         assert state(page)["patch"] == "9"
-
-
-def test_the_class_token_can_be_looked_at(browser, whole):
-    with opened(browser, address(whole, PICKED), 1400, "light") as page:
-        settled(page)
-        page.locator(".specials button").first.click()
-        assert state(page)["patch"] == "0"
-        assert page.locator(".details h3").first.inner_text() == "The class token"
-        assert page.locator(".specials button").first.get_attribute("aria-pressed") == "true"
+        special = page.locator(".specials button").first
+        special.click()
+        assert state(page)["patch"] == "0" and heads.first.inner_text() == "The class token"
+        assert special.get_attribute("aria-pressed") == "true"
 
 
 def test_an_expert_shows_its_load_classes_and_patches(browser, whole):
@@ -162,10 +157,9 @@ def test_an_expert_shows_its_load_classes_and_patches(browser, whole):
         names = panel.locator(".classes .name").all_inner_texts()
         classes = [NASTY, "class 1", "class 2"]
         assert names == [classes[place] for place, _ in use.classes]
-        assert panel.locator(".crops li").count() == len(use.favourites)
-        assert f"image {use.favourites[0].image}," in panel.locator(
-            ".crops li"
-        ).first.get_attribute("title")
+        crops = panel.locator(".crops li")
+        assert crops.count() == len(use.favourites)
+        assert f"image {use.favourites[0].image}," in crops.first.get_attribute("title")
         dim = panel.locator(".cell.dim").all_text_contents()
         assert dim and not [text for text in dim if text.split("→")[-1] == "3"]
         panel.locator("[data-expert='3']").click()
@@ -211,15 +205,13 @@ def test_by_keyboard_alone(browser, whole):
 
 
 def test_epochs_of_a_training(browser, whole):
-    with opened(
-        browser, address(whole, "#method=prc&beside=vmoe&kind=epoch"), 1400, "dark"
-    ) as page:
+    start = address(whole, "#method=prc&beside=vmoe&kind=epoch")
+    with opened(browser, start, 1400, "dark") as page:
         settled(page)
         assert page.locator("#label").inner_text() == "epoch 1 of 10"
-        words = page.locator(".count").all_inner_texts()[:2]
-        assert words[0].endswith("patches changed until the end")
-        assert not words[0].startswith("0 ")
-        assert words[1] == "no training epoch was looked at in this model"
+        first, second = page.locator(".count").all_inner_texts()[:2]
+        assert first.endswith("patches changed until the end") and not first.startswith("0 ")
+        assert second == "no training epoch was looked at in this model"
         page.locator("#step").fill("1")
         settled(page)
         assert page.locator(".count").first.inner_text().startswith("0 of 9 patches changed")

@@ -5,27 +5,33 @@ import re
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.router_regret import RouterRegret
-from moecore.measure.routing_metrics.expert_roles import (
-    ExpertRoles,
-    read_encoded_choices,
-    read_layers,
-)
+from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.page.explorer_page import match_choices
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import built
 from tests.measure.test_words import MOE, text
-from tests.report.explored import alone, first_explored, study, two_seeds
-from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
+from tests.report.explored import (
+    PICKED,
+    address,
+    alone,
+    first_explored,
+    numbers,
+    settled,
+    state,
+    study,
+    two_seeds,
+    written,
+)
 
 
 def test_two_seeds_side_by_side(browser, tmp_path):
     """Their experts are matched on the choices of routing.roles; unlike patches are marked."""
     found = two_seeds()
     path = written(tmp_path / "seeds.html", found)
-    roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
-    layers = [decode_choices(read_encoded_choices(one)[1]) for one in (roles, others)]
+    roles, others = found.phases["pretrain"].of(expert_roles.ExpertRoles)["vmoe"]
+    layers = [decode_choices(expert_roles.read_encoded_choices(one)[1]) for one in (roles, others)]
     partners = match_choices(*layers)
     both = address(path, PICKED.replace("prc", "vmoe seed 1"))
     with opened(browser, both, 1400, "light") as page:
@@ -36,16 +42,13 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         unlike = [partners[one] != other for one, other in zip(first, second, strict=True)]
         assert 0 < sum(unlike) < 9
         for panel in page.locator(".panel").all():
-            marks = panel.locator(".cell").evaluate_all(
-                "cells => cells.map(cell => cell.classList.contains('unlike'))"
-            )
+            unlike_cells = "cells => cells.map(cell => cell.classList.contains('unlike'))"
+            marks = panel.locator(".cell").evaluate_all(unlike_cells)
             assert marks == unlike
             assert f"◥ {sum(unlike)} of 9 patches" in panel.locator(".image").inner_text()
         tint = "rows => rows.map(row => row.querySelector('.badge').getAttribute('style'))"
-        colours = [
-            panel.locator("[data-expert]").evaluate_all(tint)
-            for panel in page.locator(".panel").all()
-        ]
+        panels = page.locator(".panel").all()
+        colours = [panel.locator("[data-expert]").evaluate_all(tint) for panel in panels]
         assert [colours[1][partner] for partner in partners] == colours[0]
         page.locator(".panel >> nth=0").locator("[data-expert='2']").click()
         assert state(page)["expert2"] == str(partners[2])
@@ -67,7 +70,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
         panel.locator(f"[data-token='{other}']").first.click()
         tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
         assert tried.startswith("other experts were tried of: ")
-        margin = read_layers(roles)[1].values["margin"]
+        margin = expert_roles.read_layers(roles)[1].values["margin"]
         mean = f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %"
         assert f"% more probable than the next expert; margin of the choice, {mean}" in texts
         biased = page.evaluate("marginOf = () => -0.03, marginWords(views[0], 1)")

@@ -9,51 +9,23 @@ from itertools import pairwise
 import matplotlib
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from moecore.measure.trained import (
     steps_until_baseline_loss,
     trailing_epoch_losses,
 )
-from moecore.report.figures.charts import (
-    ChartSpec,
-    Point,
-    curves_chart,
-    panels_chart,
-    spread_heights,
-)
+from moecore.report.figures import charts, training_figures
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
-from moecore.report.figures.training_figures import (
-    AGREEMENTS,
-    confusion_matrix,
-    draw_filter_sigma_schedule,
-    routing_agreement,
-    training_curves,
-)
+from moecore.report.page import explorer_page
 from moecore.report.page import report_page as pictures
-from moecore.report.page.explorer_page import (
-    NO_EXPERTS,
-    NOT_MEASURED,
-    explorer,
-    has_explorer_images,
-)
+from moecore.report.study_results import Results
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from tests.measure.subjects import images, moe, subject
-from tests.report.explored import (
-    DENSE,
-    alone,
-    first_explored,
-    measured,
-    phase,
-    results,
-    skipped,
-    study,
-    watched,
-)
+from tests.report import explored
 from tests.report.generated import model_with_results, trained
 
 
@@ -64,36 +36,31 @@ def shares(number: int) -> tuple[float, ...]:
 @pytest.mark.parametrize("experts", [2, 8, 32])
 def test_expert_load_draws_one_panel_a_layer(experts):
     figure = expert_load([shares(experts)] * 3)
-    assert isinstance(figure, Figure)
-    assert len(figure.axes) == 3
-    assert len(figure.axes[0].patches) == experts
+    assert len(figure.axes) == 3 and len(figure.axes[0].patches) == experts
 
 
-def test_a_method_without_points_keeps_its_colour():
-    points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
-    axes = curves_chart({"dense": [], "vmoe": points}, ChartSpec("", "", "")).axes[0]
-    assert [line.get_color() for line in axes.lines] == [PALETTE[1]]
+def chart_of(points: list[charts.Point]):
+    """The axes of a chart of a method without points and of one with these."""
+    return charts.curves_chart(
+        {"dense": [], "vmoe": points}, charts.ChartSpec("", "k", "y", True)
+    ).axes[0]
 
 
-def test_curves_over_whole_numbers_have_whole_ticks():
-    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2, 4)]
-    axes = curves_chart({"dense": [], "vmoe": points}, ChartSpec("", "k", "Accuracy", True)).axes[0]
-    assert list(axes.get_xticks()) == [1, 2, 4]
-    assert len(axes.lines) == 1
-    assert axes.get_ylim()[0] == 0
-
-
-def test_a_curve_near_the_top_is_not_cut():
-    points = [Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)]
-    axes = curves_chart({"vmoe": points}, ChartSpec("", "k", "Accuracy", True)).axes[0]
-    assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84))
+def test_curves_have_their_colour_whole_ticks_and_room():
+    axes = chart_of([charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)])
+    assert [line.get_color() for line in axes.lines] == [PALETTE[1]], "the second method's"
+    axes = chart_of([charts.Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)])
+    assert list(axes.get_xticks()) == [1, 2, 4] and len(axes.lines) == 1
+    assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84)), "near the top it is not cut"
+    axes = chart_of([charts.Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)])
+    assert axes.get_ylim()[0] <= -0.6, "nor below zero"
 
 
 @pytest.mark.parametrize("methods", [1, 6, 8])
 def test_curves_have_their_names_at_their_ends(methods):
-    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_{number}": points for number in range(methods)}
-    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
+    figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     names = figure.axes[0].texts
     assert {name.get_text() for name in names} == set(curves)
@@ -104,56 +71,44 @@ def test_curves_have_their_names_at_their_ends(methods):
 
 
 def test_names_move_as_little_as_they_must():
-    assert spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
-    assert spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
+    assert charts.spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert charts.spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert charts.spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert charts.spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
 
 
 def test_one_epoch_has_whole_ticks():
-    points = dict.fromkeys(AGREEMENTS, {}) | {
-        "agreement_consecutive": {"vmoe": [Point(2, 0.5, 0.5, 0.5)]}
-    }
-    figure = routing_agreement(points)
+    points = dict.fromkeys(training_figures.AGREEMENTS, {})
+    points["agreement_consecutive"] = {"vmoe": [charts.Point(2, 0.5, 0.5, 0.5)]}
+    figure = training_figures.routing_agreement(points)
     figure.canvas.draw()
     ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
     assert all(tick.isdigit() for tick in ticks) and "2" in ticks
 
 
-def test_a_curve_below_zero_is_held():
-    points = [Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)]
-    axes = curves_chart({"vmoe": points}, ChartSpec("", "k", "Gain")).axes[0]
-    assert axes.get_ylim()[0] <= -0.6
-
-
 def test_a_legend_of_long_names_lies_within_its_figure():
-    points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
+    points = [charts.Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_orthogonality_{number}": points for number in range(24)}
-    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
+    figure = charts.curves_chart(curves, charts.ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
     assert box.y1 <= figure.axes[0].get_tightbbox().y0
 
 
-def test_settings_of_matplotlib_are_left_alone():
+def test_settings_of_matplotlib_are_left_alone(tmp_path):
     before = dict(matplotlib.rcParams)
-    pictures.svg(confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
+    pictures.svg(training_figures.confusion_matrix([[3, 1], [0, 4]], ["a", "b"]), "confusion")
     assert dict(matplotlib.rcParams) == before
-
-
-def test_ticks_have_their_colour_whoever_saves_a_figure(tmp_path):
     figure = expert_load([shares(4)])
     figure.savefig(tmp_path / "load.png")
-    assert figure.axes[0].get_xticklabels()[0].get_color() == INK
+    assert figure.axes[0].get_xticklabels()[0].get_color() == INK, "whoever saves a figure"
 
 
 def test_svg_follows_the_page_and_has_a_label():
     text = pictures.svg(expert_load([shares(4)]), 'load of "x"')
-    assert text.startswith("<svg")
-    assert "currentColor" in text
-    assert INK not in text
-    assert "<metadata" not in text
+    assert text.startswith("<svg") and "currentColor" in text
+    assert INK not in text and "<metadata" not in text
     assert 'aria-label="load of &quot;x&quot;"' in text
     assert ' height="' not in text.split(">")[0]
     assert pictures.png(expert_load([shares(4)])).startswith("data:image/png;base64,")
@@ -161,17 +116,15 @@ def test_svg_follows_the_page_and_has_a_label():
 
 def test_looks_are_distinct():
     assert len({tuple(line_look(index).items()) for index in range(28)}) == 28
-    assert len(set(expert_colours(8))) == 8
-    assert len(set(expert_colours(64))) == 64
+    assert len(set(expert_colours(8))) == 8 and len(set(expert_colours(64))) == 64
 
 
 def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
     # two models, three classes, 32 experts on 4 rows of 8
     maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))
     maps[1, 2] = np.nan
-    axes = draw_expert_grids_by_class(
-        {"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]
-    ).axes[0]
+    rows = {"MoE": maps[0].tolist(), "MoGE": maps[1]}
+    axes = draw_expert_grids_by_class(rows, ["a", "b", "c"]).axes[0]
     tiles = [np.asarray(image.get_array()) for image in axes.images]
     assert [tile.shape for tile in tiles] == [(4, 8, 4)] * 6
     words = [text.get_text() for text in axes.texts]
@@ -182,13 +135,8 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
     row = np.concatenate([tile.reshape(32, 4) for tile in tiles[:3]])
     assert row[:, :3].sum(1).argmax() == brightest[0] * 32 + brightest[1]
     assert tiles[5].max() == 0, "a class without images stays bare"
-
-
-def test_expert_maps_shows_the_first_classes_of_many():
-    figure = draw_expert_grids_by_class(
-        {"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)]
-    )
-    assert len(figure.axes[0].images) == 12
+    many = draw_expert_grids_by_class({"MoE": np.full((40, 8), 0.125)}, list(map(str, range(40))))
+    assert len(many.axes[0].images) == 12, "the first classes of many"
 
 
 def trained_with(losses: list[float], per_epoch: int) -> Outcome:
@@ -213,10 +161,8 @@ def test_the_loss_of_the_last_epoch_by_hand():
 
 def test_steps_to_the_loss_of_another_training():
     slow, fast = (trained_with(losses, 10) for losses in ([4, 3, 2, 1], [3, 1, 0.5, 0.4]))
-    assert (steps_until_baseline_loss(fast, slow), steps_until_baseline_loss(slow, slow)) == (
-        20,
-        40,
-    )
+    assert steps_until_baseline_loss(fast, slow) == 20
+    assert steps_until_baseline_loss(slow, slow) == 40
     assert steps_until_baseline_loss(slow, fast) == 50  # never: an epoch of ten steps after the end
     assert steps_until_baseline_loss(slow, slow.model_copy(update={"curve": ()})) is None
 
@@ -227,7 +173,7 @@ def test_of_text_perplexities_are_drawn():
         row | {"train_nats": 6 - n, "validation_nats": 5 - n} for n, row in enumerate(result.curve)
     )
     words = result.model_copy(update={"curve": curve, "task": NextToken(words=9)})
-    loss, below = training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
+    loss, below = training_figures.training_curves({"smoe": [words], "smoge": [words]}).axes[:2]
     assert loss.lines[0].get_ydata() == pytest.approx(np.exp([6, 5, 4, 3]))
     assert below.lines[0].get_ydata() == pytest.approx(np.exp([5, 4, 3, 2]))
     assert below.get_ylabel() == "Validation perplexity" and below.get_yscale() == "log"
@@ -235,7 +181,7 @@ def test_of_text_perplexities_are_drawn():
 
 def test_the_schedule_of_sigma_is_that_of_the_regularizer():
     settings = GroupSparsity(sigma_start=10, sigma_end=2, exponent=0.3)
-    figure = draw_filter_sigma_schedule(settings, "moge")
+    figure = training_figures.draw_filter_sigma_schedule(settings, "moge")
     assert figure.caption.startswith("σ from 10 to 2 as in moge, whose γ is 0.3; T = 45,000")
     lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
     assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)
@@ -251,9 +197,9 @@ def test_the_schedule_of_sigma_is_that_of_the_regularizer():
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_panels_have_one_scale_and_one_legend(layers):
-    points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
+    points = [charts.Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
     panels = {f"MoE {number}": {"vmoe": points} for number in range(layers)}
-    figure = panels_chart(panels, ChartSpec("Change", "ε", "1 − IoU", share=True))
+    figure = charts.panels_chart(panels, charts.ChartSpec("Change", "ε", "1 − IoU", share=True))
     seen = [axes for axes in figure.axes if axes.get_visible()]
     assert len(seen) == layers and len(figure.legends) == 1
     assert {axes.get_ylim() for axes in seen} == {seen[0].get_ylim()}
@@ -264,12 +210,12 @@ DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', r
 
 @pytest.fixture(scope="module")
 def whole():
-    return study()
+    return explored.study()
 
 
 @pytest.fixture(scope="module")
 def page(whole):
-    return explorer(whole)
+    return explorer_page.explorer(whole)
 
 
 def data_of(page: str) -> dict:
@@ -277,16 +223,13 @@ def data_of(page: str) -> dict:
 
 
 def test_the_page_is_self_contained_and_the_same_every_time(whole, page):
-    assert explorer(whole) == page
+    assert explorer_page.explorer(whole) == page
     assert not re.search(r"""(src|href|url|@import)\s*[=(]?\s*["']?\s*(https?:)?//""", page)
     assert re.findall(r'href="([^"]+)"', page) == ["index.html"]
     assert "<link" not in page and page.count("<script") == 2
-
-
-def test_every_method_is_listed_and_the_dense_one_says_why(page):
     for found in data_of(page)["phases"]:
         assert [method["name"] for method in found["methods"]] == ["dense", "vmoe", "prc"]
-        assert found["methods"][0] == {"name": "dense", "reason": DENSE}
+        assert found["methods"][0] == {"name": "dense", "reason": explored.DENSE}
 
 
 def test_what_models_share_is_there_once(whole, page):
@@ -297,7 +240,7 @@ def test_what_models_share_is_there_once(whole, page):
     attack = [variant["kind"] for variant in one["shown"]].index("attack")
     pictures = [model["shown"][attack]["picture"] for model in (one, other)]
     assert pictures[0] != pictures[1], "each its own attack"
-    result = first_explored(whole)
+    result = explored.first_explored(whole)
     assert found["pool"][one["shown"][2]["trace"]["layers"][1]] == result.shown[2].trace.layers[1]
     assert found["phases"][1]["methods"][1]["model"] == one, "the same measurement, the same places"
 
@@ -309,50 +252,35 @@ def test_epochs_come_from_the_training(page):
     assert not [one for one in methods["vmoe"]["model"]["shown"] if one["kind"] == "epoch"]
 
 
+def explore(data, **phases) -> tuple[bool, str]:
+    """Whether there are images to explore of these models of each phase, and the page."""
+    found = Results({name: explored.phase(data, one, name) for name, one in phases.items()})
+    return explorer_page.has_explorer_images(found), explorer_page.explorer(found)
+
+
 def test_epochs_of_other_images_are_left_out():
     model = subject(images(), moe())
-    kept = watched(model, 1)
+    kept = explored.watched(model, 1)
     other = kept.model_copy(update={"images": (*kept.images[1:], kept.images[0])})
-    found = data_of(
-        explorer(
-            results({"pretrain": phase(model.data, {"vmoe": measured(model, watched=(other,))})})
-        )
-    )
-    shown = found["phases"][0]["methods"][0]["model"]["shown"]
+    models = {"vmoe": explored.measured(model, watched=(other,))}
+    _, page = explore(model.data, pretrain=models)
+    shown = data_of(page)["phases"][0]["methods"][0]["model"]["shown"]
     assert {one["kind"] for one in shown} == {"clean", "noise", "attack", "augmentation"}
 
 
-def test_a_study_without_the_measurement_says_which_stage_writes_it():
-    models = {"vmoe": model_with_results(trained(0, 0, True, "pretrain"))}
-    found = results({"pretrain": phase(images(), models)})
-    assert not has_explorer_images(found)
-    page = explorer(found)
-    assert "the stage measure then writes" in NOT_MEASURED
-    assert "run.measurements in params.yaml" in page and "<script" not in page
-
-
-def test_a_study_of_dense_models_has_nothing_to_see():
-    found = results({"pretrain": phase(images(), {"dense": skipped()})})
-    assert not has_explorer_images(found)
-    page = explorer(found)
-    assert NO_EXPERTS in page and "<script" not in page
-
-
-def test_a_phase_that_was_not_measured_is_left_out():
+def test_what_there_is_to_explore():
     data = images()
-    whole = results(
-        {
-            "pretrain": phase(data, {"vmoe": measured(subject(data, moe()))}),
-            "finetune": phase(
-                data,
-                {"vmoe": model_with_results(trained(0, 0, True, "finetune"))},
-            ),
-        }
-    )
-    assert [found["name"] for found in data_of(explorer(whole))["phases"]] == ["pretrain"]
-    assert has_explorer_images(whole)
+    unmeasured = {"vmoe": model_with_results(trained(0, 0, True, "pretrain"))}
+    has_images, page = explore(data, pretrain=unmeasured)
+    assert not has_images and "run.measurements in params.yaml" in page and "<script" not in page
+    assert "the stage measure then writes" in explorer_page.NOT_MEASURED
+    has_images, page = explore(data, pretrain={"dense": explored.skipped()})
+    assert not has_images and explorer_page.NO_EXPERTS in page and "<script" not in page
+    measured = {"vmoe": explored.measured(subject(data, moe()))}
+    has_images, page = explore(data, pretrain=measured, finetune=unmeasured)
+    assert has_images and [phase["name"] for phase in data_of(page)["phases"]] == ["pretrain"]
 
 
 def test_four_hundred_experts_and_a_thousand_classes_stay_small():
-    many = alone(subject(images(classes=1000), moe(400)))
-    assert len(explorer(many).encode()) < 1.5e6
+    many = explored.alone(subject(images(classes=1000), moe(400)))
+    assert len(explorer_page.explorer(many).encode()) < 1.5e6

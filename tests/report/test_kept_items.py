@@ -12,17 +12,10 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
+from moecore.report.claims import records
 from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.pages import Answer
-from moecore.report.claims.records import (
-    RESULT,
-    committed_at,
-    date_questions,
-    has_whole_history,
-    pack_items,
-    verify_kept_items,
-)
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
@@ -37,7 +30,7 @@ def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
     evaluated = evaluate_claims(comparisons, shown)
     numbers = compare_json_claims(evaluated)
     write_json(path, record | numbers)
-    write_tensors(path.with_suffix(".safetensors"), pack_items(evaluated, numbers))
+    write_tensors(path.with_suffix(".safetensors"), records.pack_items(evaluated, numbers))
     return path
 
 
@@ -51,55 +44,51 @@ def drawn_items(steps: int):
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(tmp_path, steps, size):
     path = write_result(tmp_path / "one.json", drawn_items(steps))
-    assert verify_kept_items(path) == len(ASKED)
+    assert records.verify_kept_items(path) == len(ASKED)
     tensors, _ = read_tensors(path.with_suffix(".safetensors"))
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(path.with_suffix(".safetensors"), tensors)
     with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        verify_kept_items(path)
-
-
-def test_limits_follow_from_the_variances_that_a_result_keeps(tmp_path):
-    path = write_result(tmp_path / "one.json", drawn_items(1))
-    numbers = read_json(path)
-    for entry in numbers["claims"].values():
-        entry["difference"]["variances"][0] *= 1.01
-    write_json(path, numbers)
-    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        verify_kept_items(path)
+        records.verify_kept_items(path)
 
 
 def test_numbers_of_seeds_are_kept_too(tmp_path):
     path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert verify_kept_items(path) == len(ASKED)
+    assert records.verify_kept_items(path) == len(ASKED)
     path.with_suffix(".safetensors").unlink()
-    assert verify_kept_items(path) == 0
+    assert records.verify_kept_items(path) == 0
 
 
 def test_items_of_another_result_are_refused(tmp_path):
     path = write_result(tmp_path / "one.json", drawn_items(1))
     numbers = read_json(path)
+    first, *_ = numbers["claims"].values()
+    first["difference"]["variances"][0] *= 1.01  # the limits follow from them
+    write_json(path, numbers)
+    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
+        records.verify_kept_items(path)
+    first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
     write_json(path, numbers)
     with pytest.raises(UserError, match="one.safetensors: found the items of another result"):
-        verify_kept_items(path)
+        records.verify_kept_items(path)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moecore.report.claims.records.MOST_BYTES", 1000)
     path = write_result(tmp_path / "one.json", drawn_items(0))
-    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {RESULT}
+    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {records.RESULT}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
-    assert verify_kept_items(path) == 0
+    assert records.verify_kept_items(path) == 0
 
 
 @pytest.mark.parametrize("name", RESULT_NAMES)
 def test_intervals_follow_from_the_items_in_git(name):
     path = ROOT / f"pipelines/results/{name}.json"
     if path.with_suffix(".safetensors").is_file():
-        assert verify_kept_items(path) > 0
+        assert records.verify_kept_items(path) > 0
         assert path.with_suffix(".safetensors").stat().st_size <= 2e6
 
 
@@ -144,25 +133,19 @@ def test_what_is_open_with_holm_or_was_not_run_is_planned():
     assert lines[0] == lines[1]
     words = "one: PRC, table 4, pretrain: match_top1 of prc higher than of vmoe: "
     # t(3) at 1.25 % is 4.177 and at 20 % 0.978: 5.155·0.03/√4 = 0.077 < 0.1; t(2): 7.27·0.03/√3
-    assert lines[0].startswith(words) and lines[0].endswith(
-        "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
-    )
+    plan = "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
+    assert lines[0].startswith(words) and lines[0].endswith(plan)
     start = "one: question, pretrain: match_top1 of prc higher than of vmoe: "
     assert lines[2].startswith(start) and lines[2].endswith("no interval: identical for all seeds")
     assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
 
 
-def git(folder: Path, *words: str, day: str = "2026-12-01") -> str:
+def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    day = f"{day}T12:00:00Z"
-    return subprocess.run(
-        ["git", *who, *words],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        text=True,
-        env={"GIT_AUTHOR_DATE": day, "GIT_COMMITTER_DATE": day, "PATH": "/usr/bin:/bin"},
-    ).stdout
+    day = "2026-12-01T12:00:00Z"
+    env = {"GIT_AUTHOR_DATE": day, "GIT_COMMITTER_DATE": day, "PATH": "/usr/bin:/bin"}
+    options = {"cwd": folder, "env": env, "stderr": subprocess.DEVNULL, "text": True}
+    return subprocess.check_output(["git", *who, *words], **options)
 
 
 @pytest.fixture
@@ -170,9 +153,9 @@ def asked(tmp_path) -> Path:
     """A project with one question, in a repository."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
-    assert not has_whole_history(tmp_path)
+    assert not records.has_whole_history(tmp_path)
     git(tmp_path, "init", "--quiet")
-    assert has_whole_history(tmp_path)
+    assert records.has_whole_history(tmp_path)
     return tmp_path
 
 
@@ -191,25 +174,25 @@ def commit(place: Path) -> str:
 
 
 def dates(one: Round) -> list[tuple[bool, bool]]:
-    return [(dated.is_late, dated.is_refused) for dated in date_questions(one)]
+    return [(dated.is_late, dated.is_refused) for dated in records.date_questions(one)]
 
 
 def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim())
     path = Path("pipelines/own/one.yaml")
-    assert committed_at(asked, path) is None, "it is not committed"
+    assert records.committed_at(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert committed_at(asked, path) == first and date_questions(one) == []
+    assert records.committed_at(asked, path) == first and records.date_questions(one) == []
     record = {"commit": first, "file": str(path)}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
-    (dated,) = date_questions(one)
+    (dated,) = records.date_questions(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
-    assert date_questions(one)[0].line == f"{words}{first[:8]}, answered in {second[:8]}"
+    assert records.date_questions(one)[0].line == f"{words}{first[:8]}, answered in {second[:8]}"
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
-    assert committed_at(asked, path) is None, "it was edited since"
+    assert records.committed_at(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, True)], "another direction, asked later"
     both = ask(asked, lower)
@@ -248,13 +231,13 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     write_whole(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
     one = QuestionFile(asked, "own/one").rounds[0]
     files = [file.relative_to(asked) for file in one.question.asking_files]
-    assert committed_at(asked, *files) is None
+    assert records.committed_at(asked, *files) is None
     first = commit(asked)
-    assert committed_at(asked, *files) == first
+    assert records.committed_at(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
     write_whole(path, json.dumps(paper | {"tables": [table]}))
-    assert committed_at(asked, *files) is None, "the paper's file was edited since"
+    assert records.committed_at(asked, *files) is None, "the paper's file was edited since"
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, True)], "another direction"

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Routing
 from moecore.measure.trained import halfway_agreement
@@ -17,13 +16,7 @@ from moecore.report.figures.training_figures import AGREEMENTS, agreement_points
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
 from moecore.report.results import read_results
-from moecore.report.tables.metrics_by_method import (
-    build_table,
-    compare_methods,
-    expected_metrics,
-    phase_result_columns,
-    unfit_metric_problems,
-)
+from moecore.report.tables import metrics_by_method
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.data_rules import load_previews
@@ -43,12 +36,8 @@ ALL = (*MEASURED_STAGES, "invariance", *NEW)
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
     write_results(root, methods, list(seeds), ["pretrain"], stages)
-    return read_results(
-        Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",)),
-        "",
-        root,
-        stages,
-    )
+    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=("pretrain",))
+    return read_results(run, "", root, stages)
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +47,17 @@ def whole(tmp_path_factory):
 
 def test_the_values_come_from_where_they_are_stored(whole):
     phase = whole.phases["pretrain"]
-    cells = build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
+    cells = metrics_by_method.build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
     routed = phase.models["vmoe"][0].of(Routing)
     trained = phase.models["vmoe"][0].outcome
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
     expected |= {"token_entropy": 0.43, "fallback": 0.01, "below_k": 0.02, "tail_mass": 0.05}
     # half of ten epochs is the fifth: 0.5 + 0.01; the last two epochs: 0.5 + 0.4; distances 0.11,
     # 0.21, 0.31
-    expected |= {
-        "agreement_with_final": 0.51,
-        "saturation": 0.755,
-        "agreement_consecutive": 0.9,
-        "agreement_consecutive_early": 0.66,  # between the 3rd and the 4th
-        "agreement_consecutive_mean": 0.74,
-        "imed": 0.21,
-        "imed_rotation_5": 0.11,
-        "imed_translation_0_0_1": 0.31,
-    }
+    expected |= {"agreement_with_final": 0.51, "saturation": 0.755, "agreement_consecutive": 0.9}
+    # early: between the 3rd and the 4th epoch
+    expected |= {"agreement_consecutive_early": 0.66, "agreement_consecutive_mean": 0.74}
+    expected |= {"imed": 0.21, "imed_rotation_5": 0.11, "imed_translation_0_0_1": 0.31}
     assert {name: cells[name].interval.value for name in expected} == pytest.approx(expected)
     for place in ("highest", "second", "others"):
         of_layers = routed.curve(f"confidence_{place}_layer", "layer").values()
@@ -84,13 +67,12 @@ def test_the_values_come_from_where_they_are_stored(whole):
     assert cells["imed_rotation_5"].interval == pytest.approx((0.11, 0.09, 0.13))
 
 
-@pytest.mark.parametrize(("epochs", "half"), [(1, 1), (2, 1), (5, 3), (10, 5)])
-def test_half_of_training(epochs, half):
-    assert halfway_agreement(range(1, epochs + 1)) == half
+def test_half_of_training():
+    assert [halfway_agreement(range(1, last + 1)) for last in (1, 2, 5, 10)] == [1, 1, 3, 5]
 
 
 def test_a_dense_model_has_none_of_it(whole):
-    cells = build_table(whole, whole.phases["pretrain"]).cells["dense"]
+    cells = metrics_by_method.build_table(whole, whole.phases["pretrain"]).cells["dense"]
     found = {name for name, one in cells.items() if one}
     of_routing = re.compile("match|imed|load|entropy|agreement|border|corner|confidence|fallback")
     assert {"test_accuracy", "mce", "routing_ms"} < found
@@ -98,20 +80,15 @@ def test_a_dense_model_has_none_of_it(whole):
 
 
 def test_names_are_unique_and_papers_are_known(whole):
-    metrics = phase_result_columns(whole.phases["pretrain"])
+    metrics = metrics_by_method.phase_result_columns(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
     order = [metric.paper for metric in metrics]
     assert set(order) == {"", *PAPERS}
     assert order == sorted(order, key=["", *PAPERS].index)
     assert all(found.paper in PAPERS for found in REPORTED)
-    assert {
-        name
-        for found in REPORTED
-        if found.paper != "ages"
-        for name in found.values
-        if not name.startswith("imed_")
-    } <= names
+    values = {name for found in REPORTED if found.paper != "ages" for name in found.values}
+    assert {name for name in values if not name.startswith("imed_")} <= names
 
 
 def test_one_table_a_paper_with_its_own_numbers(whole):
@@ -130,46 +107,45 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 def test_names_of_transforms():
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{place_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
-        name for name in paper if name.startswith("imed_")
-    }
+    names = {f"imed_{place_slug(name)}" for name in invariance_transforms.TRANSFORMS}
+    assert names == {name for name in paper if name.startswith("imed_")}
 
 
-def names_of(found):
-    return {metric.name for metric in build_table(found, found.phases["pretrain"]).metrics}
+SHOWN = {  # stage → a metric, words of the page
+    "calibrate": ("ece_after", "Reliability"),
+    "robustness": ("accuracy_fgsm", "Attacked pictures"),
+    "routing": ("match_top1", "Which expert sees which patch"),
+    "invariance": ("imed", ""),
+    "corruptions": ("mce", "Common corruptions"),
+    "lipschitz": ("lipschitz_local_mean", ""),
+    "cost": ("gflops", "Cost of a trained model"),
+    "stability": ("jumps", "<summary>Noise"),
+}
 
 
-@pytest.mark.parametrize("stages", [(), ("calibrate",), ("robustness",), ("routing", "invariance")])
-def test_a_study_without_some_stages(tmp_path, stages):
+TOGETHER = ("", "calibrate lipschitz", "robustness", "routing invariance", "corruptions stability")
+
+
+@pytest.mark.parametrize("together", [*TOGETHER, "cost"])
+def test_a_study_with_some_stages(tmp_path, together):
+    stages = together.split()
     found = study(tmp_path, stages=stages)
-    text, names = render_report(found), names_of(found)
+    text = render_report(found)
     assert_self_contained(text)
-    assert ("ece_after" in names) == ("calibrate" in stages) == ("Reliability" in text)
-    assert ("accuracy_fgsm" in names) == ("robustness" in stages) == ("Attacked pictures" in text)
-    assert (
-        ("match_top1" in names)
-        == ("routing" in stages)
-        == ("Which expert sees which patch" in text)
-    )
-    assert ("imed" in names) == ("invariance" in stages)
+    table = metrics_by_method.build_table(found, found.phases["pretrain"])
+    names = {metric.name for metric in table.metrics}
+    for stage, (name, words) in SHOWN.items():
+        assert (name in names) == (stage in stages), stage
+        assert not words or (words in text) == (stage in stages), stage
+    assert ("lines of the audit" in text) == ("robustness" in stages)
     measured = re.search("Measured for every model: ([^.]*)", text)[1]
     assert measured.startswith("accuracy") and ("routing" in stages) == ("routing" in measured)
     assert (robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
-    printed = headline_rows(compare_methods(found))[0]
+    printed = headline_rows(metrics_by_method.compare_methods(found))[0]
     assert ("ece_after" in printed) == ("calibrate" in stages)
     attacked = {name for name in printed if name.startswith("accuracy_")}
     every = {"accuracy_fgsm", "accuracy_pgd-10", "accuracy_worst_case"}  # of the largest epsilon
     assert attacked == (every if "robustness" in stages else set())
-
-
-def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
-    write_results(tmp_path, METHODS, [0], ["pretrain"], MEASURED_STAGES)
-    with pytest.raises(
-        UserError, match=re.escape("artifacts/measured/invariance/pretrain/dense/0.json")
-    ):
-        read_results(
-            Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, ALL
-        )
 
 
 def test_agreement_over_epochs(tmp_path):
@@ -230,92 +206,70 @@ STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
 ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 
-def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
-    text = f"{SETTINGS}questions: [{{{asked}, metric: '{metric}', phase: {phase}}}]\n"
+def problems_of(text: str) -> list[tuple[tuple, str]]:
     study = extract_declared_settings(Study, parse_yaml_document(text))
-    return list(unfit_metric_problems(study, STAGES, previews={}))
+    return list(metrics_by_method.unfit_metric_problems(study, STAGES, previews={}))
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        "test_accuracy",
-        "test_loss",
-        "accuracy_pgd-10",
-        "accuracy_worst_case",
-        "routing_change_pgd-10",
-        "match_top1_noise",
-        "noise_accuracy",
-        "agreement_with_final",
-        "teacher_agreement",
-        "fallback",
-        "training_overhead",
-    ],
-)
-def test_a_metric_is_foreseen(metric):
-    assert misnamed(metric) == []
+def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
+    question = f"{{{asked}, metric: '{metric}', phase: {phase}}}"
+    return problems_of(f"{SETTINGS}questions: [{question}]\n")
 
 
-@pytest.mark.parametrize(
-    ("metric", "near"),
-    [
-        ("test_acuracy", ", did you mean 'test_accuracy'?"),
-        ("accuracy_pgd-20", ", did you mean 'accuracy_pgd-10'?"),
-        ("match_top1_flip", ", did you mean 'match_top1'?"),
-        ("test_mae", ""),
-        ("imed", ""),
-        ("ece_after", ""),
-        ("early_choice", ""),
-        ("agreement_before_after", ", did you mean 'agreement_consecutive'?"),
-    ],
-)
-def test_a_metric_that_the_study_will_not_have_is_refused(metric, near):
-    ((keys, text),) = misnamed(metric)
-    assert keys == ("questions", 0, "metric")
-    assert text.startswith(f"found {metric!r}{near}") and "; allowed in pretrain: test_acc" in text
+def test_a_metric_is_foreseen():
+    names = "test_accuracy test_loss accuracy_pgd-10 accuracy_worst_case noise_accuracy".split()
+    names += "routing_change_pgd-10 fallback match_top1_noise agreement_with_final".split()
+    names += ["teacher_agreement", "training_overhead"]
+    questions = [f"{{{ASKED}, metric: {name}, phase: pretrain}}" for name in names]
+    assert problems_of(f"{SETTINGS}questions: [{', '.join(questions)}]\n") == []
+    assert misnamed("anything", "finetune") == [], "a phase that is not there is judged elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("metric", "method"),
-    [
-        ("agreement_with_final", "dense"),  # without routers
-        ("teacher_agreement", "plain"),  # nothing guides it
-        ("fallback", "plain"),  # top_p's threshold is no threshold of scores
-        ("fallback_threshold_0_5", "plain"),
-    ],
-)
-def test_a_metric_that_one_method_alone_lacks_is_refused(metric, method):
-    text = SETTINGS.replace("[vmoe, prc]", f"[vmoe, {method}]")
-    asked = f"asks: so, metric: {metric}, method: vmoe, against: {method}, better: higher"
-    settings = parse_yaml_document(f"{text}questions: [{{{asked}}}]\n")
-    study = extract_declared_settings(Study, settings)
-    problems = list(unfit_metric_problems(study, STAGES, previews={}))
-    words = f"found {method}, which will have no {metric}; allowed: vmoe"
-    assert problems == [(("questions", 0, "against"), words)]
+def test_a_metric_that_the_study_will_not_have_is_refused():
+    near = {
+        "test_acuracy": "test_accuracy",
+        "accuracy_pgd-20": "accuracy_pgd-10",
+        "match_top1_flip": "match_top1",
+        "agreement_before_after": "agreement_consecutive",
+    }
+    for metric in (*near, "test_mae", "imed", "ece_after", "early_choice"):
+        ((keys, text),) = misnamed(metric)
+        hint = f", did you mean {near[metric]!r}?" if metric in near else ""
+        assert keys == ("questions", 0, "metric") and "; allowed in pretrain: test_acc" in text
+        assert text.startswith(f"found {metric!r}{hint};")
 
 
-@pytest.mark.parametrize("metric", ["parameters", "border_cells"])
-def test_a_metric_that_the_settings_decide_is_refused(metric):
-    ((keys, text),) = misnamed(metric)
-    assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
+def test_a_metric_that_one_method_alone_lacks_is_refused():
+    # dense has no routers; nothing guides plain, and top_p's threshold is none of scores
+    lacking = {"agreement_with_final": "dense", "teacher_agreement": "plain", "fallback": "plain"}
+    for metric, method in (lacking | {"fallback_threshold_0_5": "plain"}).items():
+        text = SETTINGS.replace("[vmoe, prc]", f"[vmoe, {method}]")
+        asked = f"asks: so, metric: {metric}, method: vmoe, against: {method}, better: higher"
+        words = f"found {method}, which will have no {metric}; allowed: vmoe"
+        problems = problems_of(f"{text}questions: [{{{asked}}}]\n")
+        assert problems == [(("questions", 0, "against"), words)]
+
+
+def test_a_metric_that_the_settings_decide_is_refused():
+    for metric in ("parameters", "border_cells"):
+        ((keys, text),) = misnamed(metric)
+        assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
 
 
 def test_a_model_that_no_paper_reports_is_refused():
     models = "sizes: {models: [{name: a, needs: much}, {name: b, reported: word, needs: much}]}\n"
-    study = extract_declared_settings(Study, parse_yaml_document(SETTINGS + models))
-    [(keys, text)] = unfit_metric_problems(study, STAGES, previews={})
+    [(keys, text)] = problems_of(SETTINGS + models)
     assert keys == ("sizes", "models", 1, "reported")
     assert text.startswith("found word; allowed: empty, or one of ")
 
 
-@pytest.mark.parametrize(("seeds", "refused"), [("[0]", ["metric"]), ("[0, 1]", [])])
-def test_a_metric_between_seeds_needs_two(seeds, refused):
-    text = SETTINGS.replace("[0]", seeds, 1).replace("routing: {", "routing: {roles: {}, ")
+def test_a_metric_between_seeds_needs_two():
+    text = SETTINGS.replace("routing: {", "routing: {roles: {}, ")
     text += f"questions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"
-    study = extract_declared_settings(Study, parse_yaml_document(text))
-    problems = list(unfit_metric_problems(study, STAGES, previews={}))
-    assert [keys[2] for keys, _ in problems] == refused
-    assert all("compares seeds, and run.seeds has 1; allowed: two" in text for _, text in problems)
+    ((keys, problem),) = problems_of(text)
+    assert keys[2] == "metric"
+    assert "compares seeds, and run.seeds has 1; allowed: two" in problem
+    assert problems_of(text.replace("[0]", "[0, 1]", 1)) == []
 
 
 def test_two_points_of_a_curve_that_can_only_rise_are_no_direction():
@@ -345,7 +299,7 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
     second = f"{{{asked}, metric: load_cv2, against: tgr}}"
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{first}, {second}]"))
     study = extract_declared_settings(Study, settings)
-    [(keys, problem)] = unfit_metric_problems(study, STAGES, load_previews(study))
+    [(keys, problem)] = metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study))
     assert keys == ("questions", 0, "against")
     assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
     assert problem.endswith("; allowed: methods that router_regret measures")
@@ -362,47 +316,38 @@ def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
     entries = [f"{{{asked}, metric: {name}}}" for name in names]
     settings = parse_yaml_document(text.replace("ions: []", f"ions: [{', '.join(entries)}]"))
     study = extract_declared_settings(Study, settings)
-    problems = dict(unfit_metric_problems(study, STAGES, load_previews(study)))
+    problems = dict(metrics_by_method.unfit_metric_problems(study, STAGES, load_previews(study)))
     assert list(problems) == [("questions", 0, "against"), ("questions", 1, "metric")]
     refused, unknown = problems.values()
     assert "with the router expert_choice tokens choose no experts" in refused
     assert unknown.startswith("found 'consistency_4'")
 
 
-def test_a_phase_that_is_not_there_is_not_judged_twice():
-    assert misnamed("anything", "finetune") == []
-
-
 def test_every_metric_of_a_study_was_foreseen(whole):
     """A claim may name it: what no entry of the tables of columns foresees, it could not."""
-    metrics = build_table(whole, whole.phases["pretrain"]).metrics
+    metrics = metrics_by_method.build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
     text = text.replace("[0.01]", str([epsilon for epsilon in EPSILONS if epsilon]))
-    study = extract_declared_settings(
-        Study, parse_yaml_document(text.replace("[stability]", str([*NEW, "invariance"])))
-    )
-    known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
+    text = text.replace("[stability]", str([*NEW, "invariance"]))
+    study = extract_declared_settings(Study, parse_yaml_document(text))
+    known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{place_slug(name)}" for name in TRANSFORMS}
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
-    planned = {
-        one.name: (one.form, one.better, one.of_pairs) for one in metrics if one.name in known
-    }
-    assert planned == {
-        name: (known[name].form, known[name].better, known[name].of_pairs) for name in planned
-    }
+    for metric in metrics:
+        if planned := known.get(metric.name):
+            expected = (metric.form, metric.better, metric.of_pairs)
+            assert (planned.form, planned.better, planned.of_pairs) == expected, metric.name
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = extract_declared_settings(Study, load_yaml_document(SHIPPED))
-    assert list(PlannedPhase(study, "accuracy", "pretrain").layers) == [
-        1,
-        2,
-    ]  # last_2 of four blocks
-    known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
+    layers = PlannedPhase(study, "accuracy", "pretrain").layers
+    assert list(layers) == [1, 2], "last_2 of four blocks"
+    known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})

@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 
 from moecore.predict import pictures as predicted
-from moecore.predict.pictures import (
-    Failure,
-    PredictedPage,
-    RoutedText,
-    Shown,
-    picture_tile_with_experts,
-)
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.page.explorer_page import explorer
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
-from moecore.report.typed_results import Models
+from moecore.report.study_results import Models
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.classification import Classification
@@ -36,6 +29,7 @@ SETTINGS = (
     "moge: {router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity}]}} "
     "# <script>alert(1)</script>\n"
 )
+PLACE = "document.querySelector('.places [aria-current]').hash"
 HEIGHTS = {1400: 8000, 390: 12000}
 
 
@@ -136,9 +130,7 @@ def test_the_bar_follows_and_marks(browser, written, width):
         assert current.inner_text() == "Answer"
         bar.get_by_role("link", name="Fine-tuned on Digits").click()
         assert bar.bounding_box()["y"] == 0
-        shown.wait_for_function(
-            "document.querySelector('.places [aria-current]').hash === '#finetune'"
-        )
+        shown.wait_for_function(f"{PLACE} === '#finetune'")
         assert bar.locator(".parts:visible").count() == 1
         parts = bar.locator(".parts:visible")
         follow(parts.get_by_role("link", name="Robustness", exact=True))
@@ -148,9 +140,7 @@ def test_the_bar_follows_and_marks(browser, written, width):
         low = bar.locator(".parts:visible").bounding_box()
         assert fold.bounding_box()["y"] >= low["y"] + low["height"] - 1
         shown.keyboard.press("End")
-        shown.wait_for_function(
-            "document.querySelector('.places [aria-current]').hash === '#settings'"
-        )
+        shown.wait_for_function(f"{PLACE} === '#settings'")
 
 
 def test_a_link_opens_the_fold_and_the_pane_that_it_points_into(browser, written):
@@ -200,9 +190,8 @@ def test_a_table_says_that_it_scrolls(browser, written):
         method = place.locator("tbody th").first
         left = method.bounding_box()["x"]
         place.locator(".scroll").evaluate("one => { one.scrollLeft = one.scrollWidth }")
-        shown.wait_for_function(
-            "document.querySelector('#pretrain .wide-table').classList.contains('ended')"
-        )
+        table = "document.querySelector('#pretrain .wide-table')"
+        shown.wait_for_function(f"{table}.classList.contains('ended')")
         assert method.bounding_box()["x"] == pytest.approx(left, abs=1), "the method stays"
     with opened(browser, written, 1400, "light") as shown:
         assert shown.locator("#pretrain .wide-table.over:visible").count() == 0
@@ -250,25 +239,23 @@ def renamed(models: Models) -> Models:
 def hostile_explorer(folder: Path) -> str:
     found = explored.study()
     task = Classification(classes=(EVIL["class"], *CLASSES[1:]))
-    phases = {
-        name: one._replace(
-            models=renamed(one.models), task=task, card={**one.card, "name": EVIL["data"]}
-        )
-        for name, one in found.phases.items()
-    }
+    phases = {}
+    for name, phase in found.phases.items():
+        card = {**phase.card, "name": EVIL["data"]}
+        phases[name] = phase._replace(models=renamed(phase.models), task=task, card=card)
     return explorer(found._replace(phases=phases))
 
 
 def hostile_predictions(folder: Path) -> str:
-    pixels = np.zeros((1, 8, 8), np.uint8)
-    tile = picture_tile_with_experts(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
-    shown = [Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
-    spoken = [
-        RoutedText(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])
-    ]
-    failures = [Failure(EVIL["participant"], EVIL["reason"])]
+    pixels, experts = np.zeros((1, 8, 8), np.uint8), [np.zeros((2, 2, 1), np.int16)]
+    tile = predicted.picture_tile_with_experts(pixels, experts, EVIL["data"])
+    shown = [predicted.Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
+    caption, reason = EVIL["caption"], EVIL["reason"]
+    spoken = [predicted.RoutedText(caption, [[(caption, [0])]], [EVIL["class"]], reason)]
+    failures = [predicted.Failure(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
-    return predicted.render_predictions(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))
+    page = predicted.PredictedPage(*about, shown, 2, failures, 2, spoken, 2)
+    return predicted.render_predictions(page)
 
 
 @pytest.mark.parametrize(

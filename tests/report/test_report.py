@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from moecore.report.page.report_page import render_report
 from moecore.report.page.view import format_column
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import read_results
+from moecore.report.study_results import Measured
 from moecore.report.tables import terminal_summary
 from moecore.report.tables.cells import (
     Cell,
@@ -29,13 +31,12 @@ from moecore.report.tables.metrics_by_method import (
     build_table,
     compare_methods,
 )
-from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURED_STAGES
 from tests.report.generated import write_results
 
-MISSING = {
+MISSING = {  # file → stage
     "artifacts/measured/finetune/tgr/0.json": "finetune",
     "artifacts/measured/robustness/pretrain/dense/0.json": "robustness",
     "artifacts/data/finetune/card.json": "that",
@@ -45,11 +46,8 @@ METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
 def results(root, methods=METHODS, seeds=(0,), phases=("pretrain", "finetune")):
     write_results(root, methods, list(seeds), list(phases))
-    return read_results(
-        Selection(methods=tuple(methods), seeds=tuple(seeds), phases=tuple(phases)),
-        "run: {} # <settings> & more\n",
-        root,
-    )
+    run = Selection(methods=tuple(methods), seeds=tuple(seeds), phases=tuple(phases))
+    return read_results(run, "run: {} # <settings> & more\n", root)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +66,14 @@ def assert_self_contained(text: str) -> None:
 def test_the_page_is_self_contained_and_complete(one_seed):
     text = render_report(one_seed)
     assert_self_contained(text)
-    assert (
-        'name="viewport"' in text
-        and "prefers-color-scheme: dark" in text
-        and "&lt;settings&gt; &amp; more" in text
-    )
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    assert "&lt;settings&gt; &amp; more" in text
     assert text.index("<h1") < text.index('class="lead"') < text.index("<svg")
-    assert (
-        all(method in text for method in METHODS)
-        and "Agreement with teacher" in text
-        and "Agreement before / after" in text
-    )
+    assert all(method in text for method in METHODS) and "Agreement with teacher" in text
+    assert "Agreement before / after" in text
     assert "vmoe, seed 0: step 40: MoE 2: expert 1 had no token for 100 steps." in text
+    assert "Measurements that do not apply to a method" in text
+    assert "dense, routing: the model has no MoE layers." in text
     assert render_report(one_seed) == text, "twice the same, ids of figures too"
 
 
@@ -96,19 +90,16 @@ def test_dense_alone_and_several_seeds(tmp_path):
 
 def test_intervals_of_the_table(one_seed, tmp_path):
     found = compare_methods(one_seed)["vmoe"]["pretrain"]
-    assert (
-        found["test_accuracy"]["interval"] == "wilson"
-        and found["ece_after"]["interval"] == "bootstrap"
-    )
+    assert found["test_accuracy"]["interval"] == "wilson"
+    assert found["ece_after"]["interval"] == "bootstrap"
     assert "low" not in found["load_cv2"]
     assert found["parameters"] == {"mean": 1_240_000, "seeds": 1, "form": "count"}
     assert "load_cv2" not in compare_methods(one_seed)["dense"]["pretrain"]
+    columns = build_table(one_seed, one_seed.phases["pretrain"]).metrics
+    assert "agreement_before_after" not in {column.name for column in columns}, "no method has it"
     many = compare_methods(results(tmp_path, seeds=[0, 1]))["tgr"]["finetune"]
-    assert (
-        many["test_accuracy"]["interval"] == "t"
-        and many["test_accuracy"]["seeds"] == 2
-        and many["load_cv2"]["interval"] == "t"
-    )
+    assert many["test_accuracy"]["interval"] == "t" and many["test_accuracy"]["seeds"] == 2
+    assert many["load_cv2"]["interval"] == "t"
     json.dumps(many, allow_nan=False)
 
 
@@ -137,14 +128,8 @@ class Kept(Config):
     items: tuple[float, ...]
 
 
-def test_columns_without_any_value_are_left_out(one_seed):
-    found = build_table(one_seed, one_seed.phases["pretrain"]).metrics
-    assert "agreement_before_after" not in {metric.name for metric in found}
-
-
-HIGHER, LOWER, NEITHER = (
-    Column("a", "a", lambda result: None, better) for better in ("higher", "lower", "")
-)
+COLUMN = Column("a", "a", lambda result: None)
+HIGHER, LOWER = COLUMN._replace(better="higher"), COLUMN._replace(better="lower")
 
 
 def cells(**limits):
@@ -161,86 +146,72 @@ def test_the_best_is_marked_only_outside_the_intervals():
     assert best_by_disjoint_intervals(LOWER, away) == "a"
     assert best_by_disjoint_intervals(HIGHER, touching) is None
     assert best_by_disjoint_intervals(LOWER, touching) == "a"
-    assert best_by_disjoint_intervals(NEITHER, away) is None
+    assert best_by_disjoint_intervals(COLUMN, away) is None
     assert best_by_disjoint_intervals(HIGHER, cells(a=(0, 1))) is None
     assert best_by_disjoint_intervals(HIGHER, {**away, "d": Cell(Interval(0.0), "", 1)}) is None
 
 
-@pytest.mark.parametrize("missing", MISSING)
-def test_a_missing_file_is_named(tmp_path, missing):
+def test_a_file_that_is_missing_or_of_other_code_is_named(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
-    (tmp_path / missing).unlink()
-    told = f"{missing}: no such file; the stage {MISSING[missing]} writes it"
-    with pytest.raises(UserError, match=re.escape(told)):
-        read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
+    run = Selection(methods=tuple(METHODS), seeds=(0,))
+    for name, stage in MISSING.items():
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).unlink()
+        words = f"{name}: no such file; the stage {stage} writes it"
+        with pytest.raises(UserError, match=re.escape(words)):
+            read_results(run, "", tmp_path)
+        (tmp_path / name).write_text(text)
+        if "measured" in name:
+            (tmp_path / name).write_text(json.dumps(json.loads(text) | {"seats": 3}))
+            words = rf"{name}: .* \(seats: .*\); run `dvc repro {stage}`"
+            with pytest.raises(UserError, match=words):
+                read_results(run, "", tmp_path)
+            (tmp_path / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("what", "stage"), [("pretrain", "pretrain"), ("robustness/pretrain", "robustness")]
-)
-def test_a_file_of_other_code_is_refused(tmp_path, what, stage):
-    write_results(tmp_path, {"dense": False}, [0], ["pretrain"])
-    path = tmp_path / f"artifacts/measured/{what}/dense/0.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"seats": 3}))
-    run = Selection(methods=("dense",), seeds=(0,), phases=("pretrain",))
-    expected = f"{what}/dense/0.json: .* (seats: .*); run `dvc repro {stage}`"
-    with pytest.raises(UserError, match=expected.replace("(", r"\(").replace(")", r"\)")):
-        read_results(run, "", tmp_path)
+DAMAGED = ("", "[]", "null", "5", "[" * 100_000, "half", "folder")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", "{}", "5", "[" * 100_000, "half", None])
-@pytest.mark.parametrize(
-    "what", ["data/pretrain/card.json", "measured/routing/pretrain/vmoe/0.json"]
-)
-def test_a_damaged_file_is_named_in_a_line(tmp_path, what, content):
-    write_results(tmp_path, {"vmoe": True}, [0], ["pretrain"])
-    path = tmp_path / "artifacts" / what
-    spoil(path, content)
-    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
-    with pytest.raises(UserError, match=re.escape(what)) as error:
-        read_results(run, "", tmp_path)
-    assert "\n" not in str(error.value) and "dvc repro" in str(error.value)
-
-
-def spoil(path: Path, content: str | None) -> None:
-    """Other content, half of it, or a folder in its place."""
+def spoiled(path: Path, contents: Sequence[str]) -> Iterator[None]:
+    """Replace a file by each of these contents, by half of its own, and by a folder."""
     whole = path.read_text(encoding="utf-8")
-    path.unlink()
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_text(whole[: len(whole) // 2] if content == "half" else content)
+    for content in contents:
+        path.unlink()
+        if content == "folder":
+            path.mkdir()
+        else:
+            path.write_text(whole[: len(whole) // 2] if content == "half" else content)
+        yield
+    path.rmdir()
+    path.write_text(whole)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", '{"vmoe": 5}', "[" * 100_000, "half", None])
-def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
-    path = tmp_path / "reports/compare.json"
-    path.parent.mkdir()
+def test_a_damaged_file_is_named_in_a_line(tmp_path):
+    write_results(tmp_path, {"vmoe": True}, [0], ["pretrain"])
+    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
+    for name in ("data/pretrain/card.json", "measured/routing/pretrain/vmoe/0.json"):
+        for _ in spoiled(tmp_path / "artifacts" / name, ("{}", *DAMAGED)):
+            with pytest.raises(UserError, match=re.escape(name)) as error:
+                read_results(run, "", tmp_path)
+            assert "\n" not in str(error.value) and "dvc repro" in str(error.value)
+
+
+def test_a_damaged_compare_json_is_named_in_a_line(tmp_path):
+    path = tmp_path / "compare.json"
     path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')
-    with pytest.raises(
-        UserError, match="compare.json: was written by an older version .* .KeyError"
-    ):
+    with pytest.raises(UserError, match="compare.json: was written by an older .*KeyError"):
         terminal_summary.main(str(path))
-    spoil(path, content)
-    with pytest.raises(UserError, match=re.escape(str(path))) as error:
-        terminal_summary.main(str(path))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_what_does_not_apply_is_told(one_seed):
-    text = render_report(one_seed)
-    assert "Measurements that do not apply to a method" in text
-    assert "dense, routing: the model has no MoE layers." in text
+    for _ in spoiled(path, ('{"vmoe": 5}', *DAMAGED)):
+        with pytest.raises(UserError, match=re.escape(str(path))) as error:
+            terminal_summary.main(str(path))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_methods_left_on_disk_are_not_compared(tmp_path):
     write_results(tmp_path, METHODS, [0], ["pretrain"])
-    found = read_results(
-        Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",)), "", tmp_path
-    )
+    run = Selection(methods=("vmoe",), seeds=(0,), phases=("pretrain",))
+    found = read_results(run, "", tmp_path)
     assert list(compare_methods(found)) == ["vmoe"] and ">tgr<" not in render_report(found)
 
 
@@ -252,38 +223,22 @@ def test_csv_for_dvc_plots(one_seed):
     assert {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}
 
 
-@pytest.mark.parametrize(
-    ("value", "form", "expected"),
-    [
-        (0.9123, "share", "91.2 %"),
-        (12345, "count", "12,345"),
-        (75, "seconds", "1 min 15 s"),
-        (3725, "seconds", "1 h 02 min"),
-        (9, "seconds", "9 s"),
-        (0.0712, "number", "0.0712"),
-        (-0.0712, "number", "−0.0712"),
-        (0.00001, "number", "0.000010"),
-        (0.0000001, "number", "< 0.000001"),
-        (0, "number", "0.0"),
-        (12934.6, "number", "12,935"),
-        (2.5e6, "number", "2,500,000"),
-    ],
-)
-def test_numbers_for_readers(value, form, expected):
-    assert NumberFormat(form).value(value) == expected
+def test_numbers_for_readers():
+    texts = {
+        "share": {0.9123: "91.2 %"},
+        "count": {12345: "12,345"},
+        "seconds": {75: "1 min 15 s", 3725: "1 h 02 min", 9: "9 s"},
+        "number": {0.0712: "0.0712", -0.0712: "−0.0712", 0.00001: "0.000010", 0: "0.0"},
+    }
+    texts["number"] |= {0.0000001: "< 0.000001", 12934.6: "12,935", 2.5e6: "2,500,000"}
+    for form, expected in texts.items():
+        assert {value: NumberFormat(form).value(value) for value in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ((0.00002, 0.009), "0.0000 – 0.0090"),
-        ((0.00002, 0.00003), "0.000020 – 0.000030"),
-        ((43.85, 3505.2), "44 – 3,505"),
-        ((-0.4, 0.31), "−0.40 – 0.31"),
-    ],
-)
-def test_limits_have_two_figures_of_their_half_width(limits, expected):
-    assert NumberFormat().interval(*limits) == expected
+def test_limits_have_two_figures_of_their_half_width():
+    limits = (0.00002, 0.009), (0.00002, 0.00003), (43.85, 3505.2), (-0.4, 0.31)
+    texts = ["0.0000 – 0.0090", "0.000020 – 0.000030", "44 – 3,505", "−0.40 – 0.31"]
+    assert [NumberFormat().interval(*pair) for pair in limits] == texts
 
 
 @pytest.mark.parametrize(
@@ -306,24 +261,16 @@ def test_digits_follow_the_width_of_the_intervals(values, form, expected):
 
 
 def test_a_column_has_one_notation():
-    column = Column("a", "a", lambda result: None)
     cells = [Cell(Interval(value), "", 1) for value in (4.76e-04, 0.0, 0.02, 0.4)]
-    assert [item.text for item in format_column(column, cells)] == [
-        "0.0005",
-        "0.0000",
-        "0.0200",
-        "0.4000",
-    ]
-    tiny = format_column(column, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
+    texts = [item.text for item in format_column(COLUMN, cells)]
+    assert texts == ["0.0005", "0.0000", "0.0200", "0.4000"]
+    tiny = format_column(COLUMN, [Cell(Interval(value), "", 1) for value in (4.76e-06, 0.02, 0.4)])
     assert [item.text for item in tiny] == ["< 0.0001", "0.0200", "0.4000"]
 
 
 def test_epsilons_are_named():
-    assert [format_epsilon(value) for value in (8 / 255, 0.0313725, 0.05)] == [
-        "8/255",
-        "8/255",
-        "0.05",
-    ]
+    assert [format_epsilon(8 / 255), format_epsilon(0.0313725)] == ["8/255"] * 2
+    assert format_epsilon(0.05) == "0.05"
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
     assert shorten_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
@@ -333,13 +280,8 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     stages = [*MEASURED_STAGES, "cost"]
     write_results(tmp_path, METHODS, [0], ["pretrain"], stages)
     write_results(tmp_path, METHODS, [0], ["finetune"], MEASURED_STAGES)
-    run = Selection(
-        methods=tuple(METHODS),
-        seeds=(0,),
-        phases=("pretrain", "finetune"),
-        measurements=("cost",),
-        thorough=("pretrain",),
-    )
+    phases = {"phases": ("pretrain", "finetune"), "thorough": ("pretrain",)}
+    run = Selection(methods=tuple(METHODS), seeds=(0,), measurements=("cost",), **phases)
     found = read_results(run, "", tmp_path, stages)
     assert len(found.phases["pretrain"].results(Cost)) == len(METHODS)
     assert found.phases["finetune"].results(Cost) == []
@@ -347,11 +289,6 @@ def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
     assert render_report(found).count("Latency") > 0
     with pytest.raises(UserError, match="cost/finetune"):
         read_results(run.model_copy(update={"thorough": None}), "", tmp_path, stages)
-
-
-def test_thorough_phases_are_among_the_phases():
-    with pytest.raises(
-        ValidationError,
-        match="thorough names adversarial; allowed: pretrain, finetune, as in phases",
-    ):
+    words = "thorough names adversarial; allowed: pretrain, finetune, as in phases"
+    with pytest.raises(ValidationError, match=words):
         Selection(methods=("dense",), seeds=(0,), thorough=("adversarial",))

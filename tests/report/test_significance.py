@@ -22,13 +22,8 @@ from moecore.report.headline_quantities import phase_quantities
 from moecore.report.page.report_page import build_page, render_report
 from moecore.report.page.sections import describe_claims, describe_phase_findings
 from moecore.report.page.view import WORDS, find_explaining_word
-from moecore.report.tables.metrics_by_method import (
-    build_table,
-    cells_with_best_marked,
-    compare_methods,
-    used_tests,
-)
-from moecore.report.typed_results import Measured, Results
+from moecore.report.study_results import Measured, Results
+from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval
 from moecore.tasks.classification import Classification
 from tests.report.generated import changed, model_with_results, trained, with_values
@@ -49,9 +44,7 @@ class Found(Config):
 
 def model(hits=None, value: float | None = 0.0) -> Measured:
     """A model whose number is ``value`` and whose hits are ``hits``."""
-    return model_with_results(
-        Found(value=value, hits=None if hits is None else tuple(hits.tolist()))
-    )
+    return model_with_results(Found(value=value, hits=None if hits is None else tuple(hits)))
 
 
 def sized(parameters: int = 10) -> Measured:
@@ -77,17 +70,9 @@ def metric(read, better, form="number", hits=None) -> Column:
     return Column(name, "", read, better, form, kind=Found, read_hits=hits)
 
 
-def share(found: Found) -> Interval:
-    return Interval(float(np.mean(found.hits)), 0.0, 1.0)
-
-
-def within(found: Found) -> Interval:
-    return Interval(found.value, found.value - 0.1, found.value + 0.1)
-
-
-SHARE = metric(share, "higher", "share", hits_of)
+SHARE = metric(lambda found: Interval(np.mean(found.hits), 0, 1), "higher", "share", hits_of)
 VALUE = metric(lambda found: found.value, "lower")
-WITHIN = metric(within, "lower")
+WITHIN = metric(lambda found: Interval(found.value, found.value - 0.1, found.value + 0.1), "lower")
 NEITHER = metric(lambda found: found.value, "")
 
 
@@ -96,45 +81,33 @@ def one_seed(**hits) -> dict[str, dict[int, Measured]]:
 
 
 def seeds(**values) -> dict[str, dict[int, Measured]]:
-    return {
-        name: {seed: model(value=value) for seed, value in enumerate(found)}
-        for name, found in values.items()
-    }
+    models = {name: [model(value=value) for value in found] for name, found in values.items()}
+    return {name: dict(enumerate(of_seeds)) for name, of_seeds in models.items()}
 
 
 def marked(metric: Column, models) -> list[str]:
-    return [
-        method
-        for method, found in cells_with_best_marked(metric, models).items()
-        if found and found.marked
-    ]
+    cells = metrics_by_method.cells_with_best_marked(metric, models)
+    return [method for method, cell in cells.items() if cell and cell.marked]
 
 
 def test_one_seed_is_tested_on_the_images():
     # b alone is right on 10 images, a alone on 2: exact p = 158 / 4096
     models = one_seed(a=right(*range(10)), b=right(50, 51))
     found = differences_from(SHARE, models, "a")["b"]
-    assert (found.test, found.only, found.p, found.holm) == (
-        "mcnemar",
-        (10, 2),
-        pytest.approx(158 / 4096),
-        pytest.approx(158 / 4096),
-    )
-    assert (
-        found.difference.value == pytest.approx(0.08)
-        and 0 < found.difference.low < 0.08 < found.difference.high
-    )
+    assert (found.test, found.only) == ("mcnemar", (10, 2))
+    assert found.p == found.holm == pytest.approx(158 / 4096)
+    assert found.difference.value == pytest.approx(0.08)
+    assert 0 < found.difference.low < 0.08 < found.difference.high
     assert marked(SHARE, models) == ["b"], "although the intervals 0 … 1 of both overlap"
 
 
 def test_a_difference_that_does_not_stand_is_not_marked():
-    assert (
-        marked(SHARE, one_seed(a=right(*range(7)), b=right(50, 51))) == []
-    )  # 7 and 2: p = 2 · (1 + 9 + 36) / 512 = 0.18
-    assert (
-        marked(SHARE, one_seed(a=right(1), b=right(1))) == []
-        and marked(SHARE, one_seed(a=right(1))) == []
-    )
+    # 7 and 2: p = 2 · (1 + 9 + 36) / 512 = 0.18
+    assert marked(SHARE, one_seed(a=right(*range(7)), b=right(50, 51))) == []
+    assert marked(SHARE, one_seed(a=right(1), b=right(1))) == []
+    assert marked(SHARE, one_seed(a=right(1))) == []
+    models = seeds(a=(1.0, 2.0, 3.1), b=(2.0, 3.0, 4.0))  # neither is better
+    assert marked(NEITHER, models) == [] and differences_from(NEITHER, models, "a") == {}
 
 
 def test_holm_takes_the_number_of_comparisons_into_account():
@@ -144,10 +117,7 @@ def test_holm_takes_the_number_of_comparisons_into_account():
     found = differences_from(SHARE, three, "b")
     assert [tested.holm for tested in found.values()] == pytest.approx([2 * 158 / 4096] * 2)
     assert marked(SHARE, two) == ["b"] and marked(SHARE, three) == []
-
-
-def test_the_best_must_beat_each_other_method():
-    weak = right(*range(20))
+    weak = right(*range(20))  # the best must beat each other method
     assert marked(SHARE, one_seed(a=weak, b=right(50), c=weak)) == ["b"]
     assert marked(SHARE, one_seed(a=weak, b=right(50), c=right(51))) == []
 
@@ -156,40 +126,24 @@ def test_several_seeds_are_tested_pair_by_pair():
     # differences 0.1, 0.11, 0.09: t = 0.1 / (0.01 / √3) = 17.3; the seeds' own spread is far larger
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
     found = differences_from(VALUE, models, "b")["a"]
-    assert (
-        found.test == "seeds"
-        and found.difference.value == pytest.approx(0.1)
-        and found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
-    )
+    assert found.test == "seeds" and found.difference.value == pytest.approx(0.1)
+    assert found.p == pytest.approx(1 - np.sqrt(300 / 302), rel=1e-6)
     assert marked(VALUE, models) == ["b"], "lower is better"
     assert marked(VALUE, seeds(a=(0.2, 0.61, 0.89), b=(0.3, 0.5, 0.8))) == []
 
 
 def test_without_a_paired_test_the_intervals_decide():
-    assert (
-        possible_test(WITHIN, [{0: model()}]) == "intervals"
-        and possible_test(SHARE, [{0: model(None)}]) == "intervals"
-    )
-    assert (
-        marked(WITHIN, seeds(a=(0.5,), b=(0.1,))) == ["b"]
-        and marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
-    )
-    assert (
-        differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
-        and marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
-    )
-
-
-def test_where_neither_is_better_nothing_is_tested():
-    models = seeds(a=(1.0, 2.0, 3.1), b=(2.0, 3.0, 4.0))
-    assert marked(NEITHER, models) == [] and differences_from(NEITHER, models, "a") == {}
+    assert possible_test(WITHIN, [{0: model()}]) == "intervals"
+    assert possible_test(SHARE, [{0: model(None)}]) == "intervals"
+    assert marked(WITHIN, seeds(a=(0.5,), b=(0.1,))) == ["b"]
+    assert marked(WITHIN, seeds(a=(0.25,), b=(0.1,))) == []
+    assert differences_from(WITHIN, seeds(a=(0.5,), b=(0.1,)), "a") == {}
+    assert marked(VALUE, seeds(a=(0.5,), b=(0.1,))) == []
 
 
 def test_a_method_without_the_metric_takes_no_part():
-    models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8)) | {
-        "dense": {seed: model(value=None) for seed in range(3)}
-    }
-    found = cells_with_best_marked(VALUE, models)
+    models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8), dense=(None, None, None))
+    found = metrics_by_method.cells_with_best_marked(VALUE, models)
     assert found["dense"] is None and found["b"].marked and not found["a"].marked
 
 
@@ -212,60 +166,35 @@ def test_what_methods_are_compared_with():
     assert find_moe_baseline({"a": plain}) == ""
 
 
-def test_compare_json_has_the_tests(tmp_path):
-    one = compare_methods(results(tmp_path / "one"))["tgr"]["pretrain"]
-    for name in ("test_accuracy", "accuracy_fgsm", "accuracy_worst_case"):
-        assert set(one[name]["against"]) == {"vmoe", "dense"}
-        tested = one[name]["against"]["vmoe"]
-        assert (
-            tested["test"] == "mcnemar"
-            and 0 <= tested["p"] <= tested["p_holm"] <= 1
-            and tested["low"] <= tested["difference"] <= tested["high"]
-        )
-        assert tested["difference"] == pytest.approx(
-            (tested["only_first"] - tested["only_second"])
-            / (600 if name == "test_accuracy" else 200)
-        )
-    assert "against" not in one["ece_after"] and "against" not in one["parameters"]
-    found = compare_methods(results(tmp_path / "two", seeds=(0, 1, 2)))
-    assert (
-        found["tgr"]["pretrain"]["load_cv2"]["against"]["vmoe"]["test"] == "seeds"
-        and found["tgr"]["pretrain"]["accuracy_fgsm"]["against"]["vmoe"]["test"] == "items × seeds"
-        and "against" not in found["tgr"]["pretrain"]["parameters"]
-    )
-    assert (
-        "vmoe" not in found["vmoe"]["pretrain"]["test_accuracy"]["against"]
-        and "dense" not in found["tgr"]["pretrain"]["load_cv2"]["against"]
-    )
-
-
-def test_the_page_says_which_test_was_used(tmp_path):
+def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
     one = results(tmp_path / "one")
     many = results(tmp_path / "many", seeds=(0, 1, 2))
-    used = {}
-    for name, found in (("one", one), ("many", many)):
-        phase = found.phases["pretrain"]
-        used[name] = used_tests(found, phase, build_table(found, phase).metrics)
-    assert used == {"one": {"mcnemar", "intervals"}, "many": {"items × seeds", "seeds"}}
-    assert "McNemar" in render_report(one)
-    assert "paired test over seeds" not in render_report(one)
-    assert "McNemar" not in render_report(many)
-    assert "paired test over seeds" in render_report(many)
-
-
-def test_a_mark_is_shown(tmp_path):
-    shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
-    before = render_report(shown).count('class="best"')
-    phase = shown.phases["pretrain"]
-    result = phase.models["vmoe"][0].of(Robustness)
-    all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
-    result = with_values(result, "attacked", **all_right)
-    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, kind=Robustness)
-    cells = build_table(shown, phase).cells
-    assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
-    assert cells["vmoe"]["accuracy_fgsm"].marked
-    assert not cells["dense"]["accuracy_fgsm"].marked
-    assert render_report(shown).count('class="best"') > before
+    compared = metrics_by_method.compare_methods(one)["tgr"]["pretrain"]
+    for name, images in (
+        ("test_accuracy", 600),
+        ("accuracy_fgsm", 200),
+        ("accuracy_worst_case", 200),
+    ):
+        assert set(compared[name]["against"]) == {"vmoe", "dense"}
+        tested = compared[name]["against"]["vmoe"]
+        assert tested["test"] == "mcnemar" and 0 <= tested["p"] <= tested["p_holm"] <= 1
+        assert tested["low"] <= tested["difference"] <= tested["high"]
+        more = tested["only_first"] - tested["only_second"]
+        assert tested["difference"] == pytest.approx(more / images)
+    assert "against" not in compared["ece_after"] and "against" not in compared["parameters"]
+    found = metrics_by_method.compare_methods(many)
+    vmoe, tgr = (found[method]["pretrain"] for method in ("vmoe", "tgr"))
+    assert tgr["load_cv2"]["against"]["vmoe"]["test"] == "seeds"
+    assert tgr["accuracy_fgsm"]["against"]["vmoe"]["test"] == "items × seeds"
+    assert "against" not in tgr["parameters"] and "dense" not in tgr["load_cv2"]["against"]
+    assert "vmoe" not in vmoe["test_accuracy"]["against"]
+    for shown, used in ((one, {"mcnemar", "intervals"}), (many, {"items × seeds", "seeds"})):
+        phase = shown.phases["pretrain"]
+        columns = metrics_by_method.build_table(shown, phase).metrics
+        assert metrics_by_method.used_tests(shown, phase, columns) == used
+        text = render_report(shown)
+        assert ("McNemar" in text) == ("mcnemar" in used)
+        assert ("paired test over seeds" in text) == ("seeds" in used)
 
 
 ROOT = Path(__file__).parents[2]
@@ -288,6 +217,16 @@ def with_hits(found: Results, method: str, wrong: int) -> None:
     phase.models[method][0] = changed(phase.models[method][0], result, kind=Robustness)
 
 
+def test_a_mark_is_shown(tmp_path):
+    shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
+    before = render_report(shown).count('class="best"')
+    with_hits(shown, "vmoe", 0)
+    cells = metrics_by_method.build_table(shown, shown.phases["pretrain"]).cells
+    assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
+    assert cells["vmoe"]["accuracy_fgsm"].marked and not cells["dense"]["accuracy_fgsm"].marked
+    assert render_report(shown).count('class="best"') > before
+
+
 def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     found = results(tmp_path)
     text = answered(found)
@@ -300,25 +239,19 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
 
-def test_dense_is_never_the_best(tmp_path):
-    found = results(tmp_path, phases=["pretrain"])._replace(settings=DENSE)
+def test_dense_models_and_routers_that_learned_nothing_are_never_the_best(tmp_path):
+    found = results(tmp_path, phases=["pretrain"])
+    hashed = found._replace(settings=DENSE.replace("noisy_top_k", "hash"))
+    assert hashed.controls == {"vmoe"}
+    assert "vmoe" not in answered(hashed) and "routing overlap is" in answered(hashed)
+    found = found._replace(settings=DENSE)
     with_hits(found, "dense", 0)
     assert found.without_experts == {"dense"}
-    assert "nder the worst attack no mixture of experts is as accurate as dense, 100" in answered(
-        found
-    )
-    cells = build_table(found, found.phases["pretrain"]).cells
-    cell = cells["dense"]["accuracy_worst_case"]
-    assert cell.leads and not cell.marked
-    assert not any(row["accuracy_worst_case"].marked for row in cells.values())
-
-
-def test_a_router_that_learned_nothing_is_a_control(tmp_path):
-    settings = "methods: {dense: {}, vmoe: {router: {kind: hash}}, tgr: {router: {kind: x}}}"
-    found = results(tmp_path, phases=["pretrain"])._replace(settings=settings)
-    assert found.controls == {"vmoe"}
-    text = answered(found)
-    assert "vmoe" not in text and "routing overlap is" in text
+    words = "nder the worst attack no mixture of experts is as accurate as dense, 100"
+    assert words in answered(found)
+    cells = metrics_by_method.build_table(found, found.phases["pretrain"]).cells
+    worst = {method: row["accuracy_worst_case"] for method, row in cells.items()}
+    assert worst["dense"].leads and not any(cell.marked for cell in worst.values())
 
 
 def test_what_was_not_measured_names_its_stage(tmp_path):
@@ -338,11 +271,8 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
 def test_errors_have_their_unit(tmp_path, seeds):
     text = answered(results_of_ages(tmp_path, seeds))
     assert text.startswith("Pretrained on Small cohort: ")
-    assert (
-        re.search(r"has (a significantly smaller|the smallest) error", text)
-        and "accurate" not in text
-    )
-    assert "worst case" not in text
+    assert re.search(r"has (a significantly smaller|the smallest) error", text)
+    assert "accurate" not in text and "worst case" not in text
 
 
 def test_claims_are_counted():
@@ -358,7 +288,7 @@ def test_claims_are_counted():
 def test_pictures_hold_their_data(drawn, tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     phase = found.phases["pretrain"]
-    known = phase_quantities(phase, build_table(found, phase))
+    known = phase_quantities(phase, metrics_by_method.build_table(found, phase))
     scatter, rows = (one.figure for one in overview_charts(phase, known))
     for figure in (scatter, rows):
         for axes in figure.axes:
@@ -372,23 +302,16 @@ def test_pictures_hold_their_data(drawn, tmp_path):
 
 
 def test_words_explain_columns():
-    assert (
-        find_explaining_word("imed_rotation_5") == "IMED" and find_explaining_word("mce") == "mCE"
-    )
-    assert (
-        find_explaining_word("accuracy_worst_case")
-        == find_explaining_word("attacked_mae_worst_case")
-        == "worst case"
-    )
+    assert find_explaining_word("imed_rotation_5") == "IMED"
+    assert find_explaining_word("mce") == "mCE"
+    for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
+        assert find_explaining_word(name) == "worst case"
     assert find_explaining_word("test_accuracy") == ""
     assert all("\n" not in text and not text.endswith(".") for text in WORDS.values())
-
-
-def test_the_glossary_has_the_same_words():
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     rows = {row[0]: row[1] for row in cells if len(row) == 2}
-    assert {name: rows[name] for name in WORDS} == WORDS
+    assert {name: rows[name] for name in WORDS} == WORDS, "the glossary has the same words"
 
 
 def test_a_study_of_a_thousand_classes(tmp_path):
@@ -408,9 +331,8 @@ def test_a_study_of_a_thousand_classes(tmp_path):
     block = next(one for one in section.blocks if one.title == "Confusion of classes")
     assert block.finding == "class 7 is taken for class 8 most often (25\u00a0%, mean over methods)"
     assert [len(tile.lines) for tile in block.tiles] == [1, 1, 1]
-    assert describe_phase_findings(
-        phase, "x", phase_quantities(phase, build_table(found, phase)), ()
-    )
+    quantities = phase_quantities(phase, metrics_by_method.build_table(found, phase))
+    assert describe_phase_findings(phase, "x", quantities, ())
 
 
 def test_pairs_of_seeds_are_tested_by_the_jackknife():

@@ -12,15 +12,10 @@ from moecore.report.figures.overview import draw_scatter, methods_to_label, over
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
 from moecore.report.page.report_page import main_finding
 from moecore.report.page.sections import describe_phase_findings
-from moecore.report.pictures.truth import (
-    figures,
-    purity_curves,
-    share_of_routings_worth,
-    truth_blocks,
-)
+from moecore.report.pictures import truth
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.next_token import NextToken
@@ -32,13 +27,12 @@ RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 def trained(right: int, seed: int) -> Measured:
     scores = (np.arange(10) + seed) % 10 < right
-    outcome = generated.trained(0, seed, False, "pretrain").model_copy(
-        update={
-            "purity": (0.3, right / 10),
-            "test_score": generated.estimate(right / 10, 0.0, 1.0),
-            "test_items": encode_item_values(scores.astype(float)),
-        }
-    )
+    changes = {
+        "purity": (0.3, right / 10),
+        "test_score": generated.estimate(right / 10, 0.0, 1.0),
+        "test_items": encode_item_values(scores.astype(float)),
+    }
+    outcome = generated.trained(0, seed, False, "pretrain").model_copy(update=changes)
     result = Found(values=changed(right), facts={"counts": []})
     return Measured({Trained: collect_outcome_values(outcome), Truth: result})
 
@@ -50,18 +44,15 @@ def changed(right: int) -> list[Value]:
 
 
 def phase(**right: int) -> Phase:
-    models = {
-        method: {seed: trained(number, seed) for seed in range(3)}
-        for method, number in right.items()
-    }
+    models = {name: {seed: trained(r, seed) for seed in range(3)} for name, r in right.items()}
     return Phase("pretrain", {"name": "digits"}, generated.TASK, models)
 
 
 def test_a_method_between_floor_and_ceiling():
     """(6 - 4) / (9 - 4) of ten images, with each seed."""
-    share = share_of_routings_worth(phase(**RIGHT), "vmoe")
+    share = truth.share_of_routings_worth(phase(**RIGHT), "vmoe")
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
-    (block,) = truth_blocks(phase(**RIGHT))
+    (block,) = truth.truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     half = 100 * share.half()
     assert f"[{40 - half:.0f} – {40 + half:.0f}]" in said[0], "the lower limit first"
@@ -106,9 +97,8 @@ def test_the_ceiling_is_never_the_best():
 
 def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     """Thirteen methods: the best three clean, and the best three under attack."""
-    values = {"dense": 0.1, "told": 0.2} | {
-        f"m{number}": 0.3 + number / 100 for number in range(11)
-    }
+    values = {f"m{number}": 0.3 + number / 100 for number in range(11)}
+    values |= {"dense": 0.1, "told": 0.2}
     score = QuantityByMethod("", Column("x", "x", float, "higher"), as_cells(values))
     errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
     assert methods_to_label(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
@@ -127,26 +117,26 @@ def test_experts_beyond_the_kinds_are_said_to_match_none():
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
         counts = truth_layer(kinds - 1, kinds, number, 2).counts
         result = Found(values=(), facts={"counts": [counts]})
-        ((_, figure),) = figures(result)
+        ((_, figure),) = truth.figures(result)
         assert said in figure.caption
 
 
 def test_of_a_text_less_is_better():
     nats = {name: 10 - number for name, number in RIGHT.items()}
-    share = share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
+    share = truth.share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
     assert share.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("method", RIGHT)
 def test_without_floor_or_ceiling_or_worth_there_is_no_share(method):
     others = {name: number for name, number in RIGHT.items() if name != method}
-    assert share_of_routings_worth(phase(**others), "vmoe") is None
-    assert share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
+    assert truth.share_of_routings_worth(phase(**others), "vmoe") is None
+    assert truth.share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
 
 
 def test_purity_over_epochs_under_noise_and_under_attack():
     """vmoe: 0.6 clean, 2 points less with σ = 0.2, 1 less with ε = 8/255."""
-    axes = [picture.figure.axes[0] for picture in purity_curves(phase(**RIGHT))]
+    axes = [picture.figure.axes[0] for picture in truth.purity_curves(phase(**RIGHT))]
     curves = [one.lines[1].get_xydata() for one in axes]
     expected = [[1, 0.3], [2, 0.6]], [[0, 0.6], [0.2, 0.58]], [[0, 0.6], [8, 0.59]]
     assert np.array(curves) == pytest.approx(np.array(expected))

@@ -10,27 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
+from moecore.report.claims import evaluation
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.evaluation import (
-    correct_by_paper,
-    difference_from_json,
-    judge_difference,
-    p_of,
-    verdict_after_holm,
-    verdict_gap_and_level,
-    verdict_to_json,
-)
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
+from moecore.study import sections
 from moecore.study.questions import Round
-from moecore.study.sections import (
-    Claim,
-    Comparison,
-    Question,
-    Selection,
-    compared_quantity_key,
-    has_changed_settings,
-)
 from moecore.study.settings import extract_declared_settings
 from moecore.study.stages import PHASES
 from moecore.study.study import read_study
@@ -45,9 +30,9 @@ MORE_ITEMS = 10  # factor
 class DeclaredClaims(Config):
     """The sections of a params.yaml that claims depend on."""
 
-    run: Selection
-    claims: tuple[Claim, ...] = ()
-    questions: tuple[Question, ...] = ()
+    run: sections.Selection
+    claims: tuple[sections.Claim, ...] = ()
+    questions: tuple[sections.Question, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -55,7 +40,7 @@ class Answer(NamedTuple):
 
     study: str
     command: str  # that runs the round
-    claim: Claim | Question
+    claim: sections.Claim | sections.Question
     entry: dict[str, Any]  # of compare.json; {} if it has none
     state: str  # why there is no entry: "not run yet"
     changed: bool  # whether settings changed after the run
@@ -64,7 +49,7 @@ class Answer(NamedTuple):
     @property
     def words(self) -> Mapping[str, str]:
         """Return verdict → text, where that is not the verdict's name."""
-        if isinstance(self.claim, Question):
+        if isinstance(self.claim, sections.Question):
             return VERDICTS | ANSWERS
         if self.claim.margin:
             return VERDICTS | {"holds": self.claim.better.replace("_", " ")}
@@ -91,7 +76,14 @@ def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
         compared = read_comparison(study.results) if study.results.exists() else {}
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
-    return studies, _with_holm(answers)
+    ps = [answer.entry.get("p") for answer in answers]
+    for place, p in enumerate(
+        evaluation.correct_by_paper([answer.claim for answer in answers], ps)
+    ):
+        if entry := answers[place].entry:
+            corrected = entry | {"verdict_holm": evaluation.verdict_after_holm(entry["verdict"], p)}
+            answers[place] = answers[place]._replace(entry=corrected)
+    return studies, answers
 
 
 def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
@@ -99,12 +91,16 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
     declared = extract_declared_settings(DeclaredClaims, composed.document)
     entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
     measured = {
-        compared_quantity_key(entry["asked"]): entry for entry in entries if _has_all(entry)
+        sections.compared_quantity_key(entry["asked"]): entry
+        for entry in entries
+        if entry.keys() >= {"asked", "form"}  # older versions wrote less
+        and ("interval" not in entry["difference"] or "variances" in entry["difference"])
     }
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
-        entry = measured.get(compared_quantity_key(claim.model_dump()), {})
-        changed = has_changed_settings(entry.get("settings"), composed.document.data, claim)
+        entry = measured.get(sections.compared_quantity_key(claim.model_dump()), {})
+        data = composed.document.data
+        changed = sections.has_changed_settings(entry.get("settings"), data, claim)
         good = ""
         if entry and claim.better == "no_worse":
             settings = read_study(composed.document)
@@ -115,51 +111,29 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
         yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
-def _has_all(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has all that a verdict needs; older versions wrote less."""
-    return entry.keys() >= {"asked", "form"} and (
-        "interval" not in entry["difference"] or "variances" in entry["difference"]
-    )
-
-
 def judge_again(
-    entry: Mapping[str, Any], claim: Claim | Question, good: str = ""
+    entry: Mapping[str, Any], claim: sections.Claim | sections.Question, good: str = ""
 ) -> dict[str, Any]:
     """Return an entry of the same quantity with the uncorrected verdict on ``claim``."""
-    difference = difference_from_json(entry)
-    verdict = judge_difference(difference, claim, good)
-    p = p_of(difference, claim, good)
-    measured = {
-        key: entry[key] for key in ("method", "against", "form", "settings") if key in entry
-    }
-    judged = verdict_to_json(difference, entry["form"], verdict, p, None)
+    difference = evaluation.difference_from_json(entry)
+    verdict = evaluation.judge_difference(difference, claim, good)
+    p = evaluation.p_of(difference, claim, good)
+    keys = ("method", "against", "form", "settings")
+    measured = {key: entry[key] for key in keys if key in entry}
+    judged = evaluation.verdict_to_json(difference, entry["form"], verdict, p, None)
     return measured | judged | {"asked": claim.model_dump(mode="json", exclude_none=True)}
 
 
-def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
-    ps = correct_by_paper([(answer.claim, answer.entry.get("p")) for answer in answers])
-    corrected = []
-    for answer, p in zip(answers, ps, strict=True):
-        entry = answer.entry
-        if entry:
-            entry = entry | {"verdict_holm": verdict_after_holm(entry["verdict"], p)}
-        corrected.append(answer._replace(entry=entry))
-    return corrected
-
-
 def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without those that repeat a fact of an earlier, preferably run, study.
-
-    A fact is one quotation with its direction and printed effect.
-    """
+    """Drop claims with the quotation and effect of an earlier, preferably run, study's claim."""
     studies: dict[tuple[Any, ...], str] = {}
     for answer in sorted(claims, key=lambda answer: not answer.entry):
         studies.setdefault(_fact_key(answer.claim), answer.study)
     return [answer for answer in claims if studies[_fact_key(answer.claim)] == answer.study]
 
 
-def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
-    assert isinstance(claim, Claim), "a question is no fact of a paper"
+def _fact_key(claim: sections.Claim | sections.Question) -> tuple[Any, ...]:
+    assert isinstance(claim, sections.Claim), "a question is no fact of a paper"
     return claim.paper, claim.source, claim.quote, claim.better, claim.effect
 
 
@@ -172,14 +146,14 @@ class RequiredSampleSizes(NamedTuple):
 
 
 def needed_sample(
-    difference: Difference, asked: Comparison, good: str, tests: int = 1
+    difference: Difference, asked: sections.Comparison, good: str, tests: int = 1
 ) -> RequiredSampleSizes:
     """Return the sample that decides with 80 % power if the measured difference is the true one.
 
     good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
     which suffices for Holm's correction over ``tests`` claims whatever the others find.
     """
-    gap, level = verdict_gap_and_level(difference, asked, good)
+    gap, level = evaluation.verdict_gap_and_level(difference, asked, good)
     level = 1 - (1 - level) / tests
 
     def decides(seeds: int, items: int) -> bool:
@@ -207,16 +181,15 @@ def needed_sample(
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
     """Return a line per open claim or question, those with the shortest training first."""
-    claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
+    claims = [answer for answer in answers if isinstance(answer.claim, sections.Claim)]
     families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
     lines = []
     for answer in answers:
         if not answer.entry:
             lines.append(((2, 0.0), f"{_describe_comparison(answer)}: {answer.state}"))
         elif (answer.entry.get("verdict_holm") or answer.entry["verdict"]) == "open":
-            lines.append(
-                _describe_plan(answer, studies[answer.study], families[answer.claim.paper])
-            )
+            tests = families[answer.claim.paper]
+            lines.append(_describe_plan(answer, studies[answer.study], tests))
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 
@@ -224,16 +197,20 @@ def _describe_plan(
     answer: Answer, compared: Mapping[str, Any], tests: int
 ) -> tuple[tuple[int, float], str]:
     """Return sort key and line of an answer; tests: number of tested claims of its paper."""
-    difference = difference_from_json(answer.entry)
+    difference = evaluation.difference_from_json(answer.entry)
     row = build_claim_row(answer.entry)
     if not difference.sources:
         return (1, 0.0), f"{_describe_comparison(answer)}: {row.difference}: {row.over}"
-    minutes = _minutes_per_seed(compared, answer.claim)
+    # Training per seed: both methods, all phases up to the asked one.
+    phases = PHASES[: PHASES.index(answer.claim.phase) + 1]
+    methods = dict.fromkeys((answer.claim.method, answer.claim.against))
+    cells = [compared[name].get(phase, {}).get("seconds") for name in methods for phase in phases]
+    minutes = sum(cell["mean"] for cell in cells if cell) / 60
     ways = []
     sample = needed_sample(difference, answer.claim, answer.good)
     if answer.entry["verdict"] == "open":
         ways.append(_describe_ways(difference, sample, minutes))
-    if isinstance(answer.claim, Claim) and tests > 1:
+    if isinstance(answer.claim, sections.Claim) and tests > 1:
         sample = needed_sample(difference, answer.claim, answer.good, tests)
         way = _describe_ways(difference, sample, minutes)
         ways.append(f"with Holm's correction over {tests} claims: {way}")
@@ -246,7 +223,7 @@ def _describe_plan(
 
 def _describe_comparison(answer: Answer) -> str:
     claim = answer.claim
-    source = claim.source if isinstance(claim, Claim) else "question"
+    source = claim.source if isinstance(claim, sections.Claim) else "question"
     place = ", ".join(filter(None, (claim.paper, source, claim.phase)))
     return f"{answer.study}: {place}: {claim.words}"
 
@@ -264,14 +241,6 @@ def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
         for source, (now, then) in zip(difference.sources, numbers, strict=True)
     )
     return difference._replace(sources=sources, seeds=seeds, items=items)
-
-
-def _minutes_per_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
-    """Return the minutes of training per seed: both methods, all phases up to the asked one."""
-    phases = PHASES[: PHASES.index(asked.phase) + 1]
-    methods = dict.fromkeys((asked.method, asked.against))
-    cells = [compared[name].get(phase, {}).get("seconds") for name in methods for phase in phases]
-    return sum(cell["mean"] for cell in cells if cell) / 60
 
 
 def _describe_ways(difference: Difference, sample: RequiredSampleSizes, minutes: float) -> str:

@@ -3,12 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moecore.report.claims.evaluation import (
-    EvaluatedClaim,
-    claim_entry,
-    drop_questions,
-    keep_questions,
-)
+from moecore.report.claims import evaluation
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import (
     NumberFormat,
@@ -104,18 +99,17 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     )
 
 
-def claims_section(evaluated: Sequence[EvaluatedClaim]) -> Section:
-    blocks = []
-    if claims := drop_questions(evaluated):
-        blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
-    if questions := keep_questions(evaluated):
-        blocks.append(
-            Block(ASKED, grids=[PageTable(ASKED_HEAD, list(map(_claim_line, questions)))])
-        )
+def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> Section:
+    claims, questions = evaluation.split_questions(evaluated)
+    blocks = [
+        Block(title, grids=[PageTable(head, list(map(_claim_line, answers)))])
+        for title, head, answers in (("", HEAD, claims), (ASKED, ASKED_HEAD, questions))
+        if answers
+    ]
     return Section("claims", TITLE if claims else ASKED, "Claims", [HOW], blocks)
 
 
-def claims_markdown(evaluated: Sequence[EvaluatedClaim]) -> str:
+def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
     """Return the content of reports/claims.md: the tables of the page's section."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
@@ -125,18 +119,17 @@ def claims_markdown(evaluated: Sequence[EvaluatedClaim]) -> str:
         if block.title:
             lines += ["", f"## {block.title}"]
         for grid in block.grids:
-            rows = [[_plain_text(item) for item in (row.head, *row.items)] for row in grid.lines]
+            rows = [
+                ["; ".join(filter(None, (cell.text, cell.small, cell.note))) for cell in cells]
+                for cells in ((row.head, *row.items) for row in grid.lines)
+            ]
             lines += ["", *markdown_table(grid.columns, rows)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("\u00a0", " ") + "\n"
 
 
-def _plain_text(item: PageCell) -> str:
-    return "; ".join(filter(None, (item.text, item.small, item.note))).replace("\u00a0", " ")
-
-
-def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
+def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
     claim = evaluated_claim.claim
-    row = build_claim_row(claim_entry(evaluated_claim))
+    row = build_claim_row(evaluation.claim_entry(evaluated_claim))
     detectable = fasten_unit(row.detectable)
     if isinstance(claim, Claim):
         head = PageCell(claim.paper, note=f"{claim.source}: {claim.says} “{claim.quote}”")
@@ -149,7 +142,14 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
         answer = ANSWERS.get(row.verdict, row.verdict)
         marks = [PageCell(answer, detectable, look=f"verdict {row.verdict}")]
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
-    note = "; ".join(filter(None, (_statement(evaluated_claim), claim.why)))  # it may wrap
+    better = claim.better
+    if claim.margin is not None:
+        margin = NumberFormat(evaluated_claim.metric.form).size(claim.margin)
+        better = f"{better.replace('_', ' ')} within {margin}"
+    verb = "claimed" if isinstance(claim, Claim) else "asked"
+    other = claim.against_metric and f" against {claim.against_metric}"
+    statement = f"{better} is {verb}{other}, {claim.phase}"
+    note = "; ".join(filter(None, (statement, claim.why)))  # it may wrap
     metric = PageCell(evaluated_claim.metric.label, note=note)
     sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
     printed = row.effect and f"the paper: {row.effect}"
@@ -160,15 +160,3 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
 def fasten_unit(text: str) -> str:
     """Return the text with no line break between a number and its unit."""
     return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))
-
-
-def _statement(evaluated_claim: EvaluatedClaim) -> str:
-    """Return what is claimed or asked about the metric, and the phase."""
-    claim = evaluated_claim.claim
-    better = claim.better
-    if claim.margin is not None:
-        margin = NumberFormat(evaluated_claim.metric.form).size(claim.margin)
-        better = f"{better.replace('_', ' ')} within {margin}"
-    verb = "claimed" if isinstance(claim, Claim) else "asked"
-    other = claim.against_metric and f" against {claim.against_metric}"
-    return f"{better} is {verb}{other}, {claim.phase}"

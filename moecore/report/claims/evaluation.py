@@ -10,9 +10,9 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
 from moecore.report.column import Column
+from moecore.report.study_results import Models, Results
 from moecore.report.tables.cells import ROUNDING_WIDTH, Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
-from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.crossed import Difference, VarianceSource
 from moecore.statistics.paired import holm
@@ -56,7 +56,7 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
         metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
         models = results.phases[claim.phase].models
         evaluated.append(_evaluate(claim, place, metrics, models))
-    corrected = correct_by_paper([(answer.claim, answer.p) for answer in evaluated])
+    corrected = correct_by_paper(asked, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
@@ -64,32 +64,32 @@ def describe_missing_metric(asked: Comparison, results: Results) -> str:
     """Return which method lacks the metric of a comparison; "" if both have theirs."""
     phase = results.phases[asked.phase]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-    for method, name in (
-        (asked.method, asked.metric),
-        (asked.against, asked.against_metric or asked.metric),
-    ):
+    sides = (asked.method, asked.metric), (asked.against, asked.against_metric or asked.metric)
+    for method, name in sides:
         if name not in metrics or not method_cells_over_seeds(metrics[name], phase.models)[method]:
             return f"{method} has no {name}"
     return ""
 
 
-def drop_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
-    return [answer for answer in evaluated if isinstance(answer.claim, Claim)]
-
-
-def keep_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
-    return [answer for answer in evaluated if isinstance(answer.claim, Question)]
+def split_questions(
+    evaluated: Sequence[EvaluatedClaim],
+) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
+    """Return the claims, and the questions."""
+    sides: dict[type, list[EvaluatedClaim]] = {Claim: [], Question: []}
+    for answer in evaluated:
+        sides[type(answer.claim)].append(answer)
+    return sides[Claim], sides[Question]
 
 
 def correct_by_paper(
-    claims: Sequence[tuple[Claim | Question, float | None]],
+    comparisons: Sequence[Claim | Question], ps: Sequence[float | None]
 ) -> list[float | None]:
     """Return each p with Holm's correction over the tested claims of its paper; else None."""
     families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
-    for place, (claim, p) in enumerate(claims):
+    for place, (claim, p) in enumerate(zip(comparisons, ps, strict=True)):
         if isinstance(claim, Claim) and p is not None:
             families[claim.paper][place] = p
-    corrected: list[float | None] = [None] * len(claims)
+    corrected: list[float | None] = [None] * len(ps)
     for values in families.values():
         for place, p in zip(values, holm(list(values.values())), strict=True):
             corrected[place] = p
@@ -164,19 +164,13 @@ def compare_json_claims(
 
 def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
     """Return the entry of a claim or question in compare.json, without the settings' digest."""
-    form = evaluated_claim.metric.form
+    claim, metric, ours, theirs, difference, verdict, p, _, p_holm = evaluated_claim
     return {
-        "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
-        "method": cell_to_json(evaluated_claim.ours, form),
-        "against": cell_to_json(evaluated_claim.theirs, form),
-        **verdict_to_json(
-            evaluated_claim.difference,
-            form,
-            evaluated_claim.verdict,
-            evaluated_claim.p,
-            evaluated_claim.p_holm,
-        ),
-        "form": form,
+        "asked": claim.model_dump(mode="json", exclude_none=True),
+        "method": cell_to_json(ours, metric.form),
+        "against": cell_to_json(theirs, metric.form),
+        **verdict_to_json(difference, metric.form, verdict, p, p_holm),
+        "form": metric.form,
     }
 
 
@@ -185,10 +179,11 @@ def verdict_to_json(
 ) -> dict[str, Any]:
     """Return the part of an entry of compare.json that follows from the difference."""
     cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
-    variances, freedoms = zip(*difference.sources, strict=True) if difference.sources else ((), ())
-    sources = {"variances": list(variances), "freedoms": list(freedoms)} if variances else {}
+    cell["items"] = difference.items
+    if difference.sources:
+        cell["variances"], cell["freedoms"] = map(list, zip(*difference.sources, strict=True))
     entry = {
-        "difference": cell | {"items": difference.items} | sources,
+        "difference": cell,
         "verdict": verdict,
         "p": p,
         "p_holm": p_holm,
@@ -224,8 +219,7 @@ def drop_zero_width_interval(difference: Difference) -> Difference:
 def _evaluate(
     claim: Claim | Question, place: str, metrics: Mapping[str, Column], models: Models
 ) -> EvaluatedClaim:
-    metric = _choose(metrics, claim.metric, f"{place}.metric")
-    other = metric
+    metric = other = _choose(metrics, claim.metric, f"{place}.metric")
     rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
     if claim.against_metric:
         rivals = models
@@ -245,9 +239,8 @@ def _evaluate(
     difference = drop_zero_width_interval(crossed_or_paired_difference(*values))
     if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
         difference = difference._replace(sources=(), kind="")
-    good = metric.better
-    verdict = judge_difference(difference, claim, good)
-    p = p_of(difference, claim, good)
+    verdict = judge_difference(difference, claim, metric.better)
+    p = p_of(difference, claim, metric.better)
     return EvaluatedClaim(claim, metric, first, second, difference, verdict, p, values)
 
 

@@ -19,19 +19,13 @@ from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.page.report_page import template_environment
 from moecore.report.pictures.sizes import format_size
 from moecore.report.tables.cells import SCALES, NumberFormat, interval_from_json, markdown_table
+from moecore.study import papers
 from moecore.study.document import did_you_mean
-from moecore.study.papers import (
-    PIPELINES,
-    ModelSizeComparison,
-    PaperTable,
-    UnjudgedMetrics,
-    load_papers,
-)
-from moecore.study.questions import WORLDS, QuestionFile, load_questions
+from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions
 from moecore.study.sections import Claim, Question
 
 CLAIMS_PAGE = Path("docs/claims.md")
-STUDIES_PAGE = PIPELINES / "README.md"
+STUDIES_PAGE = papers.PIPELINES / "README.md"
 ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not run yet")
 MARKED = re.compile(
     r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
@@ -62,19 +56,27 @@ def write_claims_page(root: Path = Path()) -> Path:
     return target
 
 
-def render_claims_page(root: Path = Path()) -> str:
-    """Return the text of docs/claims.md."""
-    rounds = [study for question in load_questions(root) for study in question.rounds]
+def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = None) -> str:
+    """Return the text of docs/claims.md; rounds: of the project's questions, if they are read."""
+    if rounds is None:
+        rounds = [study for question in load_questions(root) for study in question.rounds]
     commands = {study.name: study.command for study in rounds}
     studies, answers = evaluate_results(rounds)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
     unlisted = claims
-    for paper in load_papers(root).values():
+    for paper in papers.load_papers(root).values():
         cells = []
         for row in paper.tables:
-            of_row = [answer for answer in claims if _stands_in(row, paper.name, answer.claim)]
+            sources = {row.number, *(claimed.get("source") for claimed in row.claims.values())}
+            of_row = [
+                answer
+                for answer in claims
+                if isinstance(answer.claim, Claim)
+                and answer.claim.paper == paper.name
+                and answer.claim.source in sources
+            ]
             unlisted = [answer for answer in unlisted if answer not in of_row]
             state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
             states[state] += 1
@@ -95,10 +97,9 @@ def render_claims_page(root: Path = Path()) -> str:
     facts = count_facts_once(claims)
     verdicts = Counter(answer.verdict_holm for answer in facts)
     template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
-    told = ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name])
     numbers = {
         "facts": facts,
-        "told": told,
+        "told": ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name]),
         "excluding": sum(
             bool(build_claim_row(answer.entry).excludes) for answer in facts if answer.entry
         ),
@@ -109,23 +110,16 @@ def render_claims_page(root: Path = Path()) -> str:
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
-def _stands_in(row: PaperTable, paper: str, claim: Claim | Question) -> bool:
-    sources = {
-        row.number,
-        *(claimed["source"] for claimed in row.claims.values() if "source" in claimed),
-    }
-    return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
-
-
-def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str:
+def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` for each metric that the study measured."""
     compared = studies.get(printed.study, {})
     texts = []
     for metric in printed.metrics:
-        cells = {}
-        for method in printed.methods:
-            if cell := compared.get(method, {}).get(printed.phase, {}).get(metric):
-                cells[method] = cell
+        cells = {
+            method: cell
+            for method in printed.methods
+            if (cell := compared.get(method, {}).get(printed.phase, {}).get(metric))
+        }
         if cells:
             form = next(iter(cells.values()))["form"]
             number_format = NumberFormat.of(form, map(interval_from_json, cells.values()))
@@ -134,11 +128,10 @@ def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str
     return "; ".join(texts)
 
 
-def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str, Any]) -> str:
-    """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``.
-
-    compared: entry ``sizes`` of the study's compare.json.
-    """
+def describe_model_size_ratios(
+    asked: papers.ModelSizeComparison, compared: Mapping[str, Any]
+) -> str:
+    """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``."""
     texts = []
     for key, metric in METRICS.items():
         pair = [compared.get(name, {}).get(key) for name in asked.models]
@@ -153,15 +146,12 @@ def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str
 
 
 def paper_item_state_and_rows(
-    row: PaperTable,
+    row: papers.PaperTable,
     claims: Sequence[Answer],
     studies: Studies,
     commands: Mapping[str, str],
 ) -> tuple[str, list[list[str]]]:
-    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
-
-    A row per claim or size comparison, else one row.
-    """
+    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md."""
     values = [
         (column, text)
         for column in row.columns
@@ -206,12 +196,16 @@ def paper_item_state_and_rows(
 class AnswerTexts(NamedTuple):
     """The texts of an answer for tables in Markdown; "" for missing ones."""
 
-    said: str  # the claim or question
+    statement: str  # the claim or question
     measured: str = ""
     difference: str = ""  # with its interval
     over: str = ""  # what the interval is over, or why there is no interval
     effect: str = ""  # what the paper prints
     verdict: str = ""
+
+    def describe_difference(self, over: str) -> str:
+        difference = ", ".join(filter(None, (self.difference, over)))
+        return "; ".join(filter(None, (difference, self.effect)))
 
 
 def describe_answer(answer: Answer) -> AnswerTexts:
@@ -242,12 +236,11 @@ def describe_answer(answer: Answer) -> AnswerTexts:
 def _answer_cells(answer: Answer) -> list[str]:
     """Return the cells ``here``, ``difference``, ``verdict`` and ``study``."""
     texts = describe_answer(answer)
-    statement = texts.said
+    statement = texts.statement
     if isinstance(answer.claim, Claim):
         statement += f" (“{answer.claim.quote}”)"
     here = ": ".join(filter(None, (statement, texts.measured)))
-    difference = ", ".join(filter(None, (texts.difference, texts.over)))
-    difference = "; ".join(filter(None, (difference, texts.effect)))
+    difference = texts.describe_difference(texts.over)
     return [here, difference, texts.verdict, f"`{answer.command}`"]
 
 
@@ -261,21 +254,15 @@ def answers_table(answers: Sequence[Answer]) -> str:
         claim = answer.claim
         source = claim.source if isinstance(claim, Claim) else ""
         place = ", ".join(filter(None, (claim.paper, source)))
-        over = "" if shared else texts.over
-        difference = ", ".join(filter(None, (texts.difference, over)))
-        difference = "; ".join(filter(None, (difference, texts.effect)))
-        statement = ": ".join(filter(None, (place, texts.said)))
+        difference = texts.describe_difference("" if shared else texts.over)
+        statement = ": ".join(filter(None, (place, texts.statement)))
         rows.append((statement, texts.verdict, difference, texts.measured))
     head = ("asked", "answer", f"difference [95 %] {shared}".strip(), "measured")
     return "\n".join(markdown_table(head, rows))
 
 
 def write_study_pages(root: Path = Path()) -> list[Path]:
-    """Write pipelines/README.md and the tables in the READMEs of its folders below ``root``.
-
-    Raises UserError, and writes nothing, if a folder has no README, or a text names an unknown
-    number or round.
-    """
+    """Write pipelines/README.md and its folders' tables, all or none; may raise UserError."""
     pages = render_study_pages(root)
     for path, text in pages.items():
         write_whole(root / path, text)
@@ -285,32 +272,42 @@ def write_study_pages(root: Path = Path()) -> list[Path]:
 def render_study_pages(root: Path) -> dict[Path, str]:
     """Return path → text of pipelines/README.md and of the READMEs of its folders."""
     questions = load_questions(root)
-    studies, answers = evaluate_results(
-        study for question in questions for study in question.rounds
-    )
+    rounds = [study for question in questions for study in question.rounds]
+    studies, answers = evaluate_results(rounds)
     folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
-    readmes = {folder: _read_readme(root, folder) for folder in folders}
-    sections = [
-        {
-            "title": _folder_title(folder, readmes[folder]),
-            "verdicts": _count_verdicts(
-                [answer for answer in answers if _is_in(answer.study, folder)]
-            ),
-            "table": _table_of(
-                [question for question in questions if _is_in(question.name, folder)], studies
-            ),
-        }
-        for folder in sorted(folders, key=lambda name: name == "ours")
-    ]
+    readmes = {}
+    for folder in folders:
+        path = root / papers.PIPELINES / folder / "README.md"
+        if not path.is_file():
+            raise UserError(f"{path}: found no such file; write one, with a section per question")
+        readmes[folder] = path.read_text(encoding="utf-8")
+    sections = []
+    for folder in sorted(folders, key=lambda name: name == "ours"):
+        of_folder = [question for question in questions if question.name.startswith(f"{folder}/")]
+        judged = [answer for answer in answers if answer.study.startswith(f"{folder}/")]
+        name, _, title = readmes[folder].splitlines()[0].removeprefix("# ").partition(": ")
+        sections.append(
+            {
+                "title": f"[{name}]({folder}/README.md): {title}",
+                "verdicts": _count_verdicts(judged),
+                "table": _table_of(of_folder, studies),
+            }
+        )
     headlines = sorted(
-        (headline, fill_in_numbers(answer, question, studies), _link(question))
+        (
+            headline,
+            fill_in_numbers(answer, question, studies),
+            f"[{question.name}]({'/README.md#'.join(question.name.split('/'))})",
+        )
         for question in questions
         for headline, answer in (question.document.data.get("headlines") or {}).items()
     )
-    worlds = [
-        (f"[{path.stem}]({WORLDS}/{path.name})", _leading_comment(path))
-        for path in sorted((root / PIPELINES / WORLDS).glob("*.yaml"))
-    ]
+    worlds = []
+    for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        words = " ".join(line.removeprefix("#").strip() for line in comment)
+        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", words))
     template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
     text = template.render(
         headlines=markdown_table(("question", "answer", "details"), headlines),
@@ -319,7 +316,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     )
     pages = {STUDIES_PAGE: text.rstrip() + "\n"}
     for folder, readme in readmes.items():
-        path = PIPELINES / folder / "README.md"
+        path = papers.PIPELINES / folder / "README.md"
         pages[path] = fill_in_answers(readme, path, studies, answers)
     return pages
 
@@ -372,35 +369,6 @@ def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
     return NUMBER.sub(number, text)
 
 
-def _read_readme(root: Path, folder: str) -> str:
-    path = root / PIPELINES / folder / "README.md"
-    if not path.is_file():
-        raise UserError(f"{path}: found no such file; write one, with a section per question")
-    return path.read_text(encoding="utf-8")
-
-
-def _folder_title(folder: str, readme: str) -> str:
-    """Return the heading of a folder's README, with a link to it."""
-    name, _, title = readme.splitlines()[0].removeprefix("# ").partition(": ")
-    return f"[{name}]({folder}/README.md): {title}"
-
-
-def _is_in(name: str, folder: str) -> bool:
-    return name.partition("/")[0] == folder
-
-
-def _leading_comment(path: Path) -> str:
-    """Return the comment at the start of a file, as one line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = list(takewhile(lambda line: line.startswith("#"), lines))
-    return " ".join(line.removeprefix("#").strip() for line in comment)
-
-
-def _link(question: QuestionFile) -> str:
-    folder, _, name = question.name.partition("/")
-    return f"[{question.name}]({folder}/README.md#{name})"
-
-
 def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
     """Return the table of a folder: question, answer, and the command that runs it."""
     rows = []
@@ -430,6 +398,8 @@ def _count_verdicts(answers: Sequence[Answer]) -> str:
         lines.append(f"Claims of papers, after Holm's correction: {counted}.")
     if questions:
         verdicts = (*ANSWERS.values(), "not significant", "not run yet")
-        told = [f"{questions[name]} {SAID.get(name, name)}" for name in verdicts if questions[name]]
-        lines.append(f"Questions of ours: {', '.join(told)}.")
+        counts = [
+            f"{questions[name]} {SAID.get(name, name)}" for name in verdicts if questions[name]
+        ]
+        lines.append(f"Questions of ours: {', '.join(counts)}.")
     return " ".join(lines)

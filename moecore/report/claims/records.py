@@ -28,23 +28,11 @@ from torch import Tensor
 
 from moecore.core.files import UserError, read_json
 from moecore.core.safetensors_files import read_tensors
-from moecore.report.claims.evaluation import (
-    SECTIONS,
-    EvaluatedClaim,
-    difference_from_json,
-    drop_zero_width_interval,
-)
+from moecore.report.claims import evaluation
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
 from moecore.statistics.crossed import Difference
-from moecore.study.papers import (
-    ASKS,
-    PAPER_FILE,
-    PIPELINES,
-    find_paper_file,
-    named_claims,
-    split_asked,
-)
+from moecore.study import papers
 from moecore.study.questions import Round
 from moecore.study.sections import Comparison, compared_quantity_key, has_changed_settings
 
@@ -62,12 +50,9 @@ SHORT = 8  # characters of a printed commit
 
 
 def pack_items(
-    evaluated: Sequence[EvaluatedClaim], numbers: Mapping[str, Any]
+    evaluated: Sequence[evaluation.EvaluatedClaim], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the items of the claims as tensors; print those that exceed ``MOST_BYTES`` to stderr.
-
-    numbers: content of compare.json.
-    """
+    """Return the items of the claims as tensors; those above ``MOST_BYTES`` are named on stderr."""
     tensors = {RESULT: _result_digest(numbers)}
     for answer in evaluated:
         names = _value_names(answer.claim.model_dump())
@@ -83,10 +68,7 @@ def pack_items(
 
 
 def verify_kept_items(results: Path) -> int:
-    """Return how many differences of a result were recomputed from its items; 0 without items.
-
-    Raises UserError if a difference is another, or the items belong to another result.
-    """
+    """Return how many differences follow from a result's items; UserError if one does not."""
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return 0
@@ -94,14 +76,15 @@ def verify_kept_items(results: Path) -> int:
     numbers = read_json(results)
     again = f"run the study again: {results} and these are one result"
     number = 0
-    for section in SECTIONS.values():
+    for section in evaluation.SECTIONS.values():
         for key, entry in numbers.get(section, {}).items():
             names = _value_names(entry["asked"])
             if not set(names) <= tensors.keys():
                 continue
             stored = entry["difference"]
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
-            difference = drop_zero_width_interval(crossed_or_paired_difference(ours, theirs))
+            difference = crossed_or_paired_difference(ours, theirs)
+            difference = evaluation.drop_zero_width_interval(difference)
             if not _agrees(difference, entry):
                 raise UserError(
                     f"{path}: {section}: {key}: found {difference.value:.6g} from these items, "
@@ -161,7 +144,7 @@ def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
     if theirs.limits is None:  # identical values, or bounds
         return math.isclose(ours.value, theirs.value, abs_tol=1e-12)
     half = (theirs.limits[1] - theirs.limits[0]) / 2
-    for interval in (ours, difference_from_json(entry).interval()):
+    for interval in (ours, evaluation.difference_from_json(entry).interval()):
         limits = interval.limits
         if limits is None:
             return False
@@ -173,7 +156,7 @@ def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
 
 def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
     """Return the sha256 (32,) of the claims and questions, without variances."""
-    judged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
+    judged: dict[str, dict[str, Any]] = {section: {} for section in evaluation.SECTIONS.values()}
     for section, entries in judged.items():
         for name, entry in numbers.get(section, {}).items():
             stored = {k: v for k, v in entry["difference"].items() if k not in VARIANCES}
@@ -261,7 +244,8 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
         return False
     if _verdict_key(question) not in _read_questions(root, commit, record["file"]):
         return False
-    return _exits_well(root, "merge-base", "--is-ancestor", commit, answered or "HEAD")
+    ended = _start_git(root, ("merge-base", "--is-ancestor", commit, answered or "HEAD"))
+    return ended is not None and ended.returncode == 0
 
 
 @lru_cache
@@ -269,7 +253,7 @@ def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, 
     """Return the verdict keys of all claims and questions in a committed file."""
     data = _read_committed(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
-    references = [reference for part in parts for reference in part.get(ASKS) or ()]
+    references = [reference for part in parts for reference in part.get(papers.ASKS) or ()]
     named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, references)]
     written = [comparison for part in parts for comparison in _list_comparisons(part)]
     return frozenset(map(_verdict_key, named + written))
@@ -278,12 +262,13 @@ def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield the claims that a question refers to by name, from the papers' files of the commit."""
     for reference in asks:
-        folder, name, changes = split_asked(reference)
-        paper = _read_committed(root, commit, (PIPELINES / folder / PAPER_FILE).as_posix())
-        path = find_paper_file(root, folder)
+        folder, name, changes = papers.split_asked(reference)
+        file = papers.PIPELINES / folder / papers.PAPER_FILE
+        paper = _read_committed(root, commit, file.as_posix())
+        path = papers.find_paper_file(root, folder)
         if not paper and root not in path.parents and path.is_file():  # of the installed version
             paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
-        if name in (claims := named_claims(paper)):
+        if name in (claims := papers.named_claims(paper)):
             yield claims[name].values | changes
 
 
@@ -304,21 +289,15 @@ def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def run_git(folder: Path, *arguments: str) -> str:
     """Return git's output; "" if it fails or is not installed."""
-    done = _start_git(folder, arguments)
-    return done.stdout.strip() if done is not None and done.returncode == 0 else ""
-
-
-def _exits_well(folder: Path, *arguments: str) -> bool:
-    done = _start_git(folder, arguments)
-    return done is not None and done.returncode == 0
+    ended = _start_git(folder, arguments)
+    return ended.stdout.strip() if ended is not None and ended.returncode == 0 else ""
 
 
 def _start_git(folder: Path, arguments: tuple[str, ...]) -> subprocess.CompletedProcess | None:
     # A git hook sets GIT_DIR and others, which would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, env=env, capture_output=True, text=True
-        )
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         return None

@@ -7,7 +7,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.typed_results import Measured
+from moecore.report.study_results import Measured
 from moecore.statistics.crossed import (
     BOTH,
     SEEDS,
@@ -36,8 +36,14 @@ class TestedDifference(NamedTuple):
     p: float
     holm: float  # p with Holm's correction over its family of tests
     test: str  # "mcnemar", BOTH, SEEDS, or "" if several seeds give no interval
-    # Images that only the first method gets right, and only the second.
+    # Images that only the first method gets right, and only the second: for McNemar's test.
     only: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of compare.json."""
+        (value, low, high), p, holm, test, only = self
+        entry = {"difference": value, "low": low, "high": high, "p": p, "p_holm": holm}
+        return entry | {"test": test} | dict(zip(("only_first", "only_second"), only, strict=False))
 
 
 def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
@@ -82,24 +88,13 @@ def differences_from(
 def find_leader(
     metric: Column, models: Mapping[str, Seeds], values: Mapping[str, float]
 ) -> str | None:
-    """Return the method with the best mean if it is significantly better than every other.
-
-    values: mean of each method of ``models``. All corrected p-values must be below 5 %.
-    """
+    """Return the method that is significantly better than every other after Holm, or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)
     if len(tests) == len(models) - 1 and all(tested.holm < LEVEL for tested in tests.values()):
         return first
     return None
-
-
-def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
-    """Return the entry of compare.json; for McNemar's test with the images only one gets right."""
-    names = ("difference", "low", "high", "p", "p_holm", "test")
-    numbers = (*tested.difference, tested.p, tested.holm, tested.test)
-    only = zip(("only_first", "only_second"), tested.only, strict=False)
-    return dict(zip(names, numbers, strict=True)) | dict(only)
 
 
 def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:

@@ -1,6 +1,7 @@
 """The charts that several measurements share: curves with bands, tables in colour."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,18 +13,9 @@ from scipy.optimize import isotonic_regression
 
 from moecore.measure.values import Value
 from moecore.report.column import score_title, unit_suffix
-from moecore.report.figures.drawing import (
-    DARK,
-    INK,
-    add_legend_below,
-    empty_figure,
-    finish_layout,
-    line_look,
-    set_percent_axis,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
+from moecore.report.study_results import list_without_none
 from moecore.report.tables.cells import PIXEL
-from moecore.report.typed_results import list_without_none
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
 
@@ -39,7 +31,7 @@ class End(NamedTuple):
     name: str
     x: float
     y: float
-    look: Mapping[str, object]
+    style: Mapping[str, object]
 
 
 class Point(NamedTuple):
@@ -76,7 +68,7 @@ def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHER
 def points_over_seeds(
     seeds: Sequence[Mapping[float, float | None]], limits: Limits = EVERYWHERE
 ) -> list[Point]:
-    """One point for each x that has a value in all seeds; each seed maps x to a value."""
+    """Return a point per x that has a value in all seeds; each seed maps x to a value."""
     points = []
     for x in next(iter(seeds), {}):
         values = list_without_none(of_seed.get(x) for of_seed in seeds)
@@ -86,83 +78,76 @@ def points_over_seeds(
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
-    """Return what the bands of ``points_over_seeds`` are, in words; of one seed there are none."""
-    if any(len(of_method) > 1 for of_method in seeds.values()):
-        return "Bands: 95 % intervals over seeds."
-    return "One seed."
+    """Describe the bands of ``points_over_seeds``."""
+    has_bands = any(len(of_method) > 1 for of_method in seeds.values())
+    return "Bands: 95 % intervals over seeds." if has_bands else "One seed."
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:
-    """Draw a line and a band per curve; return where they end.
-
-    A name without points keeps its colour, so that a method looks the same in all figures.
-    """
+    """Draw a line and a band per curve, with one colour per name; return where they end."""
     ends = []
     for index, (name, points) in enumerate(curves.items()):
         if not points:
             continue
-        look = line_look(index)
+        style = drawing.line_look(index)
         places, values, low, high = zip(*points, strict=True)
-        axes.plot(places, values, label=name, **look)
-        axes.fill_between(places, low, high, color=look["color"], alpha=0.13, linewidth=0)
-        ends.append(End(name, places[-1], values[-1], look))
+        axes.plot(places, values, label=name, **style)
+        axes.fill_between(places, low, high, color=style["color"], alpha=0.13, linewidth=0)
+        ends.append(End(name, places[-1], values[-1], style))
     return ends
 
 
 def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Write a name at the end of each curve, or a legend if there are many.
-
-    height: of the axes in inches. The layout must be final.
-    """
+    """Name curves at their ends, or in a legend; height: of the final axes in inches."""
     if 0 < len(ends) <= DIRECT:
         label_ends(axes, ends, height)
     else:
-        add_legend_below(figure, axes)
+        drawing.add_legend_below(figure, axes)
 
 
-@styled_drawing
-def curves_chart(curves: Curves, look: ChartSpec) -> Figure:
-    """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
-    figure = empty_figure(4.8, look.height)
+@drawing.styled_drawing
+def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
+    """Draw all curves in one panel, which includes 0."""
+    figure = drawing.empty_figure(4.8, spec.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
-    every = [point for points in curves.values() for point in points]
-    highest = max((point.high for point in every), default=1.0)
-    lowest = min((point.low for point in every), default=0.0)
-    top = look.top or 1.05 * highest or 1.0
-    axes.set(xlabel=look.x, ylabel=look.y, title=look.title, ylim=(min(0, 1.05 * lowest), top))
-    if look.share:
-        set_percent_axis(axes, look.y)
+    all_points = [point for points in curves.values() for point in points]
+    highest = max((point.high for point in all_points), default=1.0)
+    lowest = min((point.low for point in all_points), default=0.0)
+    top = spec.top or 1.05 * highest or 1.0
+    axes.set(xlabel=spec.x, ylabel=spec.y, title=spec.title, ylim=(min(0, 1.05 * lowest), top))
+    if spec.share:
+        drawing.set_percent_axis(axes, spec.y)
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    name_curves(figure, axes, ends, look.height - AROUND)
+    name_curves(figure, axes, ends, spec.height - AROUND)
     return figure
 
 
-@styled_drawing
-def panels_chart(panels: Mapping[str, Curves], look: ChartSpec) -> Figure:
-    """Panels of one scale, up to three beside each other, with one legend below them."""
+@drawing.styled_drawing
+def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
+    """Draw panels of one scale, up to three in a row, with one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure = empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
-    figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
-    every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    used = every.flatten()[: len(panels)]
+    figure = drawing.empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
+    figure.suptitle(spec.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    all_axes = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    used = all_axes.flatten()[: len(panels)]
     for axes, (title, curves) in zip(used, panels.items(), strict=True):
         draw_curves(axes, curves)
         axes.set_title(title, fontweight="normal")
-    for axes in every.flatten()[len(panels) :]:
+    for axes in all_axes.flatten()[len(panels) :]:
         axes.set_visible(False)
     used[0].set_ylim(bottom=0)
-    for axes in every[:, 0]:
-        axes.set_ylabel(look.y)
-        if look.share:
-            set_percent_axis(axes, look.y)
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel(spec.y)
+        if spec.share:
+            drawing.set_percent_axis(axes, spec.y)
     for axes in used[-across:]:  # the lowest of each column
-        axes.set_xlabel(look.x)
+        axes.set_xlabel(spec.x)
         axes.tick_params(labelbottom=True)
-    add_legend_below(figure, used[0])
+    drawing.add_legend_below(figure, used[0])
     return figure
 
 
@@ -177,7 +162,7 @@ class Labels(NamedTuple):
     slanted: bool = False  # the columns' names
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_heatmap(
     values: np.ndarray,
     texts: np.ndarray,
@@ -190,54 +175,47 @@ def draw_heatmap(
     values: (rows, columns) from 0 to 1, NaN has no colour; texts: of the same shape, "" for none;
     size: width and height in inches.
     """
-    figure = empty_figure(*size, caption)
+    figure = drawing.empty_figure(*size, caption)
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)
     axes.set(xlabel=labels.x, ylabel=labels.y, title=labels.title)
-    turned: dict[str, Any] = {}
+    style: dict[str, Any] = {"fontsize": 8}
     if labels.slanted:
-        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(range(len(labels.columns)), labels.columns, fontsize=8, **turned)
+        style |= {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(labels.columns)), labels.columns, **style)
     axes.set_yticks(range(len(labels.rows)), labels.rows, fontsize=8)
+    # Clipped text takes no part in the layout, which would measure every number.
+    style = {"ha": "center", "va": "center", "fontsize": 7.5, "clip_on": True}
     for (row, column), text in np.ndenumerate(texts):
         if text:
-            # Clipped text takes no part in the layout, which would measure every number.
-            axes.text(
-                column,
-                row,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7.5,
-                color="white" if values[row, column] > 0.55 else DARK,
-                clip_on=True,
-            )
+            colour = "white" if values[row, column] > 0.55 else drawing.DARK
+            axes.text(column, row, text, color=colour, **style)
     return figure
 
 
-def percent_annotations(values: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
+def percent_annotations(values: np.ndarray, minimum: float = 0.0) -> np.ndarray:
+    """Return shares as text, 0.123 → 12; "" for NaN and below ``minimum``."""
     texts = np.char.mod("%.0f", 100 * values)
-    return np.where(values >= least, texts, "")
+    return np.where(values >= minimum, texts, "")
 
 
 def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
     title = score_title(score)
-    look = ChartSpec(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_suffix(score))
+    spec = ChartSpec(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_suffix(score))
     if score.form == "share":
-        look = look._replace(title=f"{title} under {what}", share=True, top=1.02)
-    return curves_chart(curves, look)
+        spec = spec._replace(title=f"{title} under {what}", share=True, top=1.02)
+    return curves_chart(curves, spec)
 
 
 def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]:
-    """One point per epsilon: means over seeds, or one seed's own interval; seeds: values each."""
+    """Return a point per epsilon: the mean over seeds, or a single seed's interval."""
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for values in zip(*seeds, strict=True):
         interval = values[0].interval
         if len(values) > 1:
-            interval = mean_over_seeds([one.value for one in values])
+            interval = mean_over_seeds([value.value for value in values])
         epsilon = float(values[0].at["epsilon"])
         points.append(point_from_interval(epsilon * PIXEL, interval, limits))
     return points
@@ -245,22 +223,19 @@ def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]
 
 FONT = 9.0
 LINE = 0.165  # inches from one name to the next
-# Where a point's name may stand: right and left of it, below and above, then further away.
+# Places of a point's name: right and left of it, below and above, then further away.
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
 
 
 def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Names to the right of the axes, in the order of the ends, each with a thin line to its own.
-
-    height: of the axes in inches; the limits of the axes are those that they will keep.
-    """
+    """Write names right of the final axes, with thin lines; height: of the axes in inches."""
     low, high = axes.get_ylim()
-    at = sorted(ends, key=lambda end: end.y)
-    wanted = [(end.y - low) / (high - low) for end in at]
+    ends = sorted(ends, key=lambda end: end.y)
+    heights = [(end.y - low) / (high - low) for end in ends]
     right = axes.get_xlim()[1]
     line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
-    for end, place in zip(at, spread_heights(wanted, LINE / height), strict=True):
+    for end, place in zip(ends, spread_heights(heights, LINE / height), strict=True):
         axes.annotate(
             end.name,
             (end.x, end.y),
@@ -269,18 +244,15 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
             va="center",
             fontsize=FONT,
             annotation_clip=False,
-            arrowprops=line | {"color": end.look["color"]},
+            arrowprops=line | {"color": end.style["color"]},
         )
     axes.set_xlim(right=right)
 
 
-def spread_heights(wanted: Sequence[float], least: float) -> np.ndarray:
-    """Return the rising heights moved as little as it takes to lie ``least`` apart, from 0 to 1.
-
-    More than fit there keep their distance, and reach below 0.
-    """
-    steps = least * np.arange(len(wanted))
-    return np.clip(isotonic_regression(wanted - steps).x, 0, 1 - steps[-1]) + steps
+def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
+    """Move rising heights the least, to lie ``distance`` apart, from 0 to 1 if they fit."""
+    steps = distance * np.arange(len(heights))
+    return np.clip(isotonic_regression(heights - steps).x, 0, 1 - steps[-1]) + steps
 
 
 def label_points(
@@ -294,21 +266,26 @@ def label_points(
     points: name → position in the data; lines: whiskers, and points without names. This computes
     the layout of the figure.
     """
-    finish_layout(figure)
+    drawing.finish_layout(figure)
     frame = axes.get_window_extent()
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
-    taken = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight
-    taken += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
-    for name, dot in sorted(dots.items(), key=lambda named: -named[1][1]):
+    obstacles = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight
+    obstacles += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
+    for name, dot in sorted(dots.items(), key=lambda pair: -pair[1][1]):
         size = _size(figure, name)
-        places = [
-            (reach, candidate_label_bounds(dot, reach, side, size))
-            for reach in REACHES
-            for side in SIDES
-        ]
-        reach, box = min(places, key=lambda one: _cost(*one, taken, frame))
-        taken.append((box, 10))
-        arrow = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+        places = []
+        for reach, side in product(REACHES, SIDES):
+            middle = dot + np.array(side) * (reach + size / 2)
+            places.append((reach, Bbox([middle - size / 2, middle + size / 2])))
+        reach, box = min(places, key=lambda place: _cost(*place, obstacles, frame))
+        obstacles.append((box, 10))
+        arrow = {
+            "arrowstyle": "-",
+            "color": drawing.INK,
+            "linewidth": 0.7,
+            "shrinkA": 0,
+            "shrinkB": 4,
+        }
         right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
         axes.annotate(
             name,
@@ -322,18 +299,10 @@ def label_points(
         )
 
 
-def candidate_label_bounds(
-    dot: np.ndarray, reach: float, side: tuple[int, int], size: np.ndarray
-) -> Bbox:
-    """Return where a name of this size in pixels would stand, ``reach`` from its point."""
-    middle = dot + np.array(side) * (reach + size / 2)
-    return Bbox([middle - size / 2, middle + size / 2])
-
-
-def _cost(reach: float, box: Bbox, taken: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
-    """How bad a place is: names and points count most, then whiskers, then the distance."""
+def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
+    """Return the cost of a place: names and points count most, then whiskers, then distance."""
     outside = box.width * box.height - _shared(box, frame)
-    return 20 * outside + sum(weight * _shared(box, other) for other, weight in taken) + reach
+    return 20 * outside + sum(weight * _shared(box, other) for other, weight in obstacles) + reach
 
 
 def _shared(first: Bbox, second: Bbox) -> float:

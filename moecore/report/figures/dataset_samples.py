@@ -1,4 +1,4 @@
-"""One look at a data set: a few training images of every class, or slices of a few volumes."""
+"""Samples of a data set: a few training images of every class, or slices of a few volumes."""
 
 import numpy as np
 import torch
@@ -14,16 +14,24 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     """Draw ``shots`` training images per class, one row for each of MOST_CLASSES.
 
-    For volumes: the middle slices of ``shots``, from young to old, one row per plane.
+    For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
+    that are not classes: the first images.
     """
     images = prepared.train.images
     labels = prepared.train.labels
-    where = prepared.task.by_class(torch.from_numpy(labels))
-    if where is None:
+    by_class = prepared.task.by_class(torch.from_numpy(labels))
+    if by_class is None:
         if images.ndim == 5:
             return draw_volume_montage(prepared, shots)
-        return draw_first_images(prepared, shots)
-    rows, classes = where
+        number = min(shots, len(labels))
+        figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
+        for image, axis in zip(
+            np.asarray(images[:number]), _bare(figure, 1, number)[0], strict=True
+        ):
+            axis.imshow(displayable_image(image), cmap="gray", vmin=0, vmax=255)
+        figure.suptitle(prepared.card["name"], fontsize=9)
+        return figure
+    rows, classes = by_class
     names = prepared.task.classes[:MOST_CLASSES]
     figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
     axes = _bare(figure, len(names), shots)
@@ -31,17 +39,6 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
         axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
         for axis, index in zip(axes[row], rows[classes == row].tolist()[:shots], strict=False):
             axis.imshow(displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
-    return figure
-
-
-def draw_first_images(prepared: Prepared, shots: int) -> Figure:
-    """Draw the first training images, for labels that are not classes."""
-    number = min(shots, len(prepared.train.labels))
-    figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
-    for place, axis in enumerate(_bare(figure, 1, number)[0]):
-        image = np.asarray(prepared.train.images[place : place + 1])[0]
-        axis.imshow(displayable_image(image), cmap="gray", vmin=0, vmax=255)
-    figure.suptitle(prepared.card["name"], fontsize=9)
     return figure
 
 
@@ -57,17 +54,15 @@ def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
     axes = _bare(figure, len(PLANES), len(chosen))
     for column, index in enumerate(chosen):
         flags = " *" if subjects[index]["qc_flags"] else ""
-        axes[0, column].set_title(
-            f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}", fontsize=7
-        )
+        title = f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}"
+        axes[0, column].set_title(title, fontsize=7)
         for axis, picture in zip(axes[:, column], middle_slices(volumes[index, 0]), strict=True):
             axis.imshow(picture, cmap="gray", vmin=0, vmax=1)
     for axis, plane in zip(axes[:, 0], PLANES, strict=True):
         axis.set_ylabel(plane, fontsize=8)
     simulated = "simulated, " if prepared.card["simulated"] else ""
-    figure.suptitle(
-        f"{prepared.card['name']} ({simulated}{len(ages)} training volumes)", fontsize=9
-    )
+    title = f"{prepared.card['name']} ({simulated}{len(ages)} training volumes)"
+    figure.suptitle(title, fontsize=9)
     return figure
 
 

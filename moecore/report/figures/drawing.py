@@ -1,7 +1,4 @@
-"""How figures look: one calm style, colours that colour-blind readers can tell apart.
-
-Their ink is one that a page can recolour.
-"""
+"""Style of figures: colours for colour-blind readers, and an ink that a page can recolour."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -78,8 +75,7 @@ class StyledFigure(Figure):
 def finish_layout(figure: Figure) -> Figure:
     """Compute the layout, so that printing the canvas draws the figure once, not twice."""
     with matplotlib.rc_context(STYLE):
-        engine = figure.get_layout_engine()
-        if engine is not None:
+        if engine := figure.get_layout_engine():
             engine.execute(figure)
         figure.set_layout_engine("none")
     return figure
@@ -113,7 +109,7 @@ def empty_figure(
 
 
 def line_look(index: int) -> dict[str, Any]:
-    """Colour, marker and dash of the line with this index; no two of the first 28 look alike."""
+    """Return colour, marker and dash of the line with this index; the first 28 are distinct."""
     return {
         "color": PALETTE[index % 7],
         "marker": MARKERS[index % 8],
@@ -122,10 +118,7 @@ def line_look(index: int) -> dict[str, Any]:
 
 
 def expert_colours(number: int) -> list[str]:
-    """One colour an expert: the palette for up to 8, else steps of cividis.
-
-    The number printed in a patch tells close ones apart.
-    """
+    """Return a colour per expert: the palette for up to 8, else steps of cividis."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     return [to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
@@ -164,7 +157,7 @@ def set_epoch_axis(axes: Axes) -> None:
 
 
 def strip_axes(axes: Axes) -> None:
-    """No ticks, no grid, no frame."""
+    """Remove ticks, grid and frame."""
     axes.grid(visible=False)
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
@@ -172,7 +165,7 @@ def strip_axes(axes: Axes) -> None:
 
 GAP = 0.06  # between pictures, of a picture's width
 LEFT = 0.7  # inches for the names of rows
-LOW = 0.6  # inches: in a row that is lower, a name that stands upright reaches into the next
+LOW = 0.6  # inches: in a lower row an upright name would reach into the next
 LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue (ITU-R BT.601)
 PRINTED = 100  # patches, at most, that get their number
 
@@ -182,11 +175,11 @@ class Tile(NamedTuple):
 
     pixels: np.ndarray  # (H, W), (H, W, 3) or (H, W, 4), ready to be shown
     tint: np.ndarray | None = None  # (rows, columns, 4): a colour a patch
-    words: np.ndarray | None = None  # (rows, columns) of text; "" for none
+    texts: np.ndarray | None = None  # (rows, columns) of text; "" for none
 
 
 class SheetLabels(NamedTuple):
-    """What stands around the pictures."""
+    """The words around the pictures."""
 
     title: str
     rows: Sequence[str]
@@ -199,7 +192,7 @@ class SheetLabels(NamedTuple):
 def sheet(
     tiles: Sequence[Sequence[Tile]], frame: SheetLabels, width: float, height: float
 ) -> Figure:
-    """Rows of pictures, ``width`` × ``height`` inches each."""
+    """Draw rows of pictures, ``width`` × ``height`` inches each."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
@@ -213,7 +206,15 @@ def sheet(
             put(axes, tile, column, row)
     strip_axes(axes)
     axes.set(xlim=(-GAP, across - GAP / 2), ylim=(len(tiles), -GAP / 2), aspect="auto")
-    _words(axes, frame, across, upright=height > LOW)
+    middle = 0.5 - GAP / 2
+    for row, name in enumerate(frame.rows):
+        text = axes.text(-2 * GAP, row + middle, name, ha="right", va="center", fontsize=8)
+        if height > LOW:
+            text.set(rotation=90, fontsize=9)
+    for column, name in enumerate(frame.columns):
+        axes.text(column + middle, -GAP, name, ha="center", va="bottom", fontsize=8)
+    for row, remark in enumerate(frame.right):
+        axes.text(across, row + middle, remark, va="center", fontsize=7.5)
     if frame.title:
         figure.text(0.01, 1 - 0.06 / size[1], frame.title, va="top", fontweight="bold")
     return figure
@@ -223,31 +224,24 @@ def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
     """Draw a picture in the square that begins at (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)
-    look: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
+    style: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
     # matplotlib leaves colours as they are: the map and its ends hold for one channel only.
-    axes.imshow(tile.pixels, cmap="gray", vmin=0, vmax=255, **look)
+    axes.imshow(tile.pixels, cmap="gray", vmin=0, vmax=255, **style)
     if tile.tint is not None:
-        axes.imshow(tile.tint, **look)
-    if tile.words is None or tile.words.size > PRINTED:
+        axes.imshow(tile.tint, **style)
+    if tile.texts is None or tile.texts.size > PRINTED:
         return
-    rows, columns = tile.words.shape
-    for (y, x), text in np.ndenumerate(tile.words):
+    rows, columns = tile.texts.shape
+    style = {"ha": "center", "va": "center", "fontsize": 7.5, "fontweight": "bold"}
+    for (y, x), text in np.ndenumerate(tile.texts):
         if text:
-            axes.text(
-                column + side * (x + 0.5) / columns,
-                row + side * (y + 0.5) / rows,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7.5,
-                fontweight="bold",
-                color="white" if _brightness(tile, y, x, tile.words.shape) < 0.55 else DARK,
-            )
+            place = column + side * (x + 0.5) / columns, row + side * (y + 0.5) / rows
+            colour = "white" if _brightness(tile, y, x, *tile.texts.shape) < 0.55 else DARK
+            axes.text(*place, text, color=colour, **style)
 
 
-def _brightness(tile: Tile, y: int, x: int, patches: tuple[int, ...]) -> float:
-    """How bright one of the ``patches``, (rows, columns), is below its mark, from 0 to 1."""
-    rows, columns = patches
+def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
+    """Return the brightness of a patch below its text, from 0 to 1."""
     height, width = tile.pixels.shape[:2]
     down = slice(y * height // rows, (y + 1) * height // rows)
     across = slice(x * width // columns, (x + 1) * width // columns)
@@ -256,18 +250,6 @@ def _brightness(tile: Tile, y: int, x: int, patches: tuple[int, ...]) -> float:
         return shown
     colour = tile.tint[y, x]
     return (1 - colour[3]) * shown + colour[3] * float(colour[:3] @ LUMINANCE)
-
-
-def _words(axes: Axes, frame: SheetLabels, across: int, upright: bool) -> None:
-    middle = 0.5 - GAP / 2
-    for row, name in enumerate(frame.rows):
-        text = axes.text(-2 * GAP, row + middle, name, ha="right", va="center", fontsize=8)
-        if upright:
-            text.set(rotation=90, fontsize=9)
-    for column, name in enumerate(frame.columns):
-        axes.text(column + middle, -GAP, name, ha="center", va="bottom", fontsize=8)
-    for row, words in enumerate(frame.right):
-        axes.text(across, row + middle, words, va="center", fontsize=7.5)
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
@@ -282,7 +264,7 @@ def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray
 
 
 def heat_colours(values: np.ndarray, largest: float) -> np.ndarray:
-    """Values from 0 to ``largest`` as colours (…, 4); NaN stays clear."""
+    """Return values from 0 to ``largest`` as colours (…, 4); NaN is transparent."""
     colours = colormaps["magma"](np.nan_to_num(values) / max(largest, 1e-12))
     colours[~np.isfinite(values)] = 0
     return colours

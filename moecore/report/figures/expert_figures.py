@@ -9,69 +9,58 @@ from matplotlib.figure import Figure
 from moecore.measure.exploring.expert_overlay_data import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
-from moecore.report.figures.drawing import (
-    PALETTE,
-    SheetLabels,
-    Tile,
-    displayable_image,
-    empty_figure,
-    expert_colours,
-    heat_colours,
-    patch_expert_colours,
-    put,
-    set_percent_axis,
-    sheet,
-    strip_axes,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
 from moecore.training.monitor import RoutingPoint
 
 MOST = 12  # classes of a picture
-# Of pictures beside their captions.
-SIDE = 1.5  # inches of a picture, and of its row
-WIDE = 4.6  # inches of the words beside it
-LETTER = 0.075  # inches of a letter of equal width, with what stands around it
-LINE = 0.27  # inches
+# Of pictures with their captions, in inches.
+SIDE = 1.5  # of a picture, and of its row
+WIDE = 4.6  # of the words next to it
+LETTER = 0.075  # of a monospaced letter, with its padding
+LINE = 0.27
 BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def draw_expert_grids_by_class(
     maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
-    """Mean probability of each expert on the experts' grid: a column per class.
+    """Draw the mean probability of each expert on the experts' grid, a column per class.
 
-    maps: a model, layer or epoch → (K, E), None where a class has no images (its panel stays
-    bare); all with the same E. Each row has one scale, from 0 to its largest value.
+    maps: a model, layer or epoch → (K, E), None for a class without images, whose panel is empty;
+    all with the same E. Each row has one scale, from 0 to its largest value.
     """
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
-    largest = {label: _largest(values) for label, values in rows.items()}
-    tiles = [
-        [Tile(heat_colours(values.reshape(grid), largest[label])) for values in line]
-        for label, line in rows.items()
+    largest = [
+        float(np.nanmax(values)) if np.isfinite(values).any() else 1.0 for values in rows.values()
     ]
-    frame = SheetLabels(
+    tiles = [
+        [drawing.Tile(drawing.heat_colours(values.reshape(grid), scale)) for values in line]
+        for line, scale in zip(rows.values(), largest, strict=True)
+    ]
+    frame = drawing.SheetLabels(
         "Mean routing of each class",
         list(rows),
         list(classes)[:MOST],
-        [f"0 – {value:.2g}" for value in largest.values()],
+        [f"0 – {value:.2g}" for value in largest],
         f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
     )
-    return sheet(tiles, frame, 0.9, height)
+    return drawing.sheet(tiles, frame, 0.9, height)
 
 
-@styled_drawing
+@drawing.styled_drawing
 def expert_load(layers: list[tuple[float, ...]]) -> Figure:
-    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
-    figure = empty_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
+    """Draw each expert's share of the choices in each MoE layer; the dotted line is balance."""
+    caption = "Share of the choices. Dotted: balance."
+    figure = drawing.empty_figure(4.8, 0.5 + 1.2 * len(layers), caption)
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
-        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
-        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
+        axes.bar(range(len(load)), load, color=drawing.PALETTE[0], width=0.78)
+        axes.axhline(1 / len(load), color=drawing.PALETTE[1], linewidth=1.2, linestyle=":")
         axes.grid(axis="x", visible=False)
         axes.set_ylim(bottom=0)
-        set_percent_axis(axes, f"MoE {number}")
+        drawing.set_percent_axis(axes, f"MoE {number}")
     panels[0].set_title("Expert load")
     panels[-1].set_xlabel("Expert")
     if len(layers[0]) <= 16:
@@ -80,27 +69,23 @@ def expert_load(layers: list[tuple[float, ...]]) -> Figure:
 
 
 def expert_overlays(stored: Overlays) -> Figure:
-    """Images with the expert of each patch in colour and number; the first row bare."""
+    """Draw images with the expert of each patch in colour and number; the first row without."""
     images = stored.images()
-    colours = expert_colours(stored.experts)
-    tiles = [[Tile(displayable_image(image)) for image in images]]
+    colours = drawing.expert_colours(stored.experts)
+    tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
     for layer in stored.grids:
-        grids = [parse_expert_grid(rows) for rows in layer]
-        tiles.append(
-            [
-                patch_experts_tile(image, grid, colours)
-                for image, grid in zip(images, grids, strict=True)
-            ]
-        )
+        grids = map(parse_expert_grid, layer)
+        pairs = zip(images, grids, strict=True)
+        tiles.append([patch_experts_tile(image, grid, colours) for image, grid in pairs])
     names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
     caption = "The expert with the largest weight in each patch."
-    return sheet(tiles, SheetLabels("Experts", names, caption=caption), 1.35, 1.35)
+    return drawing.sheet(tiles, drawing.SheetLabels("Experts", names, caption=caption), 1.35, 1.35)
 
 
 def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
-    """Two crops of one image side by side; patches with the same number show the same."""
+    """Draw two crops of one image; patches with the same number show the same."""
     grids = [parse_expert_grid(rows) for rows in pair.numbers]
-    colours = expert_colours(grids[0].size)
+    colours = drawing.expert_colours(grids[0].size)
     tiles = [
         patch_experts_tile(view, grid, colours)
         for view, grid in zip(pair.views.array(), grids, strict=True)
@@ -109,25 +94,20 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
         "Two random crops of a test image; patches of one number and colour show the same, bare "
         "ones have no partner (PRC, figure 4)."
     )
-    return sheet(
-        [tiles], SheetLabels("Corresponding patches", ["Crops"], caption=caption), 1.9, 1.9
-    )
+    labels = drawing.SheetLabels("Corresponding patches", ["Crops"], caption=caption)
+    return drawing.sheet([tiles], labels, 1.9, 1.9)
 
 
-def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> Tile:
+def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> drawing.Tile:
     """Return an image (C, H, W) with the colour and the number of each patch's expert."""
-    return Tile(
-        displayable_image(image),
-        patch_expert_colours(grid, colours),
+    return drawing.Tile(
+        drawing.displayable_image(image),
+        drawing.patch_expert_colours(grid, colours),
         np.where(grid < 0, "", grid.astype(str)),
     )
 
 
-def _largest(values: np.ndarray) -> float:
-    return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
-
-
-@styled_drawing
+@drawing.styled_drawing
 def image_and_caption_experts(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
@@ -140,30 +120,25 @@ def image_and_caption_experts(
     images = stored.images()
     size = (SIDE + WIDE, SIDE * len(images) + 0.05)
     caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
-    figure = empty_figure(*size, caption, raster=True)
+    figure = drawing.empty_figure(*size, caption, raster=True)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
-    colours = expert_colours(stored.experts)
+    colours = drawing.expert_colours(stored.experts)
     for row, image in enumerate(images):
-        grids = [parse_expert_grid(layer[row]) for layer in stored.grids[-1:]]
-        put(
-            axes,
-            patch_experts_tile(image, grids[0], colours)
-            if grids
-            else Tile(displayable_image(image)),
-            0,
-            row,
-        )
+        tile = drawing.Tile(drawing.displayable_image(image))
+        if stored.grids:
+            tile = patch_experts_tile(image, parse_expert_grid(stored.grids[-1][row]), colours)
+        drawing.put(axes, tile, 0, row)
         if captions[row]:
-            write_words(axes, captions[row][-1], row, expert_colours(experts))
-    strip_axes(axes)
+            write_words(axes, captions[row][-1], row, drawing.expert_colours(experts))
+    drawing.strip_axes(axes)
     return figure
 
 
 def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
-    """Words one after another, in as many lines as they need."""
-    left, line = 0.0, 0
+    """Write words one after another, in as many lines as they need."""
+    start, line = 0.0, 0
     for word, expert in words:
         text = word
         box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
@@ -171,30 +146,29 @@ def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> No
             text += str(expert).translate(BELOW)
             box |= {"facecolor": colours[expert], "alpha": 0.45}
         width = LETTER * (len(text) + 1.5)
-        if left + width > WIDE - 0.2 and left:
-            left, line = 0.0, line + 1
-        x, y = (SIDE + 0.15 + left) / SIDE, row + (0.12 + LINE * line) / SIDE
+        if start + width > WIDE - 0.2 and start:
+            start, line = 0.0, line + 1
+        x, y = (SIDE + 0.15 + start) / SIDE, row + (0.12 + LINE * line) / SIDE
         axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
-        left += width
+        start += width
 
 
 LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
     """Draw how many times an even share each expert had, over the steps, layer by layer."""
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
-    figure = empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
+    figure = drawing.empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
     panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    ends = [point.step for point in points]
-    edges = [0, *ends]
+    edges = [0, *(point.step for point in points)]
     for axes, name in zip(panels, names, strict=True):
         loads = np.array([point.layers[name].load for point in points]).T
         experts = np.arange(len(loads) + 1) - 0.5
-        look = {"cmap": "cividis", "vmin": 0, "vmax": LARGEST_LOAD}
-        mesh = axes.pcolormesh(edges, experts, loads * len(loads), **look)
+        style = {"cmap": "cividis", "vmin": 0, "vmax": LARGEST_LOAD}
+        mesh = axes.pcolormesh(edges, experts, loads * len(loads), **style)
         axes.grid(visible=False)
         axes.set_ylabel(name)
     panels[0].set_title("Expert load")

@@ -9,18 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moecore.report.column import CEILING, DENSE
+from moecore.report.figures import drawing
 from moecore.report.figures.charts import label_points
-from moecore.report.figures.drawing import (
-    GUIDE,
-    empty_figure,
-    line_look,
-    set_percent_axis,
-    styled_drawing,
-)
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.view import Picture
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 NAMED = 12  # points that all have their names; of more only floor, ceiling and the best have them
@@ -34,12 +28,14 @@ Looks = Mapping[str, Mapping[str, Any]]
 
 
 def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Picture]:
-    """Score against score under attack, then steadiness and cost method by method."""
+    """Yield score against score under attack, then steadiness and cost method by method."""
     looks = {
-        method: {key: line_look(number)[key] for key in ("color", "marker")}
+        method: {key: drawing.line_look(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
     }
-    bounds = describe_floor_and_ceiling(quantities.score)
+    bounds = ""
+    if quantities.score is not None and quantities.score.floor_and_ceiling:
+        bounds = f"Dashed: without routing ({DENSE}), and routed by the truth ({CEILING}). "
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
@@ -60,17 +56,17 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
     if any(cell.kind for quantity in shown for cell in quantity.cells.values()):
         caption = "Lines: 95\u00a0% intervals."
     if quantities.steady is not None and quantities.steady.remains:
-        told = "Overlap: IoU of the experts that a token is sent to, with and without."
-        caption = f"{told} {caption}"
+        overlap = "Overlap: IoU of the experts that a token is sent to, with and without."
+        caption = f"{overlap} {caption}"
     label = f"{phase.name}: overview of routing and cost"
     yield Picture(draw_method_rows(shown, looks), label, bounds + caption)
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
     """Draw a point per method, and a name and thin whiskers for each of ``methods_to_label``."""
     form = score.column.form
-    figure = empty_figure(5.0, 4.3)
+    figure = drawing.empty_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
     lines = []
@@ -89,26 +85,23 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
         lines += axes.plot([x.value] * 2, limits_or_value(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
     draw_floor_and_ceiling(axes, score)
-    axes.set_xlim(limits_with_margin([x for one in lines for x in one.get_xdata()], form))
-    axes.set_ylim(limits_with_margin([y for one in lines for y in one.get_ydata()], form))
+    axes.set_xlim(limits_with_margin([x for line in lines for x in line.get_xdata()], form))
+    axes.set_ylim(limits_with_margin([y for line in lines for y in line.get_ydata()], form))
     axes.set(title="Clean and under attack", xlabel=score.column.label)
     axes.set_ylabel(attacked.column.label)
     if form == "share":
-        set_percent_axis(axes, attacked.column.label)
+        drawing.set_percent_axis(axes, attacked.column.label)
         axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
     label_points(figure, axes, points, lines)
     return figure
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
-    """Draw a panel per quantity, a row per method: a point with its whisker, or no point.
-
-    The first method of params.yaml is at the top.
-    """
-    methods = [method for method in looks if any(method in one.cells for one in quantities)]
-    width = max(5.0, 1.4 + 1.55 * len(quantities))  # a title has room beside the next
-    figure = empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
+    """Draw a panel per quantity, a row per method: a point with its whisker, or no point."""
+    methods = [name for name in looks if any(name in quantity.cells for quantity in quantities)]
+    width = max(5.0, 1.4 + 1.55 * len(quantities))  # titles do not touch
+    figure = drawing.empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
         ends = [0.0]
@@ -124,7 +117,12 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             ends += limits_or_value(interval)
         draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
-        axes.set_xlim(panel_limits(quantity, ends))
+        column, near = quantity.column, [end for end in ends if end]
+        is_far = column.name in ERRORS and near and min(near) > FAR * max(near)
+        if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
+            axes.set_xlim(limits_with_margin(near, column.form))
+        else:
+            axes.set_xlim(limits_with_margin(ends, column.form, from_zero=True))
         print_values(axes, quantity, methods)
         axes.xaxis.set_major_locator(MaxNLocator(3))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
@@ -140,42 +138,24 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
 def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
     """Draw dashed lines at the score without routing, and at that of routing by the truth."""
     for interval in score.floor_and_ceiling.values():
-        axes.axvline(interval.value, color=GUIDE, linewidth=1, linestyle="--", zorder=1)
-
-
-def describe_floor_and_ceiling(score: QuantityByMethod | None) -> str:
-    """Say what the dashed lines are, before other words; "" where there are none."""
-    if score is None or not score.floor_and_ceiling:
-        return ""
-    return f"Dashed: without routing ({DENSE}), and routed by the truth ({CEILING}). "
-
-
-def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[float, float]:
-    """Return a panel's limits: from zero, except where what differs would then look alike."""
-    near = [end for end in ends if end]
-    if quantity.floor_and_ceiling:
-        return limits_with_margin(near, quantity.column.form)
-    if quantity.column.name in ERRORS and near and min(near) > FAR * max(near):
-        return limits_with_margin(near, quantity.column.form)
-    return limits_with_margin(ends, quantity.column.form, from_zero=True)
+        axes.axvline(interval.value, color=drawing.GUIDE, linewidth=1, linestyle="--", zorder=1)
 
 
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
-    """Return the methods whose points have names: of many floor, ceiling and each one's best."""
-    named = set().union(*(one.cells for one in quantities))
+    """Return the methods whose points are named: of many floor, ceiling and each axis' best."""
+    named = set().union(*(quantity.cells for quantity in quantities))
     if len(named) <= NAMED:
         return named
-    return {DENSE, CEILING}.union(*map(best_few, quantities))
-
-
-def best_few(quantity: QuantityByMethod) -> list[str]:
-    """Return the methods with the best values, the best first."""
-    sign = {"higher": -1, "lower": 1}[quantity.column.better]
-    return sorted(quantity.cells, key=lambda name: sign * quantity.interval(name).value)[:FEW]
+    named = {DENSE, CEILING}
+    for quantity in quantities:
+        values = {method: quantity.interval(method).value for method in quantity.cells}
+        is_higher_better = quantity.column.better == "higher"
+        named.update(sorted(values, key=values.__getitem__, reverse=is_higher_better)[:FEW])
+    return named
 
 
 def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
-    """Each value above its point, on the side where there is room."""
+    """Print each value above its point, on the side with more room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
@@ -184,11 +164,11 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
             text = f"{value:,.{scaled.places}f}"
             if quantity.column.form == "share":
                 text = quantity.format.value(value)
-            side, shift = {True: ("right", 4), False: ("left", -4)}[value > middle]
-            if method in quantity.floor_and_ceiling:  # beside its line
+            side, shift = ("right", 4) if value > middle else ("left", -4)
+            if method in quantity.floor_and_ceiling:  # on the other side of its line
                 shift = -shift
-            look = {"ha": side, "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
-            axes.annotate(text, (value, place), (shift, 7), **look)
+            style = {"ha": side, "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
+            axes.annotate(text, (value, place), (shift, 7), **style)
 
 
 def panel_title(quantity: QuantityByMethod) -> str:
@@ -204,32 +184,22 @@ def panel_title(quantity: QuantityByMethod) -> str:
 def limits_with_margin(
     ends: Sequence[float], form: str, from_zero: bool = False
 ) -> tuple[float, float]:
-    """Return limits that hold all of these, with room; of shares a little beyond 0 and 1."""
-    low = min(ends)
-    high = max(ends)
-    room = ROOM * ((high - low) or abs(high) or 1.0)
-    first = low - room
-    last = high + room
-    if from_zero and low >= 0:
-        first = low
-    if form == "share":
-        first = max(first, -0.02)
-        last = min(last, 1.03)
-    if form == "share" and from_zero:
-        last = 1.03
-    return first, last
+    """Return limits around ``ends``, with a margin; of shares a little beyond 0 and 1."""
+    low, high = min(ends), max(ends)
+    margin = ROOM * ((high - low) or abs(high) or 1.0)
+    first = low if from_zero and low >= 0 else low - margin
+    if form != "share":
+        return first, high + margin
+    return max(first, -0.02), 1.03 if from_zero else min(high + margin, 1.03)
 
 
 def limits_or_value(interval: Interval) -> tuple[float, float]:
-    """Return the limits; the value twice where there are none."""
+    """Return the limits; without limits, the value twice."""
     return interval.limits or (interval.value, interval.value)
 
 
 def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
-    """As it is drawn: parameters, and products of a small model, in millions."""
+    """Return an interval as it is drawn: parameters and FLOPs in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
-    if interval.limits is None:
-        return Interval(interval.value * scale)
-    low, high = interval.limits
-    return Interval(interval.value * scale, low * scale, high * scale)
+    return Interval(interval.value * scale, *(limit * scale for limit in interval.limits or ()))

@@ -8,26 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from moecore.report.column import score_title, unit_suffix
-from moecore.report.figures.charts import (
-    AROUND,
-    End,
-    Labels,
-    Point,
-    draw_curves,
-    draw_heatmap,
-    name_curves,
-    percent_annotations,
-    points_over_seeds,
-)
-from moecore.report.figures.drawing import (
-    add_legend_below,
-    empty_figure,
-    line_look,
-    set_epoch_axis,
-    set_percent_axis,
-    styled_drawing,
-)
-from moecore.report.figures.expert_figures import draw_expert_grids_by_class
+from moecore.report.figures import charts, drawing
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -41,24 +22,24 @@ EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's 
 NUMBERED = 20  # classes: with more, a matrix has colours only
 
 
-@styled_drawing
+@drawing.styled_drawing
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Loss and validation score over epochs, a line per seed; of text perplexities."""
-    figure = empty_figure(4.8, 4.8)
+    """Draw loss and validation score over epochs, a line per seed; perplexities of texts."""
+    figure = drawing.empty_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task
     score = task.score
     ends = []
     for index, (label, seeds) in enumerate(trained.items()):
         for number, result in enumerate(seeds):
-            look = line_look(index) | {"alpha": 0.45, "label": None}
+            style = drawing.line_look(index) | {"alpha": 0.45, "label": None}
             if number == 0:
-                look |= {"alpha": 0.9, "label": label}
+                style |= {"alpha": 0.9, "label": label}
             learned = f"train_{task.history_name}" if task.long else "train_loss"
-            _plot(loss, result, learned, look | {"marker": ""})
-            last = _plot(below, result, f"validation_{result.task.history_name}", look)
+            _plot(loss, result, learned, style | {"marker": ""})
+            last = _plot(below, result, f"validation_{result.task.history_name}", style)
             if number == 0 and last is not None:
-                ends.append(End(label, *last, look))
+                ends.append(charts.End(label, *last, style))
     loss.set(ylabel="Loss in training", title="Training")
     below.set_ylabel(f"Validation {score_title(score)}{unit_suffix(score)}")
     if task.long:
@@ -69,55 +50,53 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-    set_epoch_axis(below)
+    drawing.set_epoch_axis(below)
     if score.form == "share":
         loss.set_ylabel("Cross-entropy in training")
-        set_percent_axis(below, f"Validation {score.label}")
+        drawing.set_percent_axis(below, f"Validation {score.label}")
     if "" not in trained:
-        name_curves(figure, below, ends, 1.7)
+        charts.name_curves(figure, below, ends, 1.7)
     return figure
 
 
-def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float, float] | None:
-    """One logged value over the epochs, where it is known; its last point."""
+def _plot(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
+    """Plot a logged value over the epochs; return the last point, or None."""
     logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
     logged = logged.reshape(-1, 2)
     epochs, values = logged[np.isfinite(logged).all(axis=1)].T
     if result.task.long:
         values = np.exp(values)
-    axes.plot(epochs, values, **look)
+    axes.plot(epochs, values, **style)
     return (epochs[-1], values[-1]) if len(epochs) else None
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
-    """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
-    figure = empty_figure(
-        4.8,
-        3.5,
+    """Draw σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
+    caption = (
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
-        f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3).",
+        f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3)."
     )
+    figure = drawing.empty_figure(4.8, 3.5, caption)
     axes = figure.subplots()
     progress = np.linspace(0, 1, 201)
     for index, exponent in enumerate(sorted({*EXPONENTS, settings.exponent})):
         other = settings.model_copy(update={"exponent": exponent})
-        look = line_look(index) | {"marker": ""}
+        style = drawing.line_look(index) | {"marker": ""}
         if exponent == settings.exponent:
-            look |= {"linewidth": 3.2}
+            style |= {"linewidth": 3.2}
         sigmas = [other.sigma(float(share)) for share in progress]
-        axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **look)
+        axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **style)
     axes.set(xlabel="Iteration", ylabel="σ, in experts", title="σ over the training")
     axes.set_ylim(bottom=0)
-    add_legend_below(figure, axes)
+    drawing.add_legend_below(figure, axes)
     return figure
 
 
-def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
-    """One point per epoch over the seeds of one method; [] where a seed has no such list.
+def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
+    """Return a point per epoch over a method's seeds; [] if a seed has no such list.
 
-    name: a key of AGREEMENTS. A list that is shorter than the training has epochs ends with the
-    last epoch.
+    name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
     """
     lists = [getattr(result, name) or () for result in seeds]
     if not all(lists):
@@ -126,41 +105,36 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
     by_epoch: list[dict[float, float | None]] = [
         dict(enumerate(values, start=1 + epochs - len(values))) for values in lists
     ]
-    return points_over_seeds(by_epoch, (0.0, 1.0))
+    return charts.points_over_seeds(by_epoch, (0.0, 1.0))
 
 
-@styled_drawing
-def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
-    """Draw a panel for each key of AGREEMENTS, over epochs (TGR, figure 3; OLMoE, §5.1).
-
-    curves: key → method → points.
-    """
-    figure = empty_figure(9.8, 3.9)
+@drawing.styled_drawing
+def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]) -> Figure:
+    """Draw a panel per key of AGREEMENTS: key → method → points (TGR, figure 3; OLMoE, §5.1)."""
+    figure = drawing.empty_figure(9.8, 3.9)
     panels = figure.subplots(1, len(AGREEMENTS), sharex=True, sharey=True)
     named = []
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
-        ends = draw_curves(axes, curves[name])
+        ends = charts.draw_curves(axes, curves[name])
         axes.set(title=title, ylim=(0, 1.02))
-        set_epoch_axis(axes)
+        drawing.set_epoch_axis(axes)
         if ends:
             named = [(axes, ends)]
-    set_percent_axis(panels[0], "Tokens")
+    drawing.set_percent_axis(panels[0], "Tokens")
     for axes, ends in named:
-        name_curves(figure, axes, ends, 3.9 - AROUND)
+        charts.name_curves(figure, axes, ends, 3.9 - charts.AROUND)
     return figure
 
 
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
-    """Share of each true class (rows) that was predicted as each class (columns)."""
+    """Draw the share of each true class (rows) that was predicted as each class (columns)."""
     shares = row_shares(counts)
-    names = classes
-    texts = percent_annotations(shares, 0.005)
+    names, texts = classes, charts.percent_annotations(shares, 0.005)
     if len(classes) > NUMBERED:
-        names = ()
-        texts = np.full(shares.shape, "")
-    labels = Labels("Confusion", names, names, "Predicted", "True", slanted=True)
+        names, texts = (), np.full(shares.shape, "")
+    labels = charts.Labels("Confusion", names, names, "Predicted", "True", slanted=True)
     caption = "Percent of each true class."
-    return draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+    return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
 def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -169,26 +143,19 @@ def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
 
-def draw_class_routing_by_epoch(result: Outcome) -> Figure:
-    """Mean routing of each class in the last MoE layer over the epochs."""
-    rows = {
-        f"epoch {epoch}": [layers[-1] for layers in classes]
-        for epoch, classes in result.class_maps.items()
-    }
-    return draw_expert_grids_by_class(rows, result.task.classes, caption="Last MoE layer.")
-
-
 def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
     """Describe the class that most prefers one expert, in the last MoE layer and epoch."""
-    most = (0.0, "")
+    strongest = (0.0, "")
     for method, result in first.items():
         for layers in list(result.class_maps.values())[-1:]:
             maps = np.array([of_class[-1] for of_class in layers], dtype=float)
             if np.isfinite(maps).any():
                 label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
-                words = f"{result.task.classes[label]} for expert {expert} of {method}"
-                most = max(most, (float(maps[label, expert]), words))
-    share, words = most
-    if not words:
+                preference = f"{result.task.classes[label]} for expert {expert} of {method}"
+                strongest = max(strongest, (float(maps[label, expert]), preference))
+    share, preference = strongest
+    if not preference:
         return ""
-    return f"the strongest preference is that of {words} ({100 * share:.0f} % of its probability)"
+    return (
+        f"the strongest preference is that of {preference} ({100 * share:.0f} % of its probability)"
+    )

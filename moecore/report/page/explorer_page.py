@@ -1,8 +1,4 @@
-"""The routing explorer's page, and what other measurements found about the experts.
-
-Nothing is measured here: an answer is read from a result, or a line names the measurement that
-would give it.
-"""
+"""The routing explorer's page, with the answers of other measurements about the experts."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -30,11 +26,10 @@ from moecore.measure.values import Found
 from moecore.report.page.report_page import template_environment
 from moecore.report.page.sections import phase_title
 from moecore.report.results import Display, list_displays
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
-from moecore.training.outcome import Outcome
 
 PARTNERS = 4  # experts most often chosen with, before or after an expert
 SHARE = NumberFormat("share", 0)
@@ -48,8 +43,7 @@ QUESTIONS = {
 
 def display_of(kind: type[MeasuredPart]) -> Display:
     """Return how the page shows results of this type."""
-    (display,) = [display for display in list_displays() if display.kind is kind]
-    return display
+    return next(display for display in list_displays() if display.kind is kind)
 
 
 def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
@@ -61,10 +55,7 @@ def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
 def expert_answers(
     measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return facts about the experts of each MoE layer, and lines for what was not measured.
-
-    images: indices in the test split of the images that are shown.
-    """
+    """Return facts about the experts of each MoE layer, and lines for what was not measured."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         facts = roles_answers(read_layers(roles))
@@ -74,26 +65,35 @@ def expert_answers(
             experts = [value.interval for value in values if value.at["layer"] == layer]
             answers["without"] = worth_words(experts, score)
     if regret := measured.of(RouterRegret):
-        for layer, answers in enumerate(facts, 1):
-            answers["regret"] = regret_words(regret, layer)
-        for best, answers in zip(best_by_token(regret, images), facts, strict=True):
-            answers["best"] = best
+        losses, shares = (regret.curve(name, "layer") for name in ("router_regret", "better_sets"))
+        for layer, best in enumerate(best_by_token(regret, images), 1):
+            facts[layer - 1] |= {
+                "regret": "The best experts for a token would lower the loss by "
+                f"{P.value(losses[layer])} {regret.facts['unit']}, on average; "
+                f"{SHARE.value(shares[layer])} of the sets would lower it.",
+                "best": best,
+            }
     return {"layers": facts, "open": open_questions(measured)}
 
 
 def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
     """Return per layer each expert's partners, what the choices tell, and the router's margin."""
-    facts: list[dict[str, Any]] = [
-        {
-            "together": list_partners(layer.together, most),
-            "earlier": list_partners(layer.before, most),
-            "tells": information_words(layer),
-            "margin": layer.values.get("margin"),
-        }
-        for layer in layers
-    ]
-    for layer, before in zip(layers[1:], facts[:-1], strict=True):
-        before["later"] = list_partners(layer.after, most)
+    facts: list[dict[str, Any]] = []
+    for layer in layers:
+        shares = [
+            f"{LABELS.get(name, name)} {SHARE.value(max(0, info.normalised))} (p {P.value(info.p)})"
+            for name, info in layer.labels.items()
+        ]
+        if facts:
+            facts[-1]["later"] = list_partners(layer.after, most)
+        facts.append(
+            {
+                "together": list_partners(layer.together, most),
+                "earlier": list_partners(layer.before, most),
+                "tells": f"Experts tell about a token, above chance: {', '.join(shares)}.",
+                "margin": layer.values.get("margin"),
+            }
+        )
     return facts
 
 
@@ -120,19 +120,8 @@ def list_partners(
     shares: Sequence[Sequence[float]], most: int = PARTNERS
 ) -> list[list[tuple[int, float]]]:
     """Return each expert's most frequent partners with P(partner | expert); shares: (E, E)."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
-    return [
-        [(expert, round(share, 4)) for expert, share in row[:most] if share > 0] for row in rows
-    ]
-
-
-def information_words(layer: RolesLayer) -> str:
-    """Return how much the layer's choice of experts tells about a token's labels."""
-    told = [
-        f"{LABELS.get(name, name)} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
-        for name, label in layer.labels.items()
-    ]
-    return f"Experts tell about a token, above chance: {', '.join(told)}."
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
+    return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
 def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
@@ -146,32 +135,16 @@ def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
     ]
 
 
-def regret_words(result: Found, layer: int) -> str:
-    """Return by how much the best experts of a layer's tokens would lower the loss."""
-    regret, better = (
-        result.curve(name, "layer")[layer] for name in ("router_regret", "better_sets")
-    )
-    return (
-        f"The best experts for a token would lower the loss by "
-        f"{NumberFormat('number', 3).value(regret)} {result.facts['unit']}, on average; "
-        f"{SHARE.value(better)} of the sets would lower it."
-    )
-
-
 def best_by_token(
     regret: Found, images: Sequence[int]
 ) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
-    """Return per layer and image: token → its best experts and the loss that they would save.
-
-    No experts where the router chose the best ones; images: indices in the test split.
-    """
-    form = NumberFormat("number", 3)
+    """Return per layer and image: token → its better experts, and the loss they would save."""
     layers = []
     for choices in regret.facts["best"]:
         rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
         for choice in choices:
             if choice["image"] in images:
-                saved = f"{form.value(choice['saved'])} {regret.facts['unit']}"
+                saved = f"{P.value(choice['saved'])} {regret.facts['unit']}"
                 best = (tuple(choice["experts"]), saved)
                 rows[images.index(choice["image"])] |= dict.fromkeys(choice["tokens"], best)
         layers.append(rows)
@@ -287,31 +260,33 @@ def explored_model_data(
     if measurement is None:
         return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
     result = Result.model_validate(measurement.facts)
-    if not is_first:
-        result = clean_images_alone(result)
+    if not is_first:  # changed images and favourite patches are most of its size
+        layers = []
+        for layer in result.layers:
+            experts = [expert.model_copy(update={"favourites": ()}) for expert in layer.experts]
+            layers.append(layer.model_copy(update={"experts": tuple(experts), "crops": None}))
+        changes = {"layers": tuple(layers), "shown": result.shown[:1]}
+        result = result.model_copy(update=changes)
     model = result.model_dump(mode="json")
-    outcome = measured.outcome
-    if outcome is not None and is_first:
-        model["shown"] += image_traces_by_epoch(outcome, result)
+    if is_first and (outcome := measured.outcome):
+        model["shown"] += [
+            {
+                "kind": "epoch",
+                "label": f"epoch {watched.epoch} of {outcome.epochs}",
+                "picture": None,
+                "origins": None,
+                "trace": watched.trace.model_dump(mode="json"),
+            }
+            for watched in outcome.watched
+            if watched.images[: len(result.images)] == result.images
+        ]
     score = phase.task.score
     answers = expert_answers(measured, score, len(result.layers), model["images"])
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 
-def clean_images_alone(result: Result) -> Result:
-    """Return a result without changed images and favourite patches, most of its size."""
-    layers = []
-    for layer in result.layers:
-        experts = [expert.model_copy(update={"favourites": ()}) for expert in layer.experts]
-        layers.append(layer.model_copy(update={"experts": tuple(experts), "crops": None}))
-    return result.model_copy(update={"layers": tuple(layers), "shown": result.shown[:1]})
-
-
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
-    """Return pairs of models with the second's match of each of the first's experts, per layer.
-
-    Experts are matched one to one, from the choices that ``routing.roles`` stored.
-    """
+    """Return pairs of models, and the second's match of each of the first's experts per layer."""
     choices = {
         model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
         for model in models
@@ -329,22 +304,6 @@ def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
     """Return the match in ``theirs`` of each expert of ``ours``; both (images, tokens, experts)."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
     return match_experts(indicator_correlation(*sides)).tolist()
-
-
-def image_traces_by_epoch(outcome: Outcome, result: Result) -> list[dict[str, Any]]:
-    """Return traces of the same images after epochs of training, if training stored them."""
-    number = len(result.images)
-    return [
-        {
-            "kind": "epoch",
-            "label": f"epoch {watched.epoch} of {outcome.epochs}",
-            "picture": None,
-            "origins": None,
-            "trace": watched.trace.model_dump(mode="json"),
-        }
-        for watched in outcome.watched
-        if watched.images[:number] == result.images
-    ]
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:

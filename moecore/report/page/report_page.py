@@ -19,10 +19,11 @@ from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
-from moecore.report.column import CEILING, find_moe_baseline, has_moe_method
+from moecore.report.column import CEILING, find_moe_baseline
 from moecore.report.figures import overview
 from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
+from moecore.report.page import view
 from moecore.report.page.sections import (
     describe_claims,
     describe_phase_findings,
@@ -31,22 +32,12 @@ from moecore.report.page.sections import (
     phase_title,
     pluralize,
 )
-from moecore.report.page.view import (
-    WORDS,
-    Page,
-    PageCell,
-    PageTable,
-    PhaseOverviewCharts,
-    Picture,
-    Section,
-    TableRow,
-)
 from moecore.report.pictures import linear_experts, sizes
 from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.results import list_displays
+from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table
-from moecore.report.typed_results import Phase, Results
 
 NAMED = 20  # classes, at most, whose names are listed
 
@@ -71,32 +62,43 @@ def render_report(
     return template_environment().get_template("page.html.jinja").render(page=page)
 
 
-def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
+def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Page:
     sections = [claims_section(evaluated)] if evaluated else []
-    overviews = []
-    facts = []
-    quantities = {}
+    overviews, facts, quantities = [], [], {}
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         quantities[name] = phase_quantities(phase, table, results.controls)
-        overviews.append(build_phase_overview(results, phase, quantities[name]))
+        notes = []
+        if not phase.task.long and quantities[name].attacked is None:  # texts are not attacked
+            notes.append("Not measured: the score under attack (the stage robustness would).")
+        is_routed = find_moe_baseline(phase.models) != ""
+        if not phase.task.long and is_routed and quantities[name].steady is None:
+            notes.append("Not measured: how steady the routing is (the stage robustness would).")
+        controls = results.controls - {CEILING}
+        if left_out := [method for method in phase.models if method in controls]:
+            notes.append(f"Not shown: {join_names(left_out)} (control).")
+        charts = list(overview.overview_charts(phase, quantities[name]))
+        place = f"overview-{phase.name}"
+        overviews.append(view.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
         sections.append(phase_section(results, phase, table))
-        facts.append(PageTable((), card_facts(phase), title=phase_title(phase)))
+        facts.append(view.PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.theorem_failure_blocks(linear))
-        sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
+        title = "Linear experts"
+        sections.append(view.Section("linear_experts", title, title, (), blocks))
     if counted_sizes := results.alone.get(Sizes):
         blocks = list(sizes.paper_size_blocks(counted_sizes))
-        sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
-    return Page(
-        simulated=", ".join(results.simulated),
+        sections.append(view.Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
+    cards = [phase.card for phase in results.phases.values()]
+    return view.Page(
+        simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
         answer=main_finding(results, quantities, evaluated),
         opening=report_introduction(results),
         overviews=overviews,
         sections=sections,
         facts=facts,
         settings=results.settings,
-        words=WORDS,
+        words=view.WORDS,
     )
 
 
@@ -117,19 +119,6 @@ def main_finding(
     return keep_percent_on_line(f"{worth} {finding}") if worth else finding
 
 
-def build_phase_overview(
-    results: Results, phase: Phase, quantities: PhaseQuantities
-) -> PhaseOverviewCharts:
-    """Return the pictures of the first screen, and notes on what they do not show."""
-    notes = quantities.missing(has_moe_method(phase.models))
-    controls = results.controls - {CEILING}
-    left_out = [method for method in phase.models if method in controls]
-    if left_out:
-        notes.append(f"Not shown: {join_names(left_out)} (control).")
-    charts = list(overview.overview_charts(phase, quantities))
-    return PhaseOverviewCharts(f"overview-{phase.name}", phase_title(phase), charts, notes)
-
-
 def report_introduction(results: Results) -> str:
     """Return which methods were compared, on which data, and what was measured."""
     methods = results.methods
@@ -146,56 +135,50 @@ def report_introduction(results: Results) -> str:
         measured.append("transfer of attacks")
     score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
     measurements = join_names([score, *measured])
-    each = " each" if len(methods) > 1 else ""
     seeds = pluralize(phases[0].seeds, "seed")
-    compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
     if len(methods) == 1:
-        return f"{compared} Measured: {measurements}."
+        return f"1 method, {seeds}, on {data}. Measured: {measurements}."
+    compared = f"{len(methods)} methods, {seeds} each, on {data}."
     return f"{compared} Measured for every model: {measurements}."
 
 
-def card_facts(phase: Phase) -> list[TableRow]:
+def card_facts(phase: Phase) -> list[view.TableRow]:
     """Return a row per fact of the data card that `prepare` wrote."""
     card = phase.card
     if phase.task.kind == "regression":
         facts = cohort_facts(card)
     else:
-        facts = image_facts(card, phase.task.answers)
+        classes = phase.task.answers
+        facts = {
+            "Images": ", ".join(f"{split} {count:,}" for split, count in card["images"].items()),
+            "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+            "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
+        }
     facts |= {"Licence": card["licence"], "Source": card["source"]}
     if "seed" in card:  # text is split without random numbers
         facts |= {"Split seed": str(card["seed"])}
     return [
-        TableRow(PageCell(name), [PageCell(text, look="words")]) for name, text in facts.items()
+        view.TableRow(view.PageCell(name), [view.PageCell(text, look="words")])
+        for name, text in facts.items()
     ]
-
-
-def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
-    splits = card["images"].items()
-    return {
-        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
-        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
-        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
-    }
 
 
 def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
     low, high = card["target_range"]
     unit = card["task"]["unit"]
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    volumes = []  # train 60 (F 30, M 30)
+    for split, by_sex in card["counts"].items():
+        sexes = ", ".join(f"{name} {number}" for name, number in by_sex.items())
+        volumes.append(f"{split} {card['images'][split]:,} ({sexes})")
     return {
         "Data": "SIMULATED" if card["simulated"] else "scans of people",
-        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
+        "Volumes": "; ".join(volumes),
         "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
         "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
         "Tissue maps": ", ".join(card["regions"]) or "none",
         "Excluded volumes": str(len(card["skipped"])),
     }
-
-
-def count_volumes(card: Mapping[str, Any], split: str) -> str:
-    """Return the volumes of a split by sex: ``train 60 (F 30, M 30)``."""
-    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
-    return f"{split} {card['images'][split]:,} ({sexes})"
 
 
 @cache
@@ -212,7 +195,7 @@ def template_environment() -> Environment:
     return environment
 
 
-def render_picture(picture: Picture) -> Markup | str:
+def render_picture(picture: view.Picture) -> Markup | str:
     """Return the markup of an SVG, or the data URI of a PNG."""
     if picture.raster:
         return png(picture.figure)
@@ -229,8 +212,8 @@ def svg(figure: Figure, label: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    for size in ("width", "height"):
+        text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
     start = f'<svg role="img" aria-label="{escape(label, quote=True)}"'
     return text.replace("<svg", start, 1).replace(INK, "currentColor")
 

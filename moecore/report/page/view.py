@@ -6,9 +6,9 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from moecore.report.column import Column
-from moecore.report.tables.cells import Cell, Cells, NumberFormat, cell_over_seeds
+from moecore.report.study_results import Models
+from moecore.report.tables.cells import Cell, Cells, NumberFormat, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
-from moecore.report.typed_results import Models
 
 WORDS = {
     "mixture of experts": "a layer with several small networks, the experts, of which each token "
@@ -41,13 +41,9 @@ ENDINGS = {"_worst_case": "worst case"}
 
 def find_explaining_word(column: str) -> str:
     """Return the key of ``WORDS`` that explains a column, or "" if there is none."""
-    for beginning, word in BEGINNINGS.items():
-        if column.startswith(beginning):
-            return word
-    for ending, word in ENDINGS.items():
-        if column.endswith(ending):
-            return word
-    return ""
+    words = [word for beginning, word in BEGINNINGS.items() if column.startswith(beginning)]
+    words += [word for ending, word in ENDINGS.items() if column.endswith(ending)]
+    return next(iter(words), "")
 
 
 WIDE = 7.0  # inches; a wider figure takes the whole width of the page
@@ -190,13 +186,10 @@ def method_rows_table(
     items = [
         format_column(column, [row[column.name] for row in cells.values()]) for column in columns
     ]
-    lines = [
-        TableRow(
-            PageCell(method, note="control" if method in controls else ""),
-            [column_cells[row] for column_cells in items],
-        )
-        for row, method in enumerate(cells)
-    ]
+    lines = []
+    for row, method in enumerate(cells):
+        head = PageCell(method, note="control" if method in controls else "")
+        lines.append(TableRow(head, [column_cells[row] for column_cells in items]))
     heads = [
         ColumnHead(column.note, column.better, find_explaining_word(column.name), notes(column))
         for column in columns
@@ -234,25 +227,20 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
 
 
 def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
-    return format_column(
-        column, [cell_over_seeds(column, list(seeds.values())) for seeds in models.values()]
-    )
+    return format_column(column, list(method_cells_over_seeds(column, models).values()))
 
 
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
     """Return a table of percentages in colour; rows: name → share per column, or None."""
-    lines = [
-        TableRow(
-            PageCell(name),
-            [
-                EMPTY if share is None else PageCell(f"{share * 100:.0f}", share=share)
-                for share in shares
-            ],
-        )
-        for name, shares in rows.items()
-    ]
+    lines = []
+    for name, shares in rows.items():
+        cells = [
+            EMPTY if share is None else PageCell(f"{share * 100:.0f}", share=share)
+            for share in shares
+        ]
+        lines.append(TableRow(PageCell(name), cells))
     return PageTable([corner, *columns], lines, small=True)
 
 

@@ -12,17 +12,11 @@ from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.values import Found
 from moecore.report.column import Column
-from moecore.report.figures.drawing import (
-    GUIDE,
-    PALETTE,
-    add_legend_below,
-    empty_figure,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow, format_column
 from moecore.report.results import Figures, Pictures, pictures_by_name
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
-from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
@@ -33,12 +27,12 @@ NUMBERS = {
     "intercept": "intercept",
 }
 SEXES = {
-    "F": ("women", PALETTE[1], "o"),
-    "M": ("men", PALETTE[0], "s"),
-    "": ("sex unknown", PALETTE[6], "^"),
+    "F": ("women", drawing.PALETTE[1], "o"),
+    "M": ("men", drawing.PALETTE[0], "s"),
+    "": ("sex unknown", drawing.PALETTE[6], "^"),
 }
 PANELS = {"raw": "as predicted", "pooled": "corrected"}
-COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
+COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
@@ -70,13 +64,17 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     if facts["diagnosis_gaps"]:
         text += f" Gaps of a diagnosis are relative to {facts['diagnosis_gaps'][0]['reference']}."
     pictures = pictures_by_name(phase, AgeCalibration, figures)
+    refusals = [
+        f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
+        for method, seeds in phase.models.items()
+        for seed, model in seeds.items()
+        if (result := model.of(AgeCalibration)) and result.facts["refused"]
+    ]
     block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
-    yield block._replace(below=age_correction_refusals(phase), about="mae_pooled")
-    yield Block(
-        "Brain-PAD, and errors by decade, sex and site",
-        pictures=pictures["pad_against_age"] + pictures["errors_by_group"],
-        about="corr_raw",
-    )
+    yield block._replace(below=refusals, about="mae_pooled")
+    drawn = pictures["pad_against_age"] + pictures["errors_by_group"]
+    title = "Brain-PAD, and errors by decade, sex and site"
+    yield Block(title, pictures=drawn, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> PageTable:
@@ -84,17 +82,13 @@ def table_s1(phase: Phase) -> PageTable:
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in NUMBERS:
-        metrics = {
-            prediction: Column(
-                name, name, methodcaller("interval", f"{name}_{prediction}"), kind=AgeCalibration
-            )
-            for prediction in PREDICTIONS
-        }
-        cells = [
-            cell_over_seeds(metrics[prediction], list(phase.models[method].values()))
-            for method, prediction in pairs
-        ]
-        columns.append(format_column(metrics["raw"], cells))
+        column = Column(name, name, lambda result: None, kind=AgeCalibration)
+        cells = []
+        for method, prediction in pairs:
+            read = methodcaller("interval", f"{name}_{prediction}")
+            models = list(phase.models[method].values())
+            cells.append(cell_over_seeds(column._replace(read_result=read), models))
+        columns.append(format_column(column, cells))
     lines = [
         TableRow(PageCell(method, note=PREDICTIONS[prediction]), items)
         for (method, prediction), *items in zip(pairs, *columns, strict=True)
@@ -102,23 +96,14 @@ def table_s1(phase: Phase) -> PageTable:
     return PageTable(["Prediction", *NUMBERS.values()], lines)
 
 
-def age_correction_refusals(phase: Phase) -> list[str]:
-    return [
-        f"Not corrected: {method}, seed {seed}. {result.facts['refused']}"
-        for method, seeds in phase.models.items()
-        for seed, model in seeds.items()
-        if (result := model.of(AgeCalibration)) and result.facts["refused"]
-    ]
-
-
-@styled_drawing
+@drawing.styled_drawing
 def age_scatter(facts: Facts) -> Figure:
     """Draw predicted against known age, before and after correction, by sex."""
     points = facts["points"]
     figure, panels, predictions = new_prediction_panels(points, 4.3, "Test split.")
     ages = np.concatenate([points["age"], *predictions.values()])
     limits = (float(ages.min()) - 2, float(ages.max()) + 2)
-    style = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
+    style = {"color": drawing.GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         axes.plot(limits, limits, **style)
         _by_sex(axes, points, values)
@@ -127,33 +112,33 @@ def age_scatter(facts: Facts) -> Figure:
     return add_title_and_legend(figure, panels, "Predicted age", "Predicted age, years", facts)
 
 
-@styled_drawing
+@drawing.styled_drawing
 def pad_against_age(facts: Facts) -> Figure:
     """Draw predicted − known age against known age, with mean and mean ± 1.96 SD, by sex."""
     points = facts["points"]
-    figure, panels, predictions = new_prediction_panels(
-        points, 3.6, "Grey lines: mean and mean ± 1.96 SD."
-    )
+    caption = "Grey lines: mean and mean ± 1.96 SD."
+    figure, panels, predictions = new_prediction_panels(points, 3.6, caption)
     for axes, (name, values) in zip(panels, predictions.items(), strict=True):
         gaps = values - np.asarray(points["age"], float)
         mean = gaps.mean()
         width = 1.96 * gaps.std()
-        axes.axhline(0, color=GUIDE, linewidth=1, linestyle=":")
+        axes.axhline(0, color=drawing.GUIDE, linewidth=1, linestyle=":")
         for height, dash in ((mean, "-"), (mean - width, "--"), (mean + width, "--")):
-            axes.axhline(height, color=GUIDE, linewidth=1, linestyle=dash)
+            axes.axhline(height, color=drawing.GUIDE, linewidth=1, linestyle=dash)
         _by_sex(axes, points, gaps)
         axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
     return add_title_and_legend(figure, panels, "Brain-PAD", "Predicted − known age, years", facts)
 
 
-@styled_drawing
+@drawing.styled_drawing
 def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
     """Draw the MAE as predicted and corrected in each group; groups: "sex", … → rows."""
     widths = [len(rows) + 1 for rows in groups.values()]
-    figure = empty_figure(1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants.")
+    caption = "95 % intervals over participants."
+    figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
-        _groups(axes, rows)
+        _draw_groups(axes, rows)
         axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
     return add_title_and_legend(figure, panels, "Error by group", "MAE, years", facts)
 
@@ -163,14 +148,14 @@ def add_title_and_legend(
 ) -> Figure:
     """Add a title that marks simulated data, and one legend."""
     panels[0].set_ylabel(label)
-    add_legend_below(figure, panels[0])
+    drawing.add_legend_below(figure, panels[0])
     if facts["simulated"]:
         title += " (simulated data)"
     figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure
 
 
-def _groups(axes: Axes, rows: Sequence[Facts]) -> None:
+def _draw_groups(axes: Axes, rows: Sequence[Facts]) -> None:
     for shift, variant in ((-0.15, "raw"), (0.15, "pooled")):
         colour = COLOURS[variant]
         for place, row in enumerate(rows):
@@ -193,7 +178,7 @@ def new_prediction_panels(
     predictions = {
         name: np.asarray(points[name], float) for name in PANELS if points[name] is not None
     }
-    figure = empty_figure(0.6 + 4.3 * len(predictions), height, caption)
+    figure = drawing.empty_figure(0.6 + 4.3 * len(predictions), height, caption)
     panels = figure.subplots(1, len(predictions), sharex=True, sharey=True, squeeze=False)[0]
     return figure, panels, predictions
 

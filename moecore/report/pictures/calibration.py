@@ -9,17 +9,10 @@ from matplotlib.figure import Figure
 
 from moecore.measure.calibration import ClassCalibration
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import (
-    GUIDE,
-    add_legend_below,
-    empty_figure,
-    line_look,
-    set_percent_axis,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
 from moecore.report.page.view import Block, Picture
 from moecore.report.results import Figures, Pictures
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 from moecore.tasks.base import Task
 
 
@@ -35,15 +28,14 @@ def figures(result: Found) -> Figures:
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Yield the diagrams of all methods, with the temperatures."""
     first = phase.first(ClassCalibration)
-    temperatures = {
-        method: format_temperature(value.value, result.facts["at_limit"])
+    temperatures = [
+        f"{method} {value.value:.2f}" + (" (at its limit)" if result.facts["at_limit"] else "")
         for method, result in first.items()
         if (value := result.find("temperature"))
-    }
-    fitted = ", ".join(f"{method} {value}" for method, value in temperatures.items())
+    ]
     captions = {
         "before": "A point is a bin of confidence; its area grows with the number of images.",
-        "after": f"Temperatures: {fitted}." if fitted else "",
+        "after": f"Temperatures: {', '.join(temperatures)}." if temperatures else "",
     }
     pictures = []
     for when, caption in captions.items():
@@ -54,38 +46,25 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block("Calibration", pictures=pictures, about="ece_after")
 
 
-def format_temperature(value: float, at_limit: bool) -> str:
-    text = f"{value:.2f}"
-    return f"{text} (at its limit)" if at_limit else text
-
-
-@styled_drawing
+@drawing.styled_drawing
 def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     """Draw accuracy against confidence in bins; curves: label → ``ReliabilityBins`` as JSON."""
-    figure = empty_figure(4.8, 4.2)
+    figure = drawing.empty_figure(4.8, 4.2)
     axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
+    axes.plot([0, 1], [0, 1], color=drawing.GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
         columns = [bins[name] for name in ("confidence", "accuracy", "count")]
         points = np.array(columns, dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
-        style = line_look(index)
-        axes.plot(x, y, color=style["color"], linestyle=style["linestyle"], linewidth=1.2)
-        axes.scatter(
-            x,
-            y,
-            s=14 + 180 * np.sqrt(counts / max(1, counts.sum())),
-            color=style["color"],
-            marker=style["marker"],
-            alpha=0.75,
-            linewidths=0,
-            label=label,
-        )
+        look = drawing.line_look(index)
+        axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
+        areas = 14 + 180 * np.sqrt(counts / max(1, counts.sum()))
+        style = {"color": look["color"], "marker": look["marker"], "alpha": 0.75, "linewidths": 0}
+        axes.scatter(x, y, s=areas, label=label, **style)
     axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
-    set_percent_axis(axes, "Accuracy")
+    drawing.set_percent_axis(axes, "Accuracy")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    legend = add_legend_below(figure, axes)
-    for handle in legend.legend_handles:
+    for handle in drawing.add_legend_below(figure, axes).legend_handles:
         if isinstance(handle, PathCollection):
             handle.set_sizes([30])
     return figure

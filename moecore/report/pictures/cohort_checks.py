@@ -12,17 +12,11 @@ from moecore.measure.probes.ageing_and_rescans import rising_step_share
 from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
-from moecore.report.figures.drawing import (
-    GUIDE,
-    add_legend_below,
-    empty_figure,
-    line_look,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow, cells_of_methods
 from moecore.report.results import Figures, Pictures, first_seed_pictures
+from moecore.report.study_results import Models, Phase, list_without_none
 from moecore.report.tables.cells import NumberFormat
-from moecore.report.typed_results import Models, Phase, list_without_none
 
 PROBE = (
     "Probe: a new linear head that predicts age from the frozen model, fitted on such volumes of "
@@ -139,18 +133,10 @@ def mixture_table(result: Found, method: str) -> PageTable:
     items: dict[str, list[PageCell]] = {}
     for share, chance in zip(shares, chances, strict=True):
         pair = " with ".join(str(share.at[name]).upper() for name in ("whole", "thinned"))
-        text = WHOLE_PERCENTS.value(share.value)
         note = f"chance {WHOLE_PERCENTS.value(chance.value)}"
-        items.setdefault(pair, []).append(PageCell(text, note))
+        items.setdefault(pair, []).append(PageCell(WHOLE_PERCENTS.value(share.value), note))
     lines = [TableRow(PageCell(pair), of_pair) for pair, of_pair in items.items()]
     heads = [f"{WHOLE_PERCENTS.value(value)} of the second" for value in remaining]
-    return PageTable(
-        ["Mixture", *heads], lines, title=method, below=describe_expert_correlations(result)
-    )
-
-
-def describe_expert_correlations(result: Found) -> str:
-    """Return the correlations of a tissue's share of a cube with its expert's score."""
     number = NumberFormat("number", 2)
     text = "Rank correlation of a tissue's share of a cube and its expert's score"
     for volumes, label in {"whole": "whole volumes", "other_generator": "other generator"}.items():
@@ -160,24 +146,24 @@ def describe_expert_correlations(result: Found) -> str:
             if value.at["volumes"] == volumes
         ]
         text += f"; {label}: {', '.join(ranks) or 'none'}"
-    return f"{text}."
+    return PageTable(["Mixture", *heads], lines, title=method, below=f"{text}.")
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
     """Draw predicted age over age, with a line per subject and the identity."""
     ages, predictions = ageing["ages"], ageing["predictions"]
     rising = rising_step_share(np.array(predictions))
-    figure = empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
+    figure = drawing.empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
     axes = figure.subplots()
     ends = [ages[0], ages[-1]]
-    axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")
-    style = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
+    axes.plot(ends, ends, color=drawing.GUIDE, linewidth=1, linestyle=":", label="identity")
+    style = {"color": drawing.line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
     for row in predictions:
         axes.plot(ages, row, marker="o", markersize=2, **style)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
     axes.set_title("Simulated subjects, aged")
-    add_legend_below(figure, axes)
+    drawing.add_legend_below(figure, axes)
     return figure
 
 

@@ -9,7 +9,7 @@ from moecore.measure.values import Found
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.page.view import Block, PageTable, percent_grid
 from moecore.report.results import Figures, Pictures
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 
 
 def figures(result: Found) -> Figures:

@@ -5,19 +5,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.routing_metrics.expert_roles import (
-    LABELS,
-    ExpertRoles,
-    RolesLayer,
-    read_layers,
-)
+from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.values import Found
 from moecore.report.column import MetricColumns, column_context
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.page.view import Block, method_rows_table
 from moecore.report.results import Figures, Pictures
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
-from moecore.report.typed_results import Phase
 
 NUMBERED = 20  # experts; with more, the table has only colours
 SURE = 0.05  # p-value below which a figure marks the information
@@ -29,22 +24,31 @@ WORDS = (
 
 def figures(result: Found) -> Figures:
     """Yield the experts' information by layer, and each layer's coactivation and similarity."""
-    layers = read_layers(result)
+    layers = expert_roles.read_layers(result)
     if any(layer.labels for layer in layers):
         yield "expert_information", draw_expert_information(layers)
     for number, layer in enumerate(layers, 1):
         if np.any(layer.together):
-            yield f"coactivation_{number}", draw_coactivation(layer, f"MoE {number}")
-        if layer.after:
-            name = f"coactivation_{number - 1}_{number}"
-            yield name, draw_follow_ups(layer.after, number)
+            axes = "Also chose expert", "Chose expert"
+            caption = "Percent of the tokens that chose the row's expert."
+            figure = expert_pair_table(layer.together, f"MoE {number}", axes, caption, 0.005)
+            yield f"coactivation_{number}", figure
+        if layer.after:  # experts of this layer that tokens chose after each of the previous one
+            axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
+            caption = "Percent of the tokens that chose the row's expert a layer earlier."
+            title = f"MoE {number - 1} to {number}"
+            figure = expert_pair_table(layer.after, title, axes, caption, 0.005)
+            yield f"coactivation_{number - 1}_{number}", figure
         if layer.cka:
-            yield f"expert_similarity_{number}", similarity_table(layer, f"MoE {number}")
+            caption = "Linear CKA of two experts' outputs for the same tokens, in percent."
+            title = f"Similarity, MoE {number}"
+            figure = expert_pair_table(layer.cka, title, ("Expert", "Expert"), caption)
+            yield f"expert_similarity_{number}", figure
 
 
-def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
+def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> Figure:
     """Draw the information of experts about each label, a row per layer."""
-    names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
+    names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
     shares = np.full((len(layers), len(names)), np.nan)
     texts = np.full(shares.shape, "", dtype=object)
     for (row, column), _ in np.ndenumerate(shares):
@@ -54,30 +58,11 @@ def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
             mark = "*" if label.p < SURE else ""
             texts[row, column] = f"{100 * shares[row, column]:.0f}{mark}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
-    labels = Labels("What an expert tells", rows, [LABELS[name] for name in names], "of a token's")
+    labels = Labels(
+        "What an expert tells", rows, [expert_roles.LABELS[name] for name in names], "of a token's"
+    )
     caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
     return draw_heatmap(shares, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
-
-
-def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
-    """Draw which experts tokens chose in addition to each expert."""
-    caption = "Percent of the tokens that chose the row's expert."
-    return expert_pair_table(
-        layer.together, title, ("Also chose expert", "Chose expert"), caption, 0.005
-    )
-
-
-def draw_follow_ups(after: Sequence[Sequence[float]], number: int) -> Figure:
-    """Draw which experts of this layer tokens chose after each expert of the previous layer."""
-    axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
-    caption = "Percent of the tokens that chose the row's expert a layer earlier."
-    return expert_pair_table(after, f"MoE {number - 1} to {number}", axes, caption, 0.005)
-
-
-def similarity_table(layer: RolesLayer, title: str) -> Figure:
-    """Draw the similarity of experts' outputs for the same tokens."""
-    caption = "Linear CKA of two experts' outputs for the same tokens, in percent."
-    return expert_pair_table(layer.cka, f"Similarity, {title}", ("Expert", "Expert"), caption)
 
 
 def expert_pair_table(
@@ -98,8 +83,8 @@ def expert_pair_table(
 
 def seed_table(phase: Phase) -> Iterator[Block]:
     """Yield a table of the methods with choices of several seeds."""
-    context = column_context(phase, ExpertRoles)
-    columns = MetricColumns("routing", ExpertRoles, "roles").columns(context)
+    context = column_context(phase, expert_roles.ExpertRoles)
+    columns = MetricColumns("routing", expert_roles.ExpertRoles, "roles").columns(context)
     columns = [column for column in columns if column.of_pairs]
     cells = {
         method: {metric.name: cell_over_seeds(metric, list(seeds.values())) for metric in columns}

@@ -9,7 +9,7 @@ from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.results import Figures, Pictures, pictures_by_name
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 
 
 def figures(result: Found) -> Figures:

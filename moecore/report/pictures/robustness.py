@@ -9,19 +9,12 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug
-from moecore.report.figures.charts import (
-    ChartSpec,
-    attack_points,
-    draw_score_over_epsilon,
-    interval_caption,
-    panels_chart,
-    points_over_seeds,
-)
+from moecore.report.figures import charts
 from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.results import Figures, Pictures, draw_method_curves
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import PIXEL, format_epsilon, shorten_epsilons
-from moecore.report.typed_results import Phase
 
 WORST = "worst_case"
 ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
@@ -44,7 +37,15 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
     words = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
     label, note, name = metric.label, metric.note, metric.name
     if not note:
-        words["title"], note = title_and_note(attack, score)
+        note = "accuracy under attack" if score == "accuracy" else "mean error under attack"
+        if attack == WORST and score == "accuracy":
+            words["title"] = "Worst case"
+            note = "accuracy where an image counts only if no attack broke it"
+        elif attack == WORST:
+            words["title"] = "{score}, worst case"
+            note = "largest error of each volume over all attacks"
+        elif score != "accuracy":
+            words["title"] = f"{{score}}, {words['title']}"
         name = attacked_name(score, attack)
         if metric.detail:
             name += "_mean" if is_mean else f"_at_{place_slug(radius)}"
@@ -54,17 +55,6 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
         label, note = (text.replace(f"{{{place}}}", word) for text in (label, note))
     name = name.replace("{attack}", attack).replace("{layer}", words["layer"])
     return metric._replace(name=name, label=label, note=note)
-
-
-def title_and_note(attack: str, score: str) -> tuple[str, str]:
-    """Return the start of a score column's label, and its note."""
-    if score == "accuracy":
-        if attack == WORST:
-            return "Worst case", "accuracy where an image counts only if no attack broke it"
-        return attack_title(attack), "accuracy under attack"
-    if attack == WORST:
-        return "{score}, worst case", "largest error of each volume over all attacks"
-    return f"{{score}}, {attack_title(attack)}", "mean error under attack"
 
 
 def attack_title(name: str) -> str:
@@ -80,6 +70,11 @@ def attacked_name(score: str, attack: str) -> str:
 def attacks_of(result: Found) -> list[str]:
     """Return the attacks that were run on the model; routing attacks need experts."""
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
+
+
+def names_of_attacks(phase: Phase) -> list[str]:
+    names = [name for result in phase.results(Robustness) for name in attacks_of(result)]
+    return list(dict.fromkeys(names))
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
@@ -98,30 +93,32 @@ def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float
     }
 
 
-def count_changed_layers(result: Found) -> int:
-    layers = (value.at["layer"] for value in result.all("routing_change_layer"))
-    return max(map(int, layers), default=0)
-
-
 def figures(result: Found) -> Figures:
     score = parse_card_task(result.facts["task"]).score
     curves = {
-        name: attack_points([scores_by_epsilon(result, name)], score)
+        name: charts.attack_points([scores_by_epsilon(result, name)], score)
         for name in [*attacks_of(result), WORST]
     }
-    yield "score_under_attack", draw_score_over_epsilon(curves, "attack", score)
+    yield "score_under_attack", charts.draw_score_over_epsilon(curves, "attack", score)
 
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
     """Yield the score over epsilon for each attack and the worst case, and the routing change."""
-    results = phase.results(Robustness)
-    attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
+    attacks = names_of_attacks(phase)
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
-    if all(result.all("worst") for result in results):
+    if all(result.all("worst") for result in phase.results(Robustness)):
         yield draw_attack_curve(phase, WORST)
     for attack in attacks:
-        yield from draw_changes(phase, attack)
+        yield from draw_method_curves(
+            phase,
+            Robustness,
+            lambda result, attack=attack: changes_by_epsilon(result, attack),
+            change_chart_spec(attack),
+            "Mean over MoE layers.",
+            label=f"routing under {attack}",
+            limits=(0.0, 1.0),
+        )
     for attack in attacks:
         yield from draw_routing_change_by_layer(phase, attack)
 
@@ -135,55 +132,46 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
 def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     score = phase.task.score
     curves = {
-        method: attack_points([scores_by_epsilon(result, attack) for result in of_method], score)
+        method: charts.attack_points(
+            [scores_by_epsilon(result, attack) for result in of_method], score
+        )
         for method, of_method in phase.of(Robustness).items()
     }
     name = "the worst attack for each image" if attack == WORST else attack_title(attack)
     number = phase.results(Robustness)[0].facts["images"]
     images = f"{number} test images, the same for every method."
     return Picture(
-        draw_score_over_epsilon(curves, name, score),
+        charts.draw_score_over_epsilon(curves, name, score),
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
-    )
-
-
-def draw_changes(phase: Phase, attack: str) -> list[Picture]:
-    """Draw the routing change under an attack; [] if no method has it."""
-    return draw_method_curves(
-        phase,
-        Robustness,
-        lambda result: changes_by_epsilon(result, attack),
-        change_chart_spec(attack),
-        "Mean over MoE layers.",
-        label=f"routing under {attack}",
-        limits=(0.0, 1.0),
     )
 
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     """Draw the routing change of each MoE layer; [] without MoE layers."""
     seeds = phase.of(Robustness)
+    changes = [result.all("routing_change_layer") for result in phase.results(Robustness)]
+    number = max((int(value.at["layer"]) for values in changes for value in values), default=0)
     panels = {
         f"MoE {layer}": {
-            method: points_over_seeds(
+            method: charts.points_over_seeds(
                 [changes_by_epsilon(result, attack, layer) for result in results], (0.0, 1.0)
             )
             for method, results in seeds.items()
         }
-        for layer in range(1, 1 + max(map(count_changed_layers, phase.results(Robustness))))
+        for layer in range(1, 1 + number)
     }
     if not panels:
         return []
     source = FIGURES.get(re.split("[-_]", attack)[0], "")
-    caption = f"By MoE layer{source}. {interval_caption(seeds)}"
-    chart = panels_chart(panels, change_chart_spec(attack))
+    caption = f"By MoE layer{source}. {charts.interval_caption(seeds)}"
+    chart = charts.panels_chart(panels, change_chart_spec(attack))
     return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
 
 
-def change_chart_spec(attack: str) -> ChartSpec:
+def change_chart_spec(attack: str) -> charts.ChartSpec:
     title = f"Routing change under {attack_title(attack)}"
-    return ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
+    return charts.ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
 
 
 def draw_attacked_images(phase: Phase) -> list[Picture]:
@@ -194,12 +182,10 @@ def draw_attacked_images(phase: Phase) -> list[Picture]:
         if method not in first or first[method].facts["attacked"] is None:
             continue
         shown = AttackedGallery.model_validate(first[method].facts["attacked"])
-        tiles = [
-            [Tile(displayable_image(image)) for image in row.pictures.array()] for row in shown.rows
-        ]
-        names = [
-            f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean" for row in shown.rows
-        ]
+        tiles, names = [], []
+        for row in shown.rows:
+            tiles.append([Tile(displayable_image(image)) for image in row.pictures.array()])
+            names.append(f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean")
         title = f"{attack_title(shown.attack)} on {method}"
         figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
@@ -225,9 +211,10 @@ def audit_block(phase: Phase) -> Block:
         for name in dict.fromkeys(line["name"] for line in all_lines)
     ]
     grids = [PageTable(["Question", *lines], rows)] if rows else []
-    return Block(
-        "Can the attacks be believed?", grids=grids, finding=describe_audit_tally(all_lines)
-    )
+    verdicts = [line["holds"] for line in all_lines]
+    judged = len(verdicts) - verdicts.count(None)
+    finding = f"{verdicts.count(True)} of {judged} lines of the audit hold"
+    return Block("Can the attacks be believed?", grids=grids, finding=finding)
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
@@ -240,12 +227,6 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
         note=shorten_epsilons(worst["text"].removeprefix("not judged: ")),
         look=LOOKS[worst["holds"]],
     )
-
-
-def describe_audit_tally(audited: Sequence[Audited]) -> str:
-    verdicts = [line["holds"] for line in audited]
-    judged = len(verdicts) - verdicts.count(None)
-    return f"{verdicts.count(True)} of {judged} lines of the audit hold"
 
 
 PICTURES = Pictures(

@@ -5,19 +5,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from moecore.measure.cost import Cost
-from moecore.measure.exploring.expert_overlay_data import (
-    MatchedCrops,
-    Overlays,
-    parse_expert_grid,
-)
+from moecore.measure.exploring import expert_overlay_data
 from moecore.measure.routing import Routing
 from moecore.measure.values import Chart, Found
+from moecore.report.figures import expert_figures
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.figures.expert_figures import (
-    draw_patch_correspondence,
-    expert_load,
-    expert_overlays,
-)
 from moecore.report.page.view import Block, Picture
 from moecore.report.results import (
     Figures,
@@ -26,7 +18,7 @@ from moecore.report.results import (
     draw_method_curves,
     pictures_by_name,
 )
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 
 TEACHER = Chart(
     *("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens"),
@@ -39,47 +31,39 @@ TEACHER = Chart(
 
 def figures(result: Found) -> Figures:
     if result.facts["load"]:
-        yield "expert_load", expert_load(result.facts["load"])
-    overlays = Overlays.model_validate(result.facts["overlays"])
+        yield "expert_load", expert_figures.expert_load(result.facts["load"])
+    overlays = expert_overlay_data.Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
-        yield "expert_overlays", expert_overlays(overlays)
+        yield "expert_overlays", expert_figures.expert_overlays(overlays)
 
 
 def loads_and_patches(phase: Phase) -> Iterator[Block]:
     """Yield load and patches of methods with MoE layers, and agreement with a teacher."""
-    pictures = pictures_by_name(phase, Routing, figures)
-    yield Block("Load of the experts", pictures=pictures["expert_load"], about="load_cv2")
+    by_name = pictures_by_name(phase, Routing, figures)
+    yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
     results = phase.first(Routing)
-    yield Block(
-        "Which expert sees which patch",
-        pictures=pictures["expert_overlays"],
-        finding=describe_adjacent_patches(results),
-    )
+    finding = describe_adjacent_patches(results)
+    patches = by_name["expert_overlays"]
+    yield Block("Which expert sees which patch", pictures=patches, finding=finding)
     crops = []
     first = next(iter(results.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
-        figure = draw_patch_correspondence(
-            MatchedCrops.model_validate(first.facts["corresponding"])
-        )
+        pair = expert_overlay_data.MatchedCrops.model_validate(first.facts["corresponding"])
+        figure = expert_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
     yield Block("Corresponding patches", pictures=crops, about="match_top1")
-    yield Block(
-        "Agreement with the teacher by layer",
-        pictures=draw_chart(phase, Routing, TEACHER),
-        about="teacher_agreement",
-    )
+    pictures = draw_chart(phase, Routing, TEACHER)
+    title = "Agreement with the teacher by layer"
+    yield Block(title, pictures=pictures, about="teacher_agreement")
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
-    """Say how often adjacent patches have the same expert in the last layer; "" without patches.
-
-    first: method → the result whose patches are shown.
-    """
+    """Say how often adjacent patches share their expert in the last layer; "" without patches."""
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]
-        rows = [parse_expert_grid(image) for layer in grids for image in layer]
+        rows = [expert_overlay_data.parse_expert_grid(image) for layer in grids for image in layer]
         same = [(row[:, 1:] == row[:, :-1]).mean() for row in rows if row.shape[1] > 1]
         if same:
             shares[method] = float(np.mean(same))
@@ -96,14 +80,13 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
         "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
     )
     caption = "Forward passes on this machine (ERMoE, figure S5)."
-    pictures = draw_method_curves(phase, Cost, time_relative_to_top_1, spec, caption)
+
+    def relative_to_top_1(result: Found) -> dict[float, float]:
+        times = result.curve("batch_ms", "k")
+        return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
+
+    pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
     yield Block("Step time over k", pictures=pictures)
-
-
-def time_relative_to_top_1(result: Found) -> dict[float, float]:
-    """Return k → time of a batch, as a multiple of the time for k = 1."""
-    times = result.curve("batch_ms", "k")
-    return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 
 
 PICTURES = Pictures("routing", figures, is_on_page=False, above=loads_and_patches, more=time_over_k)

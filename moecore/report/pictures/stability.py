@@ -9,22 +9,10 @@ from matplotlib.figure import Figure
 from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import (
-    PALETTE,
-    SheetLabels,
-    Tile,
-    add_legend_below,
-    displayable_image,
-    empty_figure,
-    line_look,
-    patch_expert_colours,
-    set_percent_axis,
-    sheet,
-    styled_drawing,
-)
+from moecore.report.figures import drawing
 from moecore.report.page.view import Block
 from moecore.report.results import Figures, Pictures, first_seed_pictures
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 
 
 def figures(result: Found) -> Figures:
@@ -39,20 +27,18 @@ def figures(result: Found) -> Figures:
 
 
 def ramps_and_patches(phase: Phase) -> Iterator[Block]:
-    yield Block(
-        "Predictions along a ramp, and patches under noise",
-        pictures=first_seed_pictures(phase, Stability, figures),
-        about="jumps",
-    )
+    pictures = first_seed_pictures(phase, Stability, figures)
+    title = "Predictions along a ramp, and patches under noise"
+    yield Block(title, pictures=pictures, about="jumps")
 
 
-@styled_drawing
+@drawing.styled_drawing
 def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
     """Draw the probability of the true class over noise; crosses mark changed predictions."""
-    figure = empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
+    figure = drawing.empty_figure(4.8, 3.5, "Example images. Cross: the predicted class changes.")
     axes = figure.subplots()
     for number, curve in enumerate(ramp["shown"]):
-        style = line_look(number) | {"marker": ""}
+        style = drawing.line_look(number) | {"marker": ""}
         axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **style)
         predicted = np.array(curve["predicted"])
         changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
@@ -64,16 +50,13 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
             color=style["color"],
         )
     axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
-    set_percent_axis(axes, "Probability of the true class")
-    add_legend_below(figure, axes)
+    drawing.set_percent_axis(axes, "Probability of the true class")
+    drawing.add_legend_below(figure, axes)
     return figure
 
 
 def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figure:
-    """Draw images with each patch's expert in one MoE layer, a row per sigma, clean first.
-
-    A patch is tinted where its expert differs from the clean image's.
-    """
+    """Draw patches' experts in one MoE layer, a row per sigma; tinted if the clean one differs."""
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():
@@ -82,13 +65,14 @@ def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figu
             grid = parse_expert_grid(row.grids[layer][number])
             changed = grid != parse_expert_grid(clean.grids[layer][number])
             texts = np.where(grid < 0, "–", grid.astype(str))
-            tint = patch_expert_colours(np.where(changed, 0, -1), (PALETTE[1],))
-            line.append(Tile(displayable_image(image), tint, texts))
+            tint = drawing.patch_expert_colours(np.where(changed, 0, -1), (drawing.PALETTE[1],))
+            line.append(drawing.Tile(drawing.displayable_image(image), tint, texts))
         tiles.append(line)
     names = [f"σ = {sigma:g}" if sigma else "clean" for sigma in rows]
     caption = "Last MoE layer. Tinted: another expert."
-    frame = SheetLabels("Experts under noise: changed ones are tinted", names, caption=caption)
-    return sheet(tiles, frame, 1.5, 1.5)
+    title = "Experts under noise: changed ones are tinted"
+    frame = drawing.SheetLabels(title, names, caption=caption)
+    return drawing.sheet(tiles, frame, 1.5, 1.5)
 
 
 PICTURES = Pictures("stability", figures, is_on_page=False, more=ramps_and_patches)

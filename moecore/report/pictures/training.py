@@ -10,34 +10,11 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
-from moecore.report.figures.charts import (
-    Labels,
-    draw_heatmap,
-    interval_caption,
-    percent_annotations,
-)
-from moecore.report.figures.training_figures import (
-    AGREEMENTS,
-    NUMBERED,
-    agreement_points,
-    confusion_matrix,
-    describe_strongest_preference,
-    draw_class_routing_by_epoch,
-    routing_agreement,
-    row_shares,
-    training_curves,
-)
-from moecore.report.page.view import (
-    NONE,
-    Block,
-    PageCell,
-    PageTable,
-    Picture,
-    TableRow,
-    percent_grid,
-)
+from moecore.report.figures import charts, training_figures
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class
+from moecore.report.page import view
 from moecore.report.results import Figures, Pictures, first_seed_pictures
-from moecore.report.typed_results import Phase
+from moecore.report.study_results import Phase
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
 LISTED = 10  # confusions of a method with many classes
@@ -51,101 +28,114 @@ TISSUE_WORDS = (
 def figures(result: Found) -> Figures:
     outcome = outcome_of(result)
     if outcome.curve:
-        yield "training_curves", training_curves({"": [outcome]})
+        yield "training_curves", training_figures.training_curves({"": [outcome]})
     if outcome.confusion is not None:
-        yield "confusion_matrix", confusion_matrix(outcome.confusion, outcome.task.classes)
+        classes = outcome.task.classes
+        yield "confusion_matrix", training_figures.confusion_matrix(outcome.confusion, classes)
     yield from class_routing_figures(result)
 
 
 def class_routing_figures(result: Found) -> Figures:
-    if (outcome := outcome_of(result)).class_maps:
-        yield "class_maps", draw_class_routing_by_epoch(outcome)
+    outcome = outcome_of(result)
+    rows = {
+        f"epoch {epoch}": [layers[-1] for layers in classes]
+        for epoch, classes in outcome.class_maps.items()
+    }
+    if rows:
+        classes = outcome.task.classes
+        yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def phase_blocks(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[view.Block]:
     """Yield curves, settling of the routing, warnings, experts of tissues and classes."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
-        chart = training_curves(outcomes)
+        chart = training_figures.training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
-        picture = Picture(chart, f"{phase.name}: training", caption)
+        picture = view.Picture(chart, f"{phase.name}: training", caption)
         score = f"test_{score_slug(phase.task.score)}"
-        yield Block("Training", pictures=[picture], about=score)
+        yield view.Block("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
-    yield warnings_block(phase)
-    yield from tissue_blocks(phase)
-    maps = first_seed_pictures(phase, Trained, class_routing_figures)
-    finding = describe_strongest_preference(phase.first_outcomes)
-    yield Block("Which class goes to which expert", pictures=maps, finding=finding)
-    yield confusion_block(phase)
-
-
-def agreement_block(phase: Phase) -> Block:
-    curves = {
-        name: {method: agreement_points(seeds, name) for method, seeds in phase.outcomes.items()}
-        for name in AGREEMENTS
-    }
-    title = "How the routing settles"
-    if not any(any(points.values()) for points in curves.values()):
-        return Block(title)
-    caption = (
-        "Share of tokens with the same first expert as at the end, and as one epoch before; "
-        "saturation: share of a token's final experts. Mean over MoE layers. "
-        f"{interval_caption(phase.outcomes)}"
-    )
-    picture = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
-    return Block(title, pictures=[picture], about="agreement_with_final")
-
-
-def warnings_block(phase: Phase) -> Block:
-    lines = [
+    warnings = [
         f"{method}, seed {seed}: {line}."
         for method, seeds in phase.models.items()
         for seed, model in seeds.items()
         if model.outcome is not None
         for line in model.outcome.routing_warnings
     ]
-    finding = f"warnings while training: {len(lines)}"
-    return Block("Experts without tokens, loads that collapsed", below=lines, finding=finding)
+    finding = f"warnings while training: {len(warnings)}"
+    title = "Experts without tokens, loads that collapsed"
+    yield view.Block(title, below=warnings, finding=finding)
+    yield from tissue_blocks(phase)
+    maps = first_seed_pictures(phase, Trained, class_routing_figures)
+    finding = training_figures.describe_strongest_preference(phase.first_outcomes)
+    yield view.Block("Which class goes to which expert", pictures=maps, finding=finding)
+    yield confusion_block(phase)
 
 
-def confusion_block(phase: Phase) -> Block:
+def agreement_block(phase: Phase) -> view.Block:
+    curves = {
+        name: {
+            method: training_figures.agreement_points(seeds, name)
+            for method, seeds in phase.outcomes.items()
+        }
+        for name in training_figures.AGREEMENTS
+    }
+    title = "How the routing settles"
+    if not any(any(points.values()) for points in curves.values()):
+        return view.Block(title)
+    caption = (
+        "Share of tokens with the same first expert as at the end, and as one epoch before; "
+        "saturation: share of a token's final experts. Mean over MoE layers. "
+        f"{charts.interval_caption(phase.outcomes)}"
+    )
+    chart = training_figures.routing_agreement(curves)
+    picture = view.Picture(chart, f"{phase.name}: agreement", caption)
+    return view.Block(title, pictures=[picture], about="agreement_with_final")
+
+
+def confusion_block(phase: Phase) -> view.Block:
     """Return each method's share of each true class that was predicted as each class."""
     tables = {
-        method: row_shares(result.confusion)
+        method: training_figures.row_shares(result.confusion)
         for method, result in phase.first_outcomes.items()
         if result.confusion is not None
     }
     if not tables:
-        return Block("")
+        return view.Block("")
     classes = phase.task.answers
+    below = "Percent of each true class." + phase.first_seed
     tiles = [
-        confusion_table(shares, classes)._replace(
-            title=method, below="Percent of each true class." + phase.first_seed
-        )
+        confusion_table(shares, classes)._replace(title=method, below=below)
         for method, shares in tables.items()
     ]
-    finding = commonest_mistake(list(tables.values()), classes)
-    return Block("Confusion of classes", tiles=tiles, finding=finding)
+    finding = "no test image was taken for another class"
+    worst = next(list_confusions(np.mean(list(tables.values()), axis=0)), None)
+    if worst is not None:
+        share, true, predicted = worst
+        over = ", mean over methods" if len(tables) > 1 else ""
+        pair = f"{classes[true]} is taken for {classes[predicted]}"
+        finding = f"{pair} most often ({100 * share:.0f} %{over})"
+    return view.Block("Confusion of classes", tiles=tiles, finding=finding)
 
 
-def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> PageTable:
+def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> view.PageTable:
     """Return a method's table; shares: (true, predicted)."""
-    if len(classes) <= NUMBERED:
+    if len(classes) <= training_figures.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
-        return percent_grid("True, predicted", rows, classes)
+        return view.percent_grid("True, predicted", rows, classes)
     lines = [
-        TableRow(
-            PageCell(classes[true]),
-            [PageCell(classes[predicted], look="words"), PageCell(f"{100 * share:.0f}")],
+        view.TableRow(
+            view.PageCell(classes[true]),
+            [view.PageCell(classes[predicted], look="words"), view.PageCell(f"{100 * share:.0f}")],
         )
         for share, true, predicted in list_confusions(shares)
     ]
-    return PageTable(["True class", "Taken for", "Percent"], lines)
+    return view.PageTable(["True class", "Taken for", "Percent"], lines)
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """Yield the commonest (share, true class, predicted class); shares: (true, predicted)."""
+    """Yield the most frequent (share, true class, predicted class); shares: (true, predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
     for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
@@ -153,18 +143,7 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
             yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
-def commonest_mistake(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
-    """Describe the commonest confusion, averaged over methods."""
-    worst = next(list_confusions(np.mean(tables, axis=0)), None)
-    if worst is None:
-        return "no test image was taken for another class"
-    share, true, predicted = worst
-    methods = ", mean over methods" if len(tables) > 1 else ""
-    pair = f"{classes[true]} is taken for {classes[predicted]}"
-    return f"{pair} most often ({100 * share:.0f} %{methods})"
-
-
-def tissue_blocks(phase: Phase) -> Iterator[Block]:
+def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
     """Yield the two best experts of each tissue at three epochs, and the last choices."""
     probed = {
         method: result.region_routing
@@ -172,24 +151,17 @@ def tissue_blocks(phase: Phase) -> Iterator[Block]:
         if result.region_routing
     }
     grids = [tissue_experts_by_epoch(probes, method) for method, probes in probed.items()]
-    pictures = [
-        Picture(
-            region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows),
-            f"{phase.name}: regions of {method}",
-            f"{method}. Last epoch, percent of the tokens.",
-        )
-        for method, probes in probed.items()
-    ]
-    yield Block(
-        "Which expert answers for which tissue",
-        [TISSUE_WORDS + phase.first_seed],
-        grids,
-        pictures,
-        about="own_expert_gain",
-    )
+    pictures = []
+    for method, probes in probed.items():
+        chart = region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows)
+        caption = f"{method}. Last epoch, percent of the tokens."
+        pictures.append(view.Picture(chart, f"{phase.name}: regions of {method}", caption))
+    words = [TISSUE_WORDS + phase.first_seed]
+    title = "Which expert answers for which tissue"
+    yield view.Block(title, words, grids, pictures, about="own_expert_gain")
 
 
-def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> PageTable:
+def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> view.PageTable:
     """Return a row per tissue, with two columns per epoch."""
     columns = ["Tissue"]
     for probe in probes:
@@ -199,21 +171,20 @@ def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -
     for region in dict.fromkeys(rows):
         items = []
         for probe in probes:
-            of_region = {row.region: row for row in probe.rows}
-            items += [
-                tissue_experts_cell(of_region.get(prefix + region)) for prefix in ("", CONTROL)
-            ]
-        lines.append(TableRow(PageCell(TISSUES.get(region, region)), items))
-    return PageTable(columns, lines, title=method)
+            by_region = {row.region: row for row in probe.rows}
+            pair = by_region.get(region), by_region.get(CONTROL + region)
+            items += map(tissue_experts_cell, pair)
+        lines.append(view.TableRow(view.PageCell(TISSUES.get(region, region)), items))
+    return view.PageTable(columns, lines, title=method)
 
 
-def tissue_experts_cell(row: TissueRoutingRow | None) -> PageCell:
+def tissue_experts_cell(row: TissueRoutingRow | None) -> view.PageCell:
     """Return the experts with their scores, and the share of tokens that choose them."""
     if row is None:
-        return NONE
+        return view.NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
     shares = [f"{row.share[name]:.0%}" for name, _ in row.experts if name in row.share]
-    return PageCell(experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines")
+    return view.PageCell(experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines")
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
@@ -221,9 +192,9 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]
-    labels = Labels("Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6)
+    labels = charts.Labels("Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6)
     size = (1.6 + 0.62 * len(experts), 0.9 + 0.36 * len(rows))
-    return draw_heatmap(table, percent_annotations(table), labels, size)
+    return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 
 
 def read_outcome(path: Path, stage: str) -> Found | Skipped:

@@ -12,8 +12,8 @@ from moecore.report.figures.charts import Labels, draw_heatmap
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.pictures.robustness import MARKS, attack_title
 from moecore.report.results import Figures
+from moecore.report.study_results import Phase
 from moecore.report.tables.cells import NumberFormat, format_epsilon, shorten_epsilons
-from moecore.report.typed_results import Phase
 from moecore.tasks.base import Score
 
 
@@ -42,14 +42,8 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     notes = [f"No image is made on {name}: {reason}." for name, reason in facts["skipped"].items()]
     if phase.seeds > 1:
         notes.append("First seed.")
-    yield Block(
-        "Transfer of attacks",
-        [text],
-        [transfer_table(result)],
-        pictures,
-        below=notes,
-        finding=verdict,
-    )
+    grids = [transfer_table(result)]
+    yield Block("Transfer of attacks", [text], grids, pictures, below=notes, finding=verdict)
 
 
 def transfer_table(result: Found) -> PageTable:
@@ -87,9 +81,7 @@ def draw_transfer_matrix(result: Found) -> Figure:
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
     texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
     score = Score(**result.facts["score"])
-    shades = values
-    if score.form != "share":
-        shades = values / np.nanmax(values)
+    shades = values if score.form == "share" else values / np.nanmax(values)
     labels = Labels(
         f"{score_title(score)} under transferred {attack_title(result.facts['attack'])}",
         [line.head.text for line in lines],

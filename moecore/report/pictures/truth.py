@@ -7,17 +7,12 @@ import numpy as np
 from moecore.measure.trained import Trained, outcome_of
 from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Found
+from moecore.report import results
 from moecore.report.column import CEILING, DENSE
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.page.view import Block, Picture
-from moecore.report.results import (
-    Figures,
-    Pictures,
-    draw_method_curves,
-    first_seed_pictures,
-)
-from moecore.report.typed_results import Phase, list_without_none
+from moecore.report.study_results import Phase, list_without_none
 from moecore.statistics.crossed import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
@@ -25,7 +20,7 @@ LIMITS = (0.0, 1.0)
 NUMBERED = 20  # kinds; with more, the table has only colours
 
 
-def figures(result: Found) -> Figures:
+def figures(result: Found) -> results.Figures:
     """Yield a table per MoE layer of the kinds that each expert gets."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = row_shares(counts)
@@ -41,10 +36,7 @@ def figures(result: Found) -> Figures:
 
 
 def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
-    """Return a method's share of the gain of true routing: 0 as dense, 1 as routed by the truth.
-
-    None if one of the three methods was not trained, or true routing has no visible gain.
-    """
+    """Return a method's share of true routing's gain (dense 0, told 1); None if unknown."""
     trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
@@ -72,7 +64,7 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
 def purity_curves(phase: Phase) -> list[Picture]:
     """Draw the purity after each epoch, under noise and under attack, a line per method."""
     caption = "Mean over MoE layers."
-    pictures = draw_method_curves(
+    pictures = results.draw_method_curves(
         phase,
         Trained,
         lambda result: dict(enumerate(outcome_of(result).purity, 1)),
@@ -81,7 +73,7 @@ def purity_curves(phase: Phase) -> list[Picture]:
         limits=LIMITS,
     )
     for kind, unit in UNITS.items():
-        pictures += draw_method_curves(
+        pictures += results.draw_method_curves(
             phase,
             Truth,
             lambda result, kind=kind: result.curve("changed_purity", kind),
@@ -97,8 +89,8 @@ def truth_blocks(phase: Phase) -> Iterator[Block]:
     sentences = list_without_none(
         describe_routings_worth(phase, method) for method in phase.first(Truth)
     )
-    pictures = [*purity_curves(phase), *first_seed_pictures(phase, Truth, figures)]
+    pictures = [*purity_curves(phase), *results.first_seed_pictures(phase, Truth, figures)]
     yield Block("Experts and truth", sentences, pictures=pictures, about="purity")
 
 
-PICTURES = Pictures("truth", figures, is_on_page=False, more=truth_blocks)
+PICTURES = results.Pictures("truth", figures, is_on_page=False, more=truth_blocks)

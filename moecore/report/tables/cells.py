@@ -1,7 +1,4 @@
-"""Numbers for readers: as many digits as the interval around them bears out.
-
-A column has one number of decimals and one notation; 4.76e-04 never stands beside 0.000.
-"""
+"""Numbers for readers: as many digits as their interval supports, the same for a whole column."""
 
 import math
 import re
@@ -12,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.report.column import Column
-from moecore.report.typed_results import Measured, Models, list_without_none
+from moecore.report.study_results import Measured, Models, list_without_none
 from moecore.statistics.crossed import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 
@@ -21,7 +18,7 @@ UNITS = {"share": " %", "bytes": " MiB"}
 MOST_DECIMALS = {"share": 2, "number": 6, "bytes": 1}  # other forms have none
 OF_WIDTH = 2  # figures of an interval's half width that are printed
 OF_VALUE = 3  # figures of a value without an interval
-ROUNDING_WIDTH = 1e-9  # a half width below it is rounding: every seed is alike
+ROUNDING_WIDTH = 1e-9  # a smaller half width is rounding: the seeds are identical
 MINUS = "−"
 PIXEL = 255  # steps of a pixel's value in a picture file
 
@@ -36,8 +33,8 @@ class NumberFormat(NamedTuple):
     def of(cls, form: str, intervals: Iterable[Interval]) -> "NumberFormat":
         """Return the format of a column with these values.
 
-        Two figures of the half width that is in the middle of all; where no value has an interval,
-        three figures of the value in the middle, and of shares one decimal.
+        Two figures of the median half width; without intervals, three figures of the median value,
+        and one decimal of shares.
         """
         if form not in MOST_DECIMALS:
             return cls(form, 0)
@@ -80,7 +77,7 @@ class NumberFormat(NamedTuple):
         return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
-        """Return its limits; "" where it has none, or where every seed has the same count."""
+        """Return the limits; "" without limits, or if every seed has the same count."""
         limits = interval.limits
         if limits is None or (self.form == "count" and limits[0] == limits[1]):
             return ""
@@ -88,9 +85,8 @@ class NumberFormat(NamedTuple):
 
     def value_with_limits(self, interval: Interval, brackets: str = "[]") -> str:
         """Return 79.1 % [76.0 – 82.2], or the value alone."""
-        limits = self.limits(interval)
         text = self.value(interval.value)
-        if limits:
+        if limits := self.limits(interval):
             text += f" {brackets[0]}{limits}{brackets[1]}"
         return text
 
@@ -113,7 +109,7 @@ class NumberFormat(NamedTuple):
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
-    """Return the decimals that print so many figures of a number of this size."""
+    """Return the decimals that print ``figures`` significant figures of ``size``."""
     return min(MOST_DECIMALS[form], max(0, figures - 1 - math.floor(math.log10(size))))
 
 
@@ -169,7 +165,11 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
     metric of pairs of seeds has the mean over pairs.
     """
     if metric.of_pairs:
-        return cell_over_seed_pairs(metric, models)
+        pairs = metric.pair_values(models)
+        if pairs is None:
+            return None
+        mean = mean_over_seed_pairs(pairs)  # of two seeds without an interval
+        return Cell(mean, "jackknife" if mean.limits else "", len(models))
     intervals = [interval for model in models if (interval := metric.read(model)) is not None]
     if len(intervals) < len(models):
         return None
@@ -189,27 +189,15 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
     return Cell(mean, kind, len(intervals))
 
 
-def cell_over_seed_pairs(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over pairs of seeds with the jackknife's interval, without one of two."""
-    pairs = metric.pair_values(models)
-    if pairs is None:
-        return None
-    mean = mean_over_seed_pairs(pairs)
-    return Cell(mean, "jackknife" if mean.limits else "", len(models))
-
-
 def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | None]:
-    """Return method → its cell; None where a method has no such thing."""
+    """Return method → its cell, or None."""
     return {
         method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()
     }
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
-    """Return mean, low, high, interval (its kind), seeds and form; no limits where there are none.
-
-    form: how the value is printed, see ``NumberFormat``.
-    """
+    """Return mean, seeds, form, and low, high, interval (its kind) if there are limits."""
     value, low, high = cell.interval
     entry = {"mean": value, "low": low, "high": high, "interval": cell.kind}
     if not cell.kind:
@@ -227,8 +215,5 @@ def markdown_table(
 ) -> list[str]:
     """Return the lines of a table; rule: below the heads but the first, ``---:`` for numbers."""
     rules = ["---", *[rule] * (len(head) - 1)]
-    return [f"| {' | '.join(map(_escape_cell, cells))} |" for cells in (head, rules, *rows)]
-
-
-def _escape_cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    texts = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows))
+    return [f"| {text} |".replace("\n", " ") for text in texts]

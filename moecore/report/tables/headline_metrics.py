@@ -1,4 +1,4 @@
-"""What is shown of a run: its file for ``dvc metrics show``, its numbers in MLflow."""
+"""What is shown of a run: its file for ``dvc metrics show``, its numbers and figures in MLflow."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -10,20 +10,15 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import read_result
+from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Sizes
 from moecore.measure.values import Found
-from moecore.report.column import Column
+from moecore.report import headline_quantities
 from moecore.report.figures.dataset_samples import draw_dataset_samples
-from moecore.report.headline_quantities import (
-    HEADLINES,
-    attacked_score_and_change_names,
-    first_columns,
-)
 from moecore.report.pictures import linear_experts, sizes, transfer
 from moecore.report.results import Display, Draw, list_displays, read_card_and_task, read_model
+from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.metrics_by_method import phase_result_columns
-from moecore.report.typed_results import Measured, Phase, Results
 from moecore.study.stages import MODEL_STAGES, PHASES
 
 MOST = 12  # numbers of a run
@@ -46,7 +41,11 @@ def render_metrics_files(results: Results) -> dict[str, str]:
             for name, compared in metrics.items()
         }
     for phase in results.phases.values():
-        metrics = metrics_json_columns(phase)
+        columns = {column.name: column for column in phase_result_columns(phase)}
+        names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]
+        names = [*names[:4], *headline_quantities.attacked_score_and_change_names(phase), *names]
+        # The score comes first, then the score under attack, routing, and cost.
+        metrics = [columns[name] for name in dict.fromkeys(names) if name in columns][:MOST]
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
                 numbers[f"{phase.name}/{method}-{seed}"] = {
@@ -58,14 +57,6 @@ def render_metrics_files(results: Results) -> dict[str, str]:
         f"metrics/{name}.json": json.dumps(values, indent=1) + "\n"
         for name, values in numbers.items()
     }
-
-
-def metrics_json_columns(phase: Phase) -> list[Column]:
-    """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
-    metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-    names = [headline.name for headline in HEADLINES if headline.run]
-    names = list(dict.fromkeys([*names[:4], *attacked_score_and_change_names(phase), *names]))
-    return [metrics[name] for name in names if name in metrics][:MOST]
 
 
 def round_significant(value: float) -> float:
@@ -91,16 +82,16 @@ def read_headline_numbers(
             card, task = read_card_and_task(study, name)
         except UserError:
             continue  # not there, or of other code: the run of `prepare` says so
-        wanted = [shown for shown in list_displays() if shown.applies(task)]
+        displays = [shown for shown in list_displays() if shown.applies(task)]
         models = {
-            one: {seed: read_current_model_results(study, name, f"{one}/{seed}", wanted, current)}
-            for one, current in items.items()
+            model: {seed: read_current_results(study, name, f"{model}/{seed}", displays, current)}
+            for model, current in items.items()
         }
         phase = Phase(name, card, task, models)
         if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-        for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
+        for metric in map(metrics.__getitem__, headline_quantities.first_columns(phase, metrics)):
             interval = metric.read(models[method][seed])
             if interval is not None and metric.form == "count":
                 counts[f"{name}.{metric.name}"] = int(interval.value)
@@ -109,14 +100,14 @@ def read_headline_numbers(
     return numbers, counts
 
 
-def read_current_model_results(
-    study: Path, phase: str, model: str, wanted: Iterable[Display], items: Collection[str]
+def read_current_results(
+    study: Path, phase: str, model: str, displays: Iterable[Display], items: Collection[str]
 ) -> Measured:
-    """Return what was measured of a model, ``vmoe/0``, by these items alone."""
+    """Return the results of a model, ``vmoe/0``, that ``items`` wrote."""
     results: dict[type[Config], Config] = {}
-    for shown in wanted:
+    for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
-            with suppress(UserError):  # of other code, or gone: its own run says so
+            with suppress(UserError):  # of other code, or missing: the stage's own run says so
                 results |= read_model(study, phase, model, [shown]).results
     return Measured(results)
 
@@ -135,11 +126,13 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     if stage in RUN_FIGURES:
         yield from RUN_FIGURES[stage](read_result(path, Found, stage))
         return
-    wanted = "" if stage in MODEL_STAGES else stage
-    displays = [one for one in list_displays() if one.stage == wanted]
-    kinds = [one for one in displays if not one.within]
-    parts = [one for one in displays if one.within]
-    for shown in (*kinds, *parts):
+    folder = "" if stage in MODEL_STAGES else stage
+    displays = [display for display in list_displays() if display.stage == folder]
+    for shown in sorted(displays, key=lambda display: bool(display.within)):  # parts come last
         result = shown.read(path, stage)
-        if shown.has_figures_of(result):
+        if result is None or isinstance(result, Skipped):
+            continue
+        names = {value.metric for value in getattr(result, "values", ())}
+        # ``calibrate`` writes ages or classes.
+        if shown.within or not names or not names.isdisjoint(shown.kind.metrics):
             yield from shown.pictures.figures(result)

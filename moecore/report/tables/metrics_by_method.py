@@ -1,10 +1,8 @@
-"""The tables: one value with its interval for every method and metric.
-
-And where the best one is beyond doubt.
-"""
+"""The tables: a value with its interval for every method and metric, the best one marked."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +15,9 @@ from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_co
 from moecore.report.pictures import sizes
 from moecore.report.pictures.truth import share_of_routings_worth
 from moecore.report.results import list_displays
+from moecore.report.study_results import Models, Phase, Results, stages_and_measurements
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import COSTS, PAPERS
-from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
 from moecore.study.document import did_you_mean
 from moecore.study.model_rules import build_phase_model, image_spec
 from moecore.study.sections import Comparison
@@ -64,9 +62,8 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
         method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
         for method in phase.models
     }
-    return ComparisonTable(
-        [metric for metric, of_metric in columns.items() if any(of_metric.values())], cells
-    )
+    metrics = [metric for metric, of_metric in columns.items() if any(of_metric.values())]
+    return ComparisonTable(metrics, cells)
 
 
 def cells_with_best_marked(
@@ -96,13 +93,11 @@ def cells_with_best_marked(
 
 def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str | None:
     """Return the method whose interval is beyond every other's, or None."""
+    sign = {"higher": 1, "lower": -1}.get(metric.better)
     limits = {method: cell.interval.limits for method, cell in cells.items()}
-    if not metric.better or len(cells) < 2 or None in limits.values():
+    if sign is None or len(cells) < 2 or None in limits.values():
         return None
-    sign = {"higher": 1, "lower": -1}[metric.better]
-    edges = {
-        method: sorted(sign * limit for limit in ends) for method, ends in limits.items() if ends
-    }
+    edges = {name: sorted(sign * limit for limit in ends) for name, ends in limits.items() if ends}
     first = max(edges, key=lambda method: edges[method][0])
     beaten = all(edges[first][0] > high for name, (_, high) in edges.items() if name != first)
     return first if beaten else None
@@ -142,11 +137,8 @@ def compare_methods(results: Results) -> dict[str, Any]:
         compared["data"] = facts
     for name, phase in results.phases.items():
         for metric in phase_result_columns(phase):
-            cells = {
-                one: cell
-                for one, cell in method_cells_over_seeds(metric, phase.models).items()
-                if cell
-            }
+            all_cells = method_cells_over_seeds(metric, phase.models)
+            cells = {method: cell for method, cell in all_cells.items() if cell}
             for method, cell in cells.items():
                 compared[method][name][metric.name] = cell_to_json(cell, metric.form)
             having = {method: phase.models[method] for method in cells}
@@ -154,7 +146,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
                 tests = significance.differences_from(metric, having, reference)
                 for method, tested in tests.items():
                     against = compared[method][name][metric.name].setdefault("against", {})
-                    against[reference] = significance.tested_to_json(tested)
+                    against[reference] = tested.to_json()
         for method in phase.models:
             if share := share_of_routings_worth(phase, method):
                 cell = Cell(share.interval(), share.kind, share.seeds)
@@ -165,9 +157,8 @@ def compare_methods(results: Results) -> dict[str, Any]:
 def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     """Return what the stage ``compare`` wrote; UserError where the file is something else."""
     compared = read_json(path)
-    if not isinstance(compared, dict) or not all(
-        isinstance(one, dict) for one in compared.values()
-    ):
+    entries = compared.values() if isinstance(compared, dict) else [compared]
+    if not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
     return compared
 
@@ -188,95 +179,81 @@ def unfit_metric_problems(
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
     for index, model in enumerate(study.sizes.models if study.sizes is not None else ()):
         if model.reported and model.reported not in COSTS:
-            allowed = f"empty, or one of {', '.join(COSTS)}"
-            yield (
-                ("sizes", "models", index, "reported"),
-                f"found {model.reported}; allowed: {allowed}",
-            )
-    known = {phase: expected_metrics(study, stages, phase) for phase in study.data}
+            text = f"found {model.reported}; allowed: empty, or one of {', '.join(COSTS)}"
+            yield ("sizes", "models", index, "reported"), text
+    planned = {phase: expected_metrics(study, stages, phase) for phase in study.data}
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
         alone = study.run.model_copy(update={"methods": (method,)})
         return expected_metrics(study.model_copy(update={"run": alone}), stages, phase)
 
-    for section, asked in (("claims", study.claims), ("questions", study.questions)):
-        for index, one in enumerate(asked):
-            if metrics := known.get(one.phase):
-                for key, text in _metric_problems(one, metrics, len(study.run.seeds)):
-                    yield (section, index, key), text
-                for key, text in _lacking_methods(study, metrics_of, one, metrics, previews):
-                    yield (section, index, key), text
+    for section, comparisons in (("claims", study.claims), ("questions", study.questions)):
+        for index, comparison in enumerate(comparisons):
+            if metrics := planned.get(comparison.phase):
+                problems = chain(
+                    _metric_problems(comparison, metrics, len(study.run.seeds)),
+                    _lacking_methods(study, metrics_of, comparison, metrics, previews),
+                )
+                yield from (((section, index, key), text) for key, text in problems)
 
 
 def _lacking_methods(
     study: Study,
     metrics_of: Callable[[PhaseName, str], Mapping[str, PlannedMetric]],
-    asked: Comparison,
+    comparison: Comparison,
     metrics: Mapping[str, PlannedMetric],
     previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
     """Yield a key of a claim or question, and why that method will not have its metric."""
-    other = asked.against_metric or asked.metric
-    for key, method, name in (
-        ("method", asked.method, asked.metric),
-        ("against", asked.against, other),
-    ):
+    ours = ("method", comparison.method, comparison.metric)
+    theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
+    for key, method, name in (ours, theirs):
         planned = metrics.get(name)
         if planned is None:
             continue
         text = f"found {method}, which will have no {name}"
-        if reason := _refusal_of_model(study, method, asked.phase, planned, previews):
-            yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
-            continue
-        having = [one for one in study.run.methods if name in metrics_of(asked.phase, one)]
+        preview = previews.get(comparison.phase)
+        if preview is not None and planned.stage in (*study.run.measurements, "routing"):
+            model = build_phase_model(study, method, comparison.phase, image_spec(preview))
+            refusal = planned.refusal or find_measurement(planned.stage).model_refusal
+            if model is not None and (reason := refusal(model)):
+                yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
+                continue
+        having = [
+            other for other in study.run.methods if name in metrics_of(comparison.phase, other)
+        ]
         if method in study.run.methods and method not in having:
             yield key, f"{text}; allowed: {', '.join(having)}"
 
 
-def _refusal_of_model(
-    study: Study,
-    method: str,
-    phase: PhaseName,
-    planned: PlannedMetric,
-    previews: Mapping[str, Card],
-) -> str | None:
-    """Return why what measures the metric refuses the method's models; None where it does not."""
-    preview = previews.get(phase)
-    if preview is None or planned.stage not in (*study.run.measurements, "routing"):
-        return None
-    model = build_phase_model(study, method, phase, image_spec(preview))
-    refusal = planned.refusal or find_measurement(planned.stage).model_refusal
-    return None if model is None else refusal(model)
-
-
 def _metric_problems(
-    asked: Comparison, metrics: Mapping[str, PlannedMetric], seeds: int
+    comparison: Comparison, metrics: Mapping[str, PlannedMetric], seeds: int
 ) -> Iterator[tuple[str, str]]:
     """Yield a key of a claim or question, and why these metrics of its phase cannot answer it."""
-    for key, name in (("metric", asked.metric), ("against_metric", asked.against_metric)):
+    for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:
             names = tuple(metrics)
             listed = ", ".join(names[:LISTED])
             if len(names) > LISTED:
                 listed += f" and {len(names) - LISTED} more"
             hint = did_you_mean(name, names)
-            yield key, f"found {name!r}{hint}; allowed in {asked.phase}: {listed}"
+            yield key, f"found {name!r}{hint}; allowed in {comparison.phase}: {listed}"
         if name in metrics and metrics[name].of_pairs and seeds < 2:
             between = f"found {name}, which compares seeds, and run.seeds has {seeds}"
             yield key, f"{between}; allowed: two seeds or more, three for an interval"
-    metric = metrics.get(asked.metric)
+    metric = metrics.get(comparison.metric)
     if metric and metric.is_fixed:
         fixed = "the settings decide it, not the runs, so this cannot fail"
-        yield "metric", f"found {asked.metric}: {fixed}; allowed: what is measured"
-    other = metrics.get(asked.against_metric)
-    is_of_itself = asked.method == asked.against and asked.margin is None
+        yield "metric", f"found {comparison.metric}: {fixed}; allowed: what is measured"
+    other = metrics.get(comparison.against_metric)
+    is_of_itself = comparison.method == comparison.against and comparison.margin is None
     if metric and other and is_of_itself and metric.curve and metric.curve == other.curve:
         sure = f"found another point of {metric.curve}, which rises or falls by construction"
         yield "against_metric", f"{sure}, so this cannot fail; allowed: equivalent, or no_worse"
-    if metric and asked.better == "no_worse" and not metric.better:
-        directed = ", ".join(name for name, one in metrics.items() if one.better)
-        neither = f"found no_worse, but neither more nor less {asked.metric} is worse"
+    if metric and comparison.better == "no_worse" and not metric.better:
+        directed = ", ".join(name for name, planned in metrics.items() if planned.better)
+        neither = f"found no_worse, but neither more nor less {comparison.metric} is worse"
         yield "better", f"{neither}; allowed: higher, lower, equivalent, or one of {directed}"
 
 
@@ -291,10 +268,12 @@ def expected_metrics(
     metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
-        if shown.applies(task) and (covered or not shown.stage) and shown.is_asked(study):
+        if not shown.applies(task) or (shown.stage and not covered):
+            continue
+        if not shown.within or getattr(getattr(study, shown.stage), shown.within) is not None:
             refusal = shown.kind.model_refusal if shown.within else None
             metrics |= {
-                name: one._replace(stage=shown.stage, refusal=refusal)
-                for name, one in shown.columns.foreseen(ahead).items()
+                name: planned._replace(stage=shown.stage, refusal=refusal)
+                for name, planned in shown.columns.foreseen(ahead).items()
             }
     return metrics

@@ -1,6 +1,6 @@
-"""What the papers themselves report of their models, of pipelines/<paper>/paper.yaml.
+"""What the papers report of their models, from pipelines/<paper>/paper.yaml.
 
-Their data, models and sizes are not ours: these numbers are shown beside ours, never compared.
+Their data, models and sizes are not ours: these numbers are shown next to ours, never compared.
 """
 
 from typing import NamedTuple
@@ -38,9 +38,10 @@ _OTHERS = {  # tables of a page that no single paper has
         "cannot be compared with the paper's in height.",
     },
 }
-PAPERS: dict[str, str] = {name: paper["title"] for name, paper in (_FILES | _OTHERS).items()}
-SHORT: dict[str, str] = {name: paper["short"] for name, paper in (_FILES | _OTHERS).items()}
-NOTES: dict[str, str] = {name: paper.get("note", "") for name, paper in (_FILES | _OTHERS).items()}
+_ALL = _FILES | _OTHERS
+PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _ALL.items()}
+SHORT: dict[str, str] = {name: paper["short"] for name, paper in _ALL.items()}
+NOTES: dict[str, str] = {name: paper.get("note", "") for name, paper in _ALL.items()}
 REPORTED = tuple(
     PaperModelNumbers(
         table.get("page", paper),
@@ -57,8 +58,3 @@ REPORTED = tuple(
     for model, values in table["models"].items()
 )
 COSTS = {model.model: model for model in REPORTED if model.paper == "cost"}
-
-
-def paper_models_with_numbers(paper: str, shown: frozenset[str]) -> list[PaperModelNumbers]:
-    """Return the models of one paper that have a number in one of the ``shown`` columns."""
-    return [model for model in REPORTED if model.paper == paper and model.values.keys() & shown]

@@ -21,8 +21,8 @@ ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row per phase and method: every headline value that any method has, with its limits."""
-    methods = {name: one for name, one in compared.items() if name not in NO_METHODS}
+    """Return a row per phase and method: the headline values that any method has, with limits."""
+    methods = {name: phases for name, phases in compared.items() if name not in NO_METHODS}
     measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
     if not measured:
         return []
@@ -34,10 +34,10 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     for phase in next(iter(methods.values())):
         rows = {method: {"phase": phase, "method": method} for method in methods}
         for name in names:
-            if not any(name in cells for cells in measured):
-                continue
             cells = {
-                method: one[phase][name] for method, one in methods.items() if name in one[phase]
+                method: phases[phase][name]
+                for method, phases in methods.items()
+                if name in phases[phase]
             }
             form = next((cell["form"] for cell in cells.values()), "number")
             number_format = NumberFormat.of(form, map(interval_from_json, cells.values()))
@@ -50,25 +50,22 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def claim_lines(
-    claims: Mapping[str, Mapping[str, Any]], words: Mapping[str, str] | None = None
+    claims: Mapping[str, Mapping[str, Any]], texts: Mapping[str, str] | None = None
 ) -> list[str]:
-    """One line per claim: verdict, what is claimed, the difference with its 95 % interval.
-
-    words: how a verdict is printed, where it is not by its own name.
-    """
-    words = words or {}
+    """Return a line per claim; texts: verdict → its text, if that is not its name."""
+    texts = texts or {}
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
         limits = "(no interval)"
-        notes = [row.holm_note(words), row.detectable, row.excludes]
+        notes = [row.holm_note(texts), row.detectable, row.excludes]
         if row.difference_limits:
             limits = f"[{row.difference_limits}]"
             notes.insert(0, f"over {row.over}")
-        verdict = words.get(row.verdict, row.verdict)
+        verdict = texts.get(row.verdict, row.verdict)
         line = f"{verdict:<13} {name.partition(': ')[2]}: {row.difference} {limits}"
-        if told := "; ".join(filter(None, notes)):
-            line += f" ({told})"
+        if any(notes):
+            line += f" ({'; '.join(filter(None, notes))})"
         lines.append(line)
     return lines
 

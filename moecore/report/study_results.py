@@ -69,7 +69,7 @@ class Phase(NamedTuple):
 
     def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
         """Return method → the values of all its seeds; [] if a seed has none."""
-        results: dict[str, list[Found]] = {}
+        results = {}
         for method, seeds in self.models.items():
             of_seeds = list_without_none(model.of(kind) for model in seeds.values())
             results[method] = of_seeds if len(of_seeds) == len(seeds) else []
@@ -77,8 +77,7 @@ class Phase(NamedTuple):
 
     def first(self, kind: type[MeasuredPart]) -> dict[str, Found]:
         """Return method → the values of its first seed, for methods that have them."""
-        models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
-        results = {method: model.of(kind) for method, model in models.items()}
+        results = {name: next(iter(seeds.values())).of(kind) for name, seeds in self.models.items()}
         return {method: result for method, result in results.items() if result is not None}
 
     @property
@@ -107,11 +106,6 @@ class Results(NamedTuple):
         return next((list(phase.models) for phase in self.phases.values()), [])
 
     @property
-    def simulated(self) -> list[str]:
-        cards = [phase.card for phase in self.phases.values()]
-        return [card["name"] for card in cards if card.get("simulated")]
-
-    @property
     def controls(self) -> frozenset[str]:
         """Control methods: never marked as best, and ignored in comparisons.
 
@@ -133,14 +127,12 @@ class Results(NamedTuple):
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
         """Methods whose group sparsity has a changing σ → its settings."""
-        sparsities = {
-            name: GroupSparsity.model_validate(regularizer)
+        return {
+            name: sparsity
             for name, settings in self._settings.items()
             for regularizer in settings.get("regularizers") or ()
             if regularizer.get("kind") == "group_sparsity"
-        }
-        return {
-            name: sparsity for name, sparsity in sparsities.items() if sparsity.filter == "gaussian"
+            and (sparsity := GroupSparsity.model_validate(regularizer)).filter == "gaussian"
         }
 
     @property
@@ -156,9 +148,7 @@ def parse_methods_section(settings: str) -> Mapping[str, Any]:
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
-    if MEASURE in stages:
-        return {*stages, *run.measurements}
-    return set(stages)
+    return {*stages, *run.measurements} if MEASURE in stages else set(stages)
 
 
 def list_without_none(values: Iterable[V | None]) -> list[V]:
