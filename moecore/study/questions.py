@@ -4,8 +4,7 @@
 params.yaml, the world that it names, the file, a round, and presets (see ``layers.py``). In
 addition to sections of params.yaml a question has:
 
-- ``question``, ``answer``: the question and its result, one line each; ``headlines``: questions
-  and answers in one line for the first screen of pipelines/README.md.
+- ``question``, ``answer``: the question and its result, one line each.
 - ``world``: settings shared with other questions, ``pipelines/worlds/<world>.yaml``.
 - ``methods``: the question's methods, or a list of names if all are as in the world or the root.
   They are also ``run.methods``, unless ``run`` names other methods.
@@ -39,7 +38,7 @@ from moecore.study.settings import format_error_line
 WORLDS = "worlds"
 RESULTS = "results"
 TEXTS = ("question", "answer", "world", "was")
-DIRECTIVES = (*TEXTS, "headlines", "seeds", "rounds", "presets", ASKS)
+DIRECTIVES = (*TEXTS, "seeds", "rounds", "presets", ASKS)
 ROUND_DIRECTIVES = ("was", "seeds", ASKS)
 SEEDS = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
@@ -122,17 +121,9 @@ class QuestionFile:
             if not isinstance(value, str):
                 text = f"found {show_value(value)}; allowed: a text"
                 raise UserError(format_error_line(self.document, (key,), text))
-        self._check_headlines()
         if self.text("world"):
             layers.append(self._load_world())
         return [*layers, self._expand(question)]
-
-    def _check_headlines(self) -> None:
-        headlines = self.document.data.get("headlines", {})
-        texts = headlines.values() if isinstance(headlines, dict) else [headlines]
-        if not all(isinstance(text_line, str) for text_line in texts):
-            text = "found something else; allowed: questions with answers, in one line each"
-            raise UserError(format_error_line(self.document, ("headlines",), text))
 
     def _load_world(self) -> Layer:
         name = self.text("world")

@@ -18,6 +18,7 @@ from moecore.measure.routing import Routing
 from moecore.measure.values import Value
 from moecore.report.claims import pages
 from moecore.report.claims.answers import judge_again
+from moecore.report.claims.answers_page import ANSWERS_PAGE
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import (
     claim_entry,
@@ -514,6 +515,45 @@ def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_na
     small_project(tmp_path, compared, answer="{match_top1 tgr}")
     with pytest.raises(UserError, match=r"one.yaml: found {match_top1 tgr}, which no result of"):
         pages.write_study_pages(tmp_path)
+
+
+def test_readers_questions_are_answered_from_the_results(tmp_path):
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
+    found = evaluate_claims([claim(), question(better="lower")], shown)
+    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    asked = claim().model_dump(mode="json", exclude_none=True)
+    small_project(tmp_path, compared, claims=[asked])
+    write_whole(tmp_path / "pipelines/own/README.md", "# own: ours\n")
+    cited = {"study": "own/one", "data": "numbers by hand", "metric": "match_top1"}
+    cited |= {"method": "prc", "against": "vmoe"}
+    content = {
+        "questions": [
+            {
+                "question": "Does PRC agree more?",
+                "answer": "by {match_top1 prc - vmoe:.1f} points",
+                "evidence": [cited],
+            },
+            {"question": "Which agrees?", "answer": "pRC", "evidence": [cited]},
+        ],
+        "methods": [{"method": "prc", "says": "PRC"}, {"method": "tgr", "says": "TGR"}],
+    }
+    file = tmp_path / "pipelines/answers.yaml"
+    write_whole(file, json.dumps(content))
+    written = pages.render_study_pages(tmp_path)
+    index, text = written[pages.STUDIES_PAGE], written[ANSWERS_PAGE]
+    # (0.1 + 0.13 + 0.07) / 3; the interval of one claim excludes 0
+    assert "| Does PRC agree more? | **Yes**: by 10.0 points. | [own/one](own/README.md#one) |" in (
+        index
+    )
+    assert "## Which agrees?\n\nPRC.\n\n- numbers by hand: `match_top1` of prc − vmoe: +10" in text
+    assert "(3 seeds), holds: [own/one](../pipelines/own/README.md#one)" in text
+    assert "| TGR (`tgr`) | – | – | – | – | – |" in text
+    content["questions"][1]["evidence"] = [cited | {"metric": "imed"}]
+    write_whole(file, json.dumps(content))
+    with pytest.raises(
+        UserError, match=r"answers.yaml:1:\d+: questions.1..evidence.0.: found imed"
+    ):
+        pages.render_study_pages(tmp_path)
 
 
 def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):

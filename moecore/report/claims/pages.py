@@ -1,7 +1,8 @@
 """Pages in Markdown from the papers, the questions of pipelines/ and pipelines/results/.
 
 docs/claims.md: every table and figure of the papers, with what the studies found.
-pipelines/README.md: the questions of each folder, with answers and commands. README.md of a folder:
+docs/answers.md: answers_page.py. pipelines/README.md: its questions, and those of each folder, with
+answers and commands. README.md of a folder:
 tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``.
 """
 
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, write_whole
 from moecore.measure.sizes import METRICS
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
+from moecore.report.claims.answers_page import answer_readers, fill_in_numbers
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.page.report_page import template_environment
 from moecore.report.pictures.sizes import format_size
-from moecore.report.tables.cells import SCALES, NumberFormat, interval_from_json, markdown_table
+from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
 from moecore.study import papers
 from moecore.study.document import did_you_mean
 from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions
@@ -29,10 +31,6 @@ STUDIES_PAGE = papers.PIPELINES / "README.md"
 ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not run yet")
 MARKED = re.compile(
     r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
-)
-NUMBER = re.compile(
-    r"\{(?P<metric>[^\s{}]+) (?P<method>\w+)(?: - (?:(?P<other>[^\s{}]+) )?(?P<against>\w+))?"
-    r"(?: @(?P<phase>\w+))?(?: of (?P<study>[\w/.]+))?(?::(?P<digits>\.\df))?\}"
 )
 SAID = {"not significant": "open"}  # texts of a question's verdict
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
@@ -293,15 +291,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
                 "table": _table_of(of_folder, studies),
             }
         )
-    headlines = sorted(
-        (
-            headline,
-            fill_in_numbers(answer, question, studies),
-            f"[{question.name}]({'/README.md#'.join(question.name.split('/'))})",
-        )
-        for question in questions
-        for headline, answer in (question.document.data.get("headlines") or {}).items()
-    )
+    answered, answers_page = answer_readers(root, studies, answers)
     worlds = []
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -310,11 +300,11 @@ def render_study_pages(root: Path) -> dict[Path, str]:
         worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", words))
     template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
     text = template.render(
-        headlines=markdown_table(("question", "answer", "details"), headlines),
+        answered=answered,
         sections=sections,
         worlds=markdown_table(("world", "what it holds equal"), worlds),
     )
-    pages = {STUDIES_PAGE: text.rstrip() + "\n"}
+    pages = {STUDIES_PAGE: text.rstrip() + "\n"} | answers_page
     for folder, readme in readmes.items():
         path = papers.PIPELINES / folder / "README.md"
         pages[path] = fill_in_answers(readme, path, studies, answers)
@@ -339,36 +329,6 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
     return MARKED.sub(table, readme)
 
 
-def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
-    """Return a text with numbers in place of names like ``{test_accuracy tgr - vmoe @finetune}``.
-
-    A number is a mean, or the absolute difference of two; shares are in percent. It comes from the
-    last round that has it, or from ``of tgr/table_3``; ``:.2f`` sets the digits. Raises UserError
-    for a number that no result has.
-    """
-
-    def number(match: re.Match[str]) -> str:
-        rounds = [match["study"]] if match["study"] else [study.name for study in question.rounds]
-        phase = match["phase"] or "pretrain"
-        sides = [(match["metric"], match["method"])]
-        if match["against"]:
-            sides.append((match["other"] or match["metric"], match["against"]))
-        for name in reversed(rounds):
-            methods = studies.get(name, {})
-            cells = [methods.get(side, {}).get(phase, {}).get(metric) for metric, side in sides]
-            if all(cells):
-                means = [cell["mean"] for cell in cells]
-                size = abs(means[0] - means[1]) if match["against"] else means[0]
-                return format(size * SCALES.get(cells[0]["form"], 1.0), match["digits"] or ".1f")
-        raise UserError.at(
-            question.path,
-            found=f"{match[0]}, which no result of {' or '.join(rounds)} has",
-            allowed="metric method - against @phase",
-        )
-
-    return NUMBER.sub(number, text)
-
-
 def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
     """Return the table of a folder: question, answer, and the command that runs it."""
     rows = []
@@ -378,7 +338,8 @@ def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
         command = f"`moecore study run {question.name}`"
         if len(question.rounds) > 1:
             command += f", {len(question.rounds)} rounds"
-        answer = fill_in_numbers(question.text("answer"), question, studies)
+        rounds = [study.name for study in question.rounds]
+        answer = fill_in_numbers(question.text("answer"), question.path, rounds, studies)
         rows.append((link, answer or "not answered yet", command))
     return markdown_table(("question", "answer", "command"), rows)
 

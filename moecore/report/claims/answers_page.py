@@ -1,0 +1,259 @@
+"""docs/answers.md: the questions that readers ask first, answered from pipelines/results/.
+
+pipelines/answers.yaml lists the questions. Words, numbers and verdicts follow from the results; the
+same questions are the first table of pipelines/README.md.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.report.claims.answers import Answer, Studies
+from moecore.report.claims.claims_table import build_claim_row
+from moecore.report.page.report_page import template_environment
+from moecore.report.tables.cells import SCALES, NumberFormat, markdown_table
+from moecore.statistics.intervals import Interval
+from moecore.study.document import Document, load_yaml_document
+from moecore.study.papers import PIPELINES
+from moecore.study.sections import Comparison, Phase
+from moecore.study.settings import format_error_line, validate_whole
+
+QUESTIONS_FILE = PIPELINES / "answers.yaml"
+ANSWERS_PAGE = Path("docs/answers.md")
+YES_OR_NO = ("Do", "Does", "Is", "Are")  # first words of questions with such an answer
+ANSWER_OF_VERDICT = {"holds": "yes", "differs": "no"}  # others leave a question open
+LEVEL = 0.05
+NUMBER = re.compile(
+    r"\{(?P<metric>[^\s{}]+) (?P<method>\w+)(?: - (?:(?P<other>[^\s{}]+) )?(?P<against>\w+))?"
+    r"(?: @(?P<phase>\w+))?(?: of (?P<study>[\w/.]+))?(?::(?P<digits>\.\df))?\}"
+)
+HEAD = ("method", "accuracy", "worst case of attacks", "two views agree", "Load CV²", "time")
+METRICS = ("test_accuracy", "accuracy_worst_case", "match_top1", "load_cv2")
+STEP_TIME = "training_step_ms"
+
+
+class Evidence(Config):
+    """A claim or question of a study: see ``Comparison`` for the keys."""
+
+    study: str = Field(description="round of a question, such as tgr/table_3 or moge/swin.2")
+    data: str = Field(description="what it is about, for readers")
+    phase: Phase = "pretrain"
+    metric: str
+    method: str
+    against: str
+    against_metric: str = ""
+
+
+class ReaderQuestion(Config):
+    """A question of readers."""
+
+    question: str
+    answer: str = Field(description="one line; {metric method - other @phase} is a number")
+    evidence: tuple[Evidence, ...] = Field(
+        min_length=1, description="The first decides between yes, no and open."
+    )
+
+
+class MethodRow(Config):
+    """A row of the table of methods."""
+
+    method: str
+    against: str = Field("vmoe", description="its baseline: V-MoE at equal k")
+    says: str = Field(description="the method in words")
+
+
+class ReaderQuestions(Config):
+    """The content of pipelines/answers.yaml."""
+
+    questions: tuple[ReaderQuestion, ...]
+    methods: tuple[MethodRow, ...]
+
+
+class AnsweredQuestion(NamedTuple):
+    """A question with the answers of the studies that it cites."""
+
+    asked: ReaderQuestion
+    text: str  # the answer, with numbers
+    answers: list[Answer]  # in the order of its evidence
+
+    @property
+    def word(self) -> str:
+        """Return yes, no or open, with Holm's correction; "" if the question is another."""
+        if self.asked.question.partition(" ")[0] not in YES_OR_NO:
+            return ""
+        entry = self.answers[0].entry
+        verdict = entry.get("verdict_holm") or entry["verdict"]
+        return ANSWER_OF_VERDICT.get(verdict, "open")
+
+    @property
+    def one_line(self) -> str:
+        """Return the word and the text."""
+        if not self.word:
+            return f"{self.text[0].upper()}{self.text[1:]}."
+        return f"**{self.word.capitalize()}**: {self.text}."
+
+
+def answer_readers(
+    root: Path, studies: Studies, answers: Sequence[Answer]
+) -> tuple[list[str], dict[Path, str]]:
+    """Return the table of questions for pipelines/README.md, and path → text of docs/answers.md.
+
+    Both are empty for a project without pipelines/answers.yaml. Raises UserError if that file is
+    invalid, or cites what no study has answered.
+    """
+    path = root / QUESTIONS_FILE
+    if not path.is_file():
+        return [], {}
+    document = load_yaml_document(path)
+    content = validate_whole(ReaderQuestions, document)
+    answered = []
+    for index, asked in enumerate(content.questions):
+        cited = find_answers(document, index, asked, answers)
+        rounds = [evidence.study for evidence in asked.evidence]
+        text = fill_in_numbers(asked.answer, path, rounds, studies)
+        answered.append(AnsweredQuestion(asked, text, cited))
+    rows = [
+        (
+            question.asked.question,
+            question.one_line,
+            link_to_study(question.asked.evidence[0].study, ""),
+        )
+        for question in answered
+    ]
+    template = template_environment().overlay(autoescape=False).get_template("answers.md.jinja")
+    text = template.render(
+        questions=render_answers(answered), methods=methods_table(content.methods, studies)
+    )
+    table = markdown_table(("question", "answer", "details"), rows)
+    return table, {ANSWERS_PAGE: text.rstrip() + "\n"}
+
+
+def find_answers(
+    document: Document, index: int, asked: ReaderQuestion, answers: Sequence[Answer]
+) -> list[Answer]:
+    """Return the answers that question ``index`` cites; UserError for one without a result."""
+    by_comparison: dict[tuple[str, ...], Answer] = {}
+    for answer in answers:
+        if answer.entry:  # of a claim and a question about the same numbers the claim counts
+            by_comparison.setdefault((answer.study, *_comparison_key(answer.claim)), answer)
+    cited = []
+    for number, evidence in enumerate(asked.evidence):
+        answer = by_comparison.get((evidence.study, *_comparison_key(evidence)))
+        if answer is None:
+            place = ("questions", index, "evidence", number)
+            comparison = f"found {evidence.metric} of {evidence.method} against {evidence.against}"
+            allowed = f"a claim or question that {evidence.study} has answered"
+            raise UserError(format_error_line(document, place, f"{comparison}; allowed: {allowed}"))
+        cited.append(answer)
+    return cited
+
+
+def _comparison_key(asked: Comparison | Evidence) -> tuple[str, ...]:
+    return asked.phase, asked.metric, asked.method, asked.against, asked.against_metric or ""
+
+
+def describe_evidence(evidence: Evidence, answer: Answer) -> str:
+    """Return a list item: data, effect with interval, verdict, and a link to the study."""
+    row = build_claim_row(answer.entry)
+    limits = f" [{row.difference_limits}]" if row.difference_limits else ""
+    other = f"{evidence.against_metric} of " if evidence.against_metric else ""
+    sides = f"`{evidence.metric}` of {evidence.method} − {other}{evidence.against}"
+    difference = f"{sides}: {row.difference}{limits} ({row.counts}), {answer.verdict_holm}"
+    return f"- {evidence.data}: {difference}: {link_to_study(evidence.study)}"
+
+
+def link_to_study(round_name: str, folder: str = "../pipelines/") -> str:
+    """Return a link to the section of a README; folder: from the page to pipelines/."""
+    paper, _, question = round_name.partition(".")[0].partition("/")
+    return f"[{round_name}]({folder}{paper}/README.md#{question})"
+
+
+def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
+    """Yield the lines of the questions' sections."""
+    for question in answered:
+        yield f"## {question.asked.question}\n"
+        yield f"{question.one_line}\n"
+        for evidence, answer in zip(question.asked.evidence, question.answers, strict=True):
+            yield describe_evidence(evidence, answer)
+        yield ""
+
+
+def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
+    """Return each method against its baseline, from the study with most seeds, in pretraining."""
+    rows = []
+    for row in methods:
+        cells = [_difference_in_widest_study(row, metric, studies) for metric in METRICS]
+        name = f"{row.says} (`{row.method}`)"
+        rows.append((name, *cells, _time_in_widest_study(row, studies)))
+    return markdown_table(HEAD, rows)
+
+
+def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -> str:
+    """Return ``+1.3 pp [+0.9 to +1.7]`` with its study, bold if significant."""
+    candidates = []
+    for study, compared in studies.items():
+        cell = _pretrained_cell(compared, row.method, metric)
+        entry = cell.get("against", {}).get(row.against, {})
+        if entry.get("low") is not None:
+            candidates.append((cell["seeds"], study, cell["form"], entry))
+    if not candidates:
+        return "–"
+    _, study, form, entry = max(candidates, key=lambda candidate: candidate[0])
+    interval = Interval(entry["difference"], entry["low"], entry["high"])
+    printed = NumberFormat.of(form, [interval])
+    text = printed.difference(interval.value)
+    text = f"**{text}**" if entry["p_holm"] < LEVEL else text
+    return f"{text} [{printed.difference_limits(interval)}] {link_to_study(study)}"
+
+
+def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
+    """Return the time of a training step over the baseline's, with its study."""
+    candidates = []
+    for study, compared in studies.items():
+        ours = _pretrained_cell(compared, row.method, STEP_TIME)
+        theirs = _pretrained_cell(compared, row.against, STEP_TIME)
+        if ours and theirs:
+            candidates.append((ours["seeds"], study, ours["mean"] / theirs["mean"]))
+    if not candidates:
+        return "–"
+    _, study, ratio = max(candidates, key=lambda candidate: candidate[0])
+    return f"{ratio:.2f} × {link_to_study(study)}"
+
+
+def _pretrained_cell(compared: Mapping[str, Any], method: str, metric: str) -> Mapping[str, Any]:
+    return compared.get(method, {}).get("pretrain", {}).get(metric, {})
+
+
+def fill_in_numbers(text: str, path: Path, rounds: Sequence[str], studies: Studies) -> str:
+    """Return a text with numbers in place of names like ``{test_accuracy tgr - vmoe @finetune}``.
+
+    A number is a mean, or the absolute difference of two; shares are in percent. It comes from the
+    last of ``rounds`` that has it, or from ``of tgr/table_3``; ``:.2f`` sets the digits. Raises
+    UserError for a number that no result has.
+    """
+
+    def number(match: re.Match[str]) -> str:
+        names = [match["study"]] if match["study"] else rounds
+        phase = match["phase"] or "pretrain"
+        sides = [(match["metric"], match["method"])]
+        if match["against"]:
+            sides.append((match["other"] or match["metric"], match["against"]))
+        for name in reversed(names):
+            methods = studies.get(name, {})
+            cells = [methods.get(side, {}).get(phase, {}).get(metric) for metric, side in sides]
+            if all(cells):
+                means = [cell["mean"] for cell in cells]
+                size = abs(means[0] - means[1]) if match["against"] else means[0]
+                return format(size * SCALES.get(cells[0]["form"], 1.0), match["digits"] or ".1f")
+        raise UserError.at(
+            path,
+            found=f"{match[0]}, which no result of {' or '.join(names)} has",
+            allowed="metric method - against @phase",
+        )
+
+    return NUMBER.sub(number, text)
