@@ -164,7 +164,7 @@ class Project:
                 shutil.copytree(source, target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, target)
-        for source in ROOT.glob("pipelines/*/paper.yaml"):  # moecore/report/papers links to them
+        for source in ROOT.glob("pipelines/*/paper.yaml"):  # moecore/pipeline/shipped links to them
             target = self.folder / source.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
