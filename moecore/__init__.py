@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
     from moecore.nn.layers.moe import update_routers as update_routers
     from moecore.nn.predict import predict_in_batches as predict_in_batches
     from moecore.nn.router_hooks import routing_collector as trace
-    from moecore.tracking.model import model_folder as model_folder
+    from moecore.tracking.stored_run import model_folder as model_folder
     from moecore.training import regularizers as regularizers
     from moecore.training.artifacts import load_model as load_model
     from moecore.training.job import routing_loss as routing_loss
@@ -53,7 +53,7 @@ else:
         "load_cv2": "moecore.measure.routing_metrics.layer_metrics:load_cv2",
         "load_model": "moecore.training.artifacts:load_model",
         "measure": "moecore.measure",
-        "model_folder": "moecore.tracking.model:model_folder",
+        "model_folder": "moecore.tracking.stored_run:model_folder",
         "parts": "moecore.parts",
         "predict_in_batches": "moecore.nn.predict:predict_in_batches",
         "regularizers": "moecore.training.regularizers",

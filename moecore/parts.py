@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from moecore.attacks.base import Attack as Attack
 from moecore.core.config import Config as Config
+from moecore.core.config import Surroundings as Surroundings
 from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.core.surroundings import Surroundings as Surroundings
 from moecore.data.card import Card as Card
 from moecore.data.layouts.images import SplitToWrite as SplitToWrite
 from moecore.data.layouts.images import write_images as write_images

@@ -15,8 +15,8 @@ from moecore.brain.age_measurement import (
     summarize_age_errors,
 )
 from moecore.brain.tissue_ridge import RidgeResult, measure_tissue_ridge
+from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import whole_folder, write_sealed, write_whole
-from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import ModelCalibration

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
+from moecore.core.encoded_values import spreadsheet_cell
 from moecore.core.files import UserError, atomic_text_file
-from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.prepared import Prepared
 from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.statistics.intervals import Estimate

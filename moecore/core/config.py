@@ -1,8 +1,12 @@
-"""Settings: the base of every configuration object, and families of parts.
+"""Settings: the base of every configuration object, its surroundings, and families of parts.
 
 A family is a base class and its folder. ``kind: noisy_top_k`` in params.yaml names class NoisyTopK
 in that folder's noisy_top_k.py; ``kind: my_lab.cosine`` names class Cosine of module my_lab.cosine,
 whose package the file lists under ``packages``. Only parts that are named are imported.
+
+``moecore check`` calls ``misfits`` of every settings object with its ``Surroundings``: for the file
+alone, again when the data are known, and again with the sizes of the model, which is built without
+memory.
 """
 
 import importlib
@@ -10,10 +14,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,10 +42,73 @@ from moecore.core.outside_packages import (
     list_allowed_modules,
 )
 from moecore.core.source_layout import ROOT
-from moecore.core.surroundings import Misfits, Surroundings
 
 KIND = "kind"
 UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
+
+
+Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
+
+
+class Surroundings(NamedTuple):
+    """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
+
+    # of a method, or of its text tower
+    router: Any = None  # the nearest Router that contains the part, or of the same method
+    experts: Any = None  # Experts
+    losses: Sequence[Any] = ()  # Regularizers, including those that the method adds
+    provided: frozenset[str] = frozenset()  # what regularizers may need
+    images: Mapping[str, int] = {}  # phase → images per step, each view counted
+    # of a model of that method
+    layers: int | None = None  # number of layers with experts
+    tokens: int | None = None  # per step, in the layer with the fewest
+    special: bool | None = None  # whether there are class tokens
+    truth: bool | None = None  # whether the kind of each token is known
+    # of the data that the settings work on
+    phase: str = ""  # key below ``data``, or "teacher"
+    source: Any = None  # Source
+    preview: Any = None  # the Card of the data
+
+    @property
+    def data(self) -> str:
+        """Return the key of the data in params.yaml."""
+        return "teacher.data" if self.phase == "teacher" else f"data.{self.phase}"
+
+    @property
+    def task(self) -> Any:
+        """Return the class of the task that the labels belong to; None without data."""
+        return None if self.source is None else self.source.labels_task
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the data are text."""
+        return self.source is not None and self.task.of_text
+
+    @property
+    def has_truth(self) -> bool:
+        """Return whether the data have the kind of each token."""
+        return self.preview is not None and bool(self.preview.truth)
+
+    def lacks(self, what: str) -> str | None:
+        """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), or None."""
+        return None if self.source is None else self.task.needs_classes(what)
+
+
+def changed_settings(
+    settings: Any, names: Iterable[str], why: str, allowed: str
+) -> Iterator[tuple[tuple, str]]:
+    """Yield the settings among ``names`` that have no effect but differ from their defaults."""
+    for name in names:
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            yield (name,), f"found {value}, but {why}; allowed: leave it out, or {allowed}"
+
+
+def format_changed_settings(value: Any) -> str:
+    """Return a text of how settings differ from their defaults."""
+    if hasattr(value, "model_dump"):
+        return str(value.model_dump(exclude_defaults=True) or "it")
+    return str(value)
 
 
 class Config(BaseModel):
@@ -210,12 +277,10 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     def defines(file: Path) -> bool:
         return f"\n{name} = " in file.read_text(encoding="utf-8")
 
-    files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
-    our_modules = [
-        importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)
-    ]
-    outside_modules = [import_module_of_package(module) for module in list_allowed_modules(defines)]
-    return [getattr(module, name) for module in (*our_modules, *outside_modules)]
+    files = filter(defines, sorted((ROOT / package.replace(".", "/")).glob("*.py")))
+    modules = [importlib.import_module(f"{package}.{file.stem}") for file in files]
+    modules += map(import_module_of_package, list_allowed_modules(defines))
+    return [getattr(module, name) for module in modules]
 
 
 def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -226,21 +291,20 @@ def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     module, _, base_name = base.partition(":")
     package = module.rpartition(".")[0]
 
+    def load_family() -> type[Config]:
+        return getattr(importlib.import_module(module), base_name)
+
     def find_by_class_name(name: str) -> type[Config]:
-        if name[:1].isupper():
-            family = getattr(importlib.import_module(module), base_name)
-            if name == base_name:
-                return family
-            for kind in list_own_names(family):
-                if _class_name(kind) == name:
-                    return find_class(family, kind)
+        if name == base_name:
+            return load_family()
+        for kind in list_own_names(load_family()) if name[:1].isupper() else ():
+            if _class_name(kind) == name:
+                return find_class(load_family(), kind)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def list_class_names() -> list[str]:
-        family = getattr(importlib.import_module(module), base_name)
-        return sorted([base_name, *map(_class_name, list_own_names(family))])
-
-    return find_by_class_name, list_class_names
+    return find_by_class_name, lambda: sorted(
+        [base_name, *map(_class_name, list_own_names(load_family()))]
+    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Files: atomic writes, safe paths, errors that a user can fix, and the location of raw data."""
+"""Files: atomic writes, results that survive a kill, safe paths, errors that a user can fix."""
 
 import errno
 import glob
@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -91,21 +91,16 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         number = file_errno(error)
-        place = _failing_file(error) or path
-        if number in NO_ROOM:
-            place = place or Path.cwd()
+        if isinstance(error, shutil.Error):
+            place = error.args[0][0][1]  # where a copy failed
+        elif str(error).startswith(LOOP_OF_LINKS):
+            place = str(error).partition("'")[2].removesuffix("'")
+        else:
+            place = getattr(error, "filename2", None) or getattr(error, "filename", None)
+        place = place or path or (Path.cwd() if number in NO_ROOM else None)
         if number not in MENDABLE or place is None:
             raise
         raise UnusableFile(f"{place}: {os.strerror(number).lower()}") from error
-
-
-def _failing_file(error: Exception) -> str | None:
-    """Return the file that an error names; the destination if a copy failed."""
-    if isinstance(error, shutil.Error):
-        return error.args[0][0][1]
-    if str(error).startswith(LOOP_OF_LINKS):
-        return str(error).partition("'")[2].removesuffix("'") or None
-    return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
 def file_errno(error: BaseException) -> int | None:
@@ -211,6 +206,79 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     return value
 
 
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Append a line to a file; sync: it is on the disk before this returns.
+
+    A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
+    stage removes it first. Raises UserError if the file cannot be written.
+    """
+    try:
+        with explain_file_errors(path), open(path, "ab") as file:
+            file.write(line.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: could not be written, {reason}") from error
+
+
+def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+    """Yield lines of JSON with their values, up to the first incomplete or invalid line."""
+    for line in content.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not line.endswith(b"\n") or not is_whole(value):
+            return
+        yield line, value
+
+
+class KeptParts:
+    """Parts by key in ``folder``/kept.jsonl; those after the first damaged line are recomputed."""
+
+    def __init__(self, folder: Path, inputs: Any = None) -> None:
+        """Read the stored parts; ``inputs`` of the stage are compared before a part is stored."""
+        self.folder = Path(folder)
+        self.inputs = inputs
+        self.path = self.folder / "kept.jsonl"
+        self.bar: Any = None
+        try:
+            content = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            mend = "remove it, and the stage starts again"
+            raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
+        lines = list(whole_lines(content, verify_and_remove_seal))
+        self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
+        intact = b"".join(line for line, _ in lines)
+        if intact != content:
+            write_whole(self.path, intact)
+
+    def show_progress(self, bar: Any) -> None:
+        """Update ``bar`` after every part from now on."""
+        self.bar = bar
+
+    def part(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the part stored under ``name``, or compute and store it.
+
+        The part is always read back from JSON, so a resumed stage ends with the same bits.
+        """
+        if name not in self.parts:
+            part = compute()
+            if self.inputs is not None:
+                self.inputs.refuse_edited_code()
+            line = json.dumps(sealed_object({"key": name, "part": part})) + "\n"
+            append_line(self.path, line, sync=True)
+            if self.inputs is not None:
+                self.inputs.refuse_edited_settings()
+            self.parts[name] = json.loads(line)["part"]
+        if self.bar is not None:
+            self.bar.update(len(self.parts))
+        return self.parts[name]
+
+
 def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
     """Return the hex digest of a file; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
@@ -232,9 +300,7 @@ def join_below_root(root: Path, name: str | Path) -> Path:
             path.exists()  # raises for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:  # forbidden characters; loops of links
         why = (getattr(error, "strerror", "") or str(error)).lower()
-        short = repr(shown[:60])
-        if len(shown) > 60:
-            short += "…"
+        short = repr(shown[:60]) + ("…" if len(shown) > 60 else "")
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
     if leaves:
         outside = f"{shown!r}, which leads out of this folder"
@@ -259,11 +325,10 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
     """
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
-    expanded = [Path(os.path.expanduser(name)) for name in roots]
-    candidates = [
-        place for path in expanded for place in ((path, home / path) if home else (path,))
-    ]
-    return list(dict.fromkeys(candidates))  # an absolute path occurs twice
+    candidates: dict[Path, None] = {}  # an absolute path is the same in both folders
+    for path in [Path(os.path.expanduser(name)) for name in roots]:
+        candidates |= dict.fromkeys((path, home / path) if home else (path,))
+    return list(candidates)
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:

@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from moecore.core.encoded_values import spreadsheet_cell
 from moecore.core.files import UserError, atomic_text_file, join_below_root
-from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
@@ -29,7 +29,6 @@ from moecore.measure.exploring.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.ages import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.progress import report_progress
@@ -83,16 +82,14 @@ class PredictedPage(NamedTuple):
 
 
 def render_predictions(content: PredictedPage) -> str:
+    items = [[tile.experts for tile in file.tiles] for file in content.shown]
     return (
         template_environment()
         .get_template("predicted.html.jinja")
         .render(
             page=content,
-            routing={
-                "colours": expert_colours(content.experts),
-                "items": [[tile.experts for tile in file.tiles] for file in content.shown],
-            },
-            layers=len(content.shown[0].tiles[0].experts) if content.shown else 0,
+            routing={"colours": expert_colours(content.experts), "items": items},
+            layers=len(items[0][0]) if items else 0,
             colours=expert_colours(content.text_experts),
         )
     )
@@ -146,6 +143,13 @@ class OutputReader(NamedTuple):
     remark: str
 
 
+def calibrator_folder(model_folder: Path) -> Path:
+    """Return artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
+    above = model_folder.absolute().parent
+    phase = above.parent
+    return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
+
+
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
     """Return a reader of logits, as calibrated probabilities, or of a single number.
 
@@ -154,11 +158,8 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
     task = load_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
-        return OutputReader(
-            task.answers,
-            lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),)),
-            remark,
-        )
+        read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
+        return OutputReader(task.answers, read, remark)
     if task.cells > 1:
         return _build_cell_reader(task)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
@@ -219,7 +220,10 @@ def predict_picture_files(
             pictures = [pixels for pixels in decoded if not isinstance(pixels, str)]
             outputs = _outputs_with_experts(model, pictures, batch)
             for path, picture in zip(part, decoded, strict=True):
-                name = escape_control_letters(path.relative_to(folder))
+                name = "".join(  # on one line, with control characters and surrogates escaped
+                    repr(letter)[1:-1] if category(letter) in ("Cc", "Cs") else letter
+                    for letter in path.relative_to(folder).as_posix()
+                )
                 if isinstance(picture, str):
                     rows.append(Row(name, error=picture))
                     continue
@@ -248,14 +252,13 @@ def _outputs_with_experts(
         yield output, [layer[number] for layer in layers]
 
 
-def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write a row per file: file, prediction, probability, the number of each column, error."""
-    lines: list[Sequence[str]] = [("file", "prediction", "probability", *columns, "error")]
+def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """Yield a header, and a line per file: file, prediction, probability, numbers, error."""
+    yield "file", "prediction", "probability", *columns, "error"
     for row in rows:
         numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(columns)
         probability = "" if row.probability is None else f"{row.probability:.6g}"
-        lines.append((row.file, row.prediction, probability, *numbers, row.error))
-    write_csv(path, lines)
+        yield row.file, row.prediction, probability, *numbers, row.error
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
@@ -263,14 +266,6 @@ def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
     with atomic_text_file(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerows(map(spreadsheet_cell, row) for row in rows)
-
-
-def escape_control_letters(path: Path) -> str:
-    """Return a file's name on one line, with control characters and surrogates escaped."""
-    return "".join(
-        letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter
-        for letter in path.as_posix()
-    )
 
 
 def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
@@ -352,34 +347,26 @@ def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Matc
     ]
 
 
-def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
-    """Write the best pictures of each text: text, place from 1, file, cosine."""
-    lines = [
-        (text, str(place), file, f"{cosine:.6g}")
-        for text, best in zip(texts.texts, matches, strict=True)
-        for place, (file, cosine) in enumerate(best, 1)
-    ]
-    write_csv(path, [("text", "place", "file", "cosine"), *lines])
+def tabulate_matches(texts: Texts, matches: Sequence[Sequence[Match]]) -> Iterator[Sequence[str]]:
+    """Yield a header, and the best pictures of each text: text, place from 1, file, cosine."""
+    yield "text", "place", "file", "cosine"
+    for text, best in zip(texts.texts, matches, strict=True):
+        for place, (file, cosine) in enumerate(best, 1):
+            yield text, str(place), file, f"{cosine:.6g}"
 
 
 def texts_with_experts(
     model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
 ) -> list[RoutedText]:
     routed = experts_by_word(model, texts.tokens, texts.tokenizer)
-    return [
-        RoutedText(
-            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(encoded)
-        )
-        for text, layers, best, encoded in zip(
-            texts.texts, routed, matches, texts.encoded, strict=True
-        )
-    ]
-
-
-def _unread_words(encoded: EncodedCaption) -> str:
-    remarks = []
-    if encoded.unknown:
-        remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
-    if encoded.cut:
-        remarks.append("longer than the context: cut")
-    return "; ".join(remarks)
+    shown = []
+    for row in zip(texts.texts, routed, matches, texts.encoded, strict=True):
+        text, layers, best, encoded = row
+        nearest = [f"{cosine:.3f} {file}" for file, cosine in best]
+        remarks = []
+        if encoded.unknown:
+            remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
+        if encoded.cut:
+            remarks.append("longer than the context: cut")
+        shown.append(RoutedText(text, layers, nearest, "; ".join(remarks)))
+    return shown

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.encoded_arrays import pack_numbers
-from moecore.statistics.intervals import Interval, indices_by_person
+from moecore.core.encoded_values import pack_numbers
+from moecore.statistics.intervals import Interval, People, indices_by_person
 
 LEVEL = 0.95
 POWER = 0.8
@@ -52,9 +52,8 @@ class Difference(NamedTuple):
     def interval(self, level: float = LEVEL) -> Interval:
         """Return the mean with its limits; without limits if there is no variance source."""
         half = self.half(level)
-        if half is None:
-            return Interval(self.value)
-        return Interval(self.value, self.value - half, self.value + half)
+        limits = () if half is None else (self.value - half, self.value + half)
+        return Interval(self.value, *limits)
 
     def p_at(self, distance: float) -> float | None:
         """Return the two-sided p for a tested value at ``distance`` ≥ 0, or None."""
@@ -106,7 +105,7 @@ class Difference(NamedTuple):
         return half_at_level + half_at_power
 
 
-def linearize_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
+def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
     """Return one value per person, (M,), with the same mean as the values (N,) of all images.
 
     people: (N,), the person of each image. Without it, or with one image per person: the values.
@@ -121,7 +120,7 @@ def linearize_by_person(values: np.ndarray, people: np.ndarray | None) -> np.nda
     return values.mean() + sums * len(images) / len(values)
 
 
-def encode_item_values(values: np.ndarray, people: np.ndarray | None = None) -> str:
+def encode_item_values(values: np.ndarray, people: People = None) -> str:
     """Encode the values (N,) of images for a result, one per item (``linearize_by_person``)."""
     return pack_numbers(linearize_by_person(values, people))
 
@@ -140,9 +139,8 @@ def crossed_difference(differences: np.ndarray) -> Difference:
     """
     values = np.asarray(differences, np.float64)
     if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 2:
-        raise ValueError(
-            f"crossed: differences of shape {values.shape}; (seeds, items ≥ 2) are needed"
-        )
+        shape = f"differences of shape {values.shape}"
+        raise ValueError(f"crossed: {shape}; (seeds, items ≥ 2) are needed")
     if not np.isfinite(values).all():
         raise ValueError("crossed: differences are not all finite")
     seeds, items = values.shape
@@ -174,9 +172,8 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
     """Return the mean of one difference per seed, for values without items: times, sizes."""
     values = np.asarray(differences, np.float64)
     if values.ndim != 1 or not len(values):
-        raise ValueError(
-            f"paired_seed_difference: differences of shape {values.shape}; (seeds,) is needed"
-        )
+        shape = f"differences of shape {values.shape}"
+        raise ValueError(f"paired_seed_difference: {shape}; (seeds,) is needed")
     seeds = len(values)
     mean = math.fsum(differences) / seeds
     if seeds == 1:

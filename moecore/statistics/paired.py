@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.statistics.intervals import Interval, bootstrap_interval, wilson
+from moecore.statistics.intervals import Interval, People, bootstrap_interval, wilson
 
 
 class PairedHits(NamedTuple):
@@ -23,10 +23,8 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
     if first.shape != second.shape or first.ndim != 1 or not len(first):
-        raise ValueError(
-            f"paired hits: shapes {first.shape} and {second.shape}; two of one shape (N,), N ≥ "
-            "1, are needed"
-        )
+        shapes = f"shapes {first.shape} and {second.shape}"
+        raise ValueError(f"paired hits: {shapes}; two of one shape (N,), N ≥ 1, are needed")
     both = int((first & second).sum())
     either = int((first | second).sum())
     return PairedHits(both, int(first.sum()) - both, int(second.sum()) - both, len(first) - either)
@@ -51,13 +49,22 @@ def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
     Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by their
     correlation φ. Valid for small counts and for shares of 0 and 1.
     """
-    both, first_only, second_only, _ = table
+    both, first_only, second_only, neither = table
     count = sum(table)
     first = _wilson_distances(both + first_only, count, level)
     second = _wilson_distances(both + second_only, count, level)
-    correlation = _hit_correlation(table)
-    below = _combine_distances(first[0], second[1], correlation)
-    above = _combine_distances(first[1], second[0], correlation)
+    margins = (both + first_only) * (second_only + neither) * (both + second_only)
+    margins *= first_only + neither
+    excess = both * neither - first_only * second_only
+    if excess > 0:
+        # Newcombe's continuity correction, which must not change the sign.
+        excess = max(excess - count / 2, 0.0)
+    correlation = excess / math.sqrt(margins) if margins else 0.0  # φ
+
+    def combine(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+
+    below, above = combine(first[0], second[1]), combine(first[1], second[0])
     difference = (first_only - second_only) / count
     return Interval(difference, max(-1.0, difference - below), min(1.0, difference + above))
 
@@ -68,7 +75,7 @@ def paired_bootstrap(
     resamples: int = 1000,
     seed: int = 0,
     level: float = 0.95,
-    people: np.ndarray | None = None,
+    people: People = None,
 ) -> Interval:
     """Return the mean difference of two models' values (N,) with its paired bootstrap interval.
 
@@ -78,19 +85,11 @@ def paired_bootstrap(
     first = np.asarray(first, dtype=float)
     second = np.asarray(second, dtype=float)
     if first.shape != second.shape or first.ndim != 1:
-        raise ValueError(
-            f"paired_bootstrap: shapes {first.shape} and {second.shape}; two of one shape (N,) "
-            "are needed"
-        )
+        shapes = f"shapes {first.shape} and {second.shape}"
+        raise ValueError(f"paired_bootstrap: {shapes}; two of one shape (N,) are needed")
     change = first - second
-    return bootstrap_interval(
-        lambda chosen: float(change[chosen].mean()),
-        len(change),
-        resamples,
-        seed,
-        level,
-        people=people,
-    )
+    mean = lambda chosen: float(change[chosen].mean())
+    return bootstrap_interval(mean, len(change), resamples, seed, level, people=people)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -112,25 +111,3 @@ def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, 
     value, low, high = wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value
-
-
-def _hit_correlation(table: PairedHits) -> float:
-    """Return φ of the 2 × 2 table, with a continuity correction; 0 if a margin is empty."""
-    both, first_only, second_only, neither = table
-    margins = (
-        (both + first_only)
-        * (second_only + neither)
-        * (both + second_only)
-        * (first_only + neither)
-    )
-    if margins == 0:
-        return 0.0
-    excess = both * neither - first_only * second_only
-    if excess > 0:
-        # Newcombe's continuity correction, which must not change the sign.
-        excess = max(excess - sum(table) / 2, 0.0)
-    return excess / math.sqrt(margins)
-
-
-def _combine_distances(first: float, second: float, correlation: float) -> float:
-    return math.sqrt(max(0.0, first * first - 2 * correlation * first * second + second * second))

@@ -34,13 +34,11 @@ def project_root() -> Path:
     if root := outermost_dvc_project():
         return root
     current = Path().resolve()
-    return next((folder for folder in (current, *current.parents) if _is_root(folder)), current)
-
-
-def _is_root(folder: Path) -> bool:
-    """Return whether a folder is a repository or a project, but not a study's run folder."""
-    is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
-    return is_project and project_of(folder) == folder
+    for folder in (current, *current.parents):
+        is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
+        if is_project and project_of(folder) == folder:  # no study's run folder
+            return folder
+    return current
 
 
 def store_address() -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_compressed_text
+from moecore.core.encoded_values import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.barred_experts import find_own_model

@@ -12,11 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
     AffineRanges,

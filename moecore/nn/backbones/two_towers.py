@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from moecore.core.config import Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
-from moecore.core.surroundings import Surroundings
 from moecore.nn.backbones import base_model
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
