@@ -19,28 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-)
-from pydantic_core import (
-    CoreSchema,
-    PydanticCustomError,
-    PydanticKnownError,
-    SchemaValidator,
-    core_schema,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError, PydanticKnownError, SchemaValidator, core_schema
 
+from moecore.core import outside_packages
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import (
-    DOTTED_NAME,
-    import_module_of_package,
-    list_allowed_modules,
-)
 from moecore.core.source_layout import ROOT
 
 KIND = "kind"
@@ -217,7 +201,9 @@ class Part(Config):
             return set()
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         if cls.family is not cls:
             return handler(source)
         return core_schema.with_info_plain_validator_function(
@@ -227,7 +213,7 @@ class Part(Config):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> dict[str, Any]:
         if cls.family is cls:
             schema = _tagged_union(*part_classes_by_kind(cls, imports=True).values())
@@ -241,7 +227,7 @@ def is_family_base(cls: type) -> bool:
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     """Return the class of a kind; ValueError for an invalid outside part, KeyError if unknown."""
-    if DOTTED_NAME.fullmatch(name):
+    if outside_packages.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
         return part
@@ -262,10 +248,10 @@ def part_classes_by_kind(
     imports: also import parts that are not loaded yet; ValueError with one line if one is invalid.
     """
     named = {name: find_class(family, name) for name in list_own_names(family)}
-    for name in list_allowed_modules(lambda file: bool(_class_lines(file))):
+    for name in outside_packages.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
-        part = getattr(import_module_of_package(name), _class_name(name))
+        part = getattr(outside_packages.import_module_of_package(name), _class_name(name))
         if inspect.isclass(part) and issubclass(part, family):
             named[name] = find_class(family, name)
     return named
@@ -279,7 +265,9 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
 
     files = filter(defines, sorted((ROOT / package.replace(".", "/")).glob("*.py")))
     modules = [importlib.import_module(f"{package}.{file.stem}") for file in files]
-    modules += map(import_module_of_package, list_allowed_modules(defines))
+    modules += map(
+        outside_packages.import_module_of_package, outside_packages.list_allowed_modules(defines)
+    )
     return [getattr(module, name) for module in modules]
 
 
@@ -318,7 +306,7 @@ def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None
 
 
 def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    module = import_module_of_package(name)
+    module = outside_packages.import_module_of_package(name)
     word, file = _class_name(name), Path(str(module.__file__))
     part = getattr(module, word, None)
     if not inspect.isclass(part):
@@ -337,7 +325,7 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     return part
 
 
-def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part:
+def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo) -> Part:
     """Return the part that a value describes, with errors as from a union of pydantic."""
     if isinstance(value, family):
         return value
@@ -362,7 +350,7 @@ def _part_validator(part: type[Part]) -> SchemaValidator:
     return SchemaValidator(_tagged_union(part))
 
 
-def _tagged_union(*parts: type[Part]) -> CoreSchema:
+def _tagged_union(*parts: type[Part]) -> core_schema.CoreSchema:
     choices = {part.class_kind(): part.__pydantic_core_schema__ for part in parts}
     return core_schema.tagged_union_schema(choices, KIND)
 

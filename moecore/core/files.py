@@ -1,5 +1,6 @@
 """Files: atomic writes, results that survive a kill, safe paths, errors that a user can fix."""
 
+import csv
 import errno
 import glob
 import hashlib
@@ -8,11 +9,13 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, Self
+
+from psutil import pid_exists
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
@@ -124,7 +127,7 @@ def _temporary_path(path: Path) -> Path:
     begins = f".{path.name}.{platform.node()}."
     for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
         pid = leftover.name.removeprefix(begins).removesuffix(".part")
-        if pid.isdigit() and not _is_process_alive(int(pid)):
+        if pid.isdigit() and not pid_exists(int(pid)):
             _remove_path(leftover)
     return path.with_name(f"{begins}{os.getpid()}.part")
 
@@ -133,26 +136,15 @@ def _remove_path(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _is_process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically; NaN is refused, as JSON has none."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def atomic_text_file(path: str | Path) -> Iterator[StringIO]:
-    """Yield a text in memory that replaces the file ``path`` on success only."""
+def write_csv(path: str | Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows as CSV, atomically."""
     text = StringIO(newline="")  # keeps line ends
-    yield text
+    csv.writer(text, lineterminator="\n").writerows(rows)
     write_whole(path, text.getvalue())
 
 

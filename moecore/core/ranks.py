@@ -23,7 +23,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 
 from moecore.core.files import UserError
-from moecore.core.torch_internals import clone_store, count_begun_collectives
+from moecore.core.torch_internals import count_begun_collectives
 
 PATIENCE = timedelta(hours=6)  # the other ranks wait while the first evaluates the model
 FAILURE_PATIENCE = timedelta(seconds=10)  # until all ranks with the same error have failed
@@ -175,10 +175,10 @@ def leave_ranks() -> None:
 
 def exit_other_ranks() -> None:
     """Leave the group, and end every process except the first rank's."""
-    if not current_ranks().first:
-        leave_ranks()
-        sys.exit(0)
+    is_first = current_ranks().first
     leave_ranks()
+    if not is_first:
+        sys.exit(0)
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ class RankWatch(Thread):
     fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
     """
 
-    def __init__(self, store: distributed.Store, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         """Take ``store``, where the ranks meet; the thread opens a separate connection to it."""
         super().__init__(name="rank watch", daemon=True)
-        self.store = clone_store(store)
+        self.store = store.clone()
         self.rank = rank
         self.size = size
         self.answered = 0  # questions of any rank

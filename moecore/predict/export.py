@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from moecore.core.files import UserError, whole_file
-from moecore.core.torch_internals import compile_error_class, metadata_assertion_operator
+from moecore.core.torch_internals import METADATA_ASSERTION, compile_error_class
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.exportable_moe import exportable_moe_layers
 from moecore.nn.predict import coupled_image_count
@@ -116,7 +116,7 @@ def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
         ).run_decompositions({})
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is metadata_assertion_operator():  # it would keep dead code alive
+        if node.target is METADATA_ASSERTION:  # it would keep dead code alive
             graph.erase_node(node)
     graph.eliminate_dead_code()
     program.graph_module.recompile()

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,8 @@ import numpy as np
 
 from moecore.brain import prediction_table
 from moecore.core.config import read_json_settings
-from moecore.core.files import UserError, file_checksum, join_below_root, write_whole
+from moecore.core.encoded_values import spreadsheet_cell
+from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
 from moecore.data.volumes.cohorts import SEX, read_delimited_table
@@ -68,25 +69,20 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
 
 def prepare_volumes(
     new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
-) -> tuple[list[np.ndarray], list[str]]:
-    """Return the usable volumes, float16 (1, D, H, W), and per volume why it is not, or ""."""
+) -> Iterator[np.ndarray | str]:
+    """Yield each volume, float16 (1, D, H, W), or why it cannot be used."""
     edge, *other_edges = set(reference.data.voxel_mm)
     if other_edges:
-        raise UserError.at(
-            "reference.json", found="different voxel_mm per axis", allowed="one edge for all axes"
-        )
+        wrong = "found different voxel_mm per axis"
+        raise UserError(f"reference.json: {wrong}; allowed: one edge for all axes")
     grid = Grid(voxel_mm=edge, size=reference.data.size)
-    volumes = []
-    reasons = []
     for volume in new_volumes:
         try:
             for path in filter(None, (volume.path, volume.mask)):
                 join_below_root(volume.root, path)
-            volumes.append(read_volume(volume.path, grid, volume.mask))
-            reasons.append("")
+            yield read_volume(volume.path, grid, volume.mask)
         except UserError as error:
-            reasons.append(str(error))
-    return volumes, reasons
+            yield str(error)
 
 
 def _stem(path: Path) -> str:
@@ -165,30 +161,32 @@ def predict_ages(
         calibrator or pictures.calibrator_folder(model_folder), model_folder
     )
     new_volumes = find_volumes(folder)
-    volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
-    used = [volume for volume, why in zip(new_volumes, reasons, strict=True) if not why]
-    left_out = [(volume, why) for volume, why in zip(new_volumes, reasons, strict=True) if why]
-    if not used:
+    subjects, volumes, left_out = [], [], []
+    for volume, prepared in zip(
+        new_volumes, prepare_volumes(new_volumes, calibration.reference), strict=True
+    ):
+        if isinstance(prepared, str):
+            left_out.append((volume, prepared))
+        else:
+            subjects.append(volume.subject)
+            volumes.append(prepared)
+    if not volumes:
         count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
     usable = np.stack(volumes)
     model = load_model(model_folder).to(tune_runtime().device)
     outputs, routing = predict_in_batches(model, usable, batch)
-    rows = new_age_rows(used, usable, outputs[:, 0].double().numpy(), calibration)
-    lines_left_out = [(volume.subject, why) for volume, why in left_out]
-    prediction_table.write_predictions(out, rows, lines_left_out)
+    rows = new_age_rows(subjects, usable, outputs[:, 0].double().numpy(), calibration)
+    unusable = [(volume.subject, why) for volume, why in left_out]
+    prediction_table.write_predictions(out, rows, unusable)
     return NewAges(rows, usable, routing, left_out)
 
 
 def new_age_rows(
-    new_volumes: Sequence[NewVolumeFile],
-    volumes: np.ndarray,
-    raw: np.ndarray,
-    calibration: Calibration,
+    subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[prediction_table.PredictionRow]:
     """Return rows of predictions.csv with flags, from volumes (N, 1, D, H, W) and raw ages (N,)."""
     reference = calibration.reference
-    subjects = [volume.subject for volume in new_volumes]
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
     known_ages = np.array(ages, np.float64)  # NaN for None
@@ -219,9 +217,7 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"
         raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
     path = folder / "calibrator.json"
-    if not path.exists():
-        return Calibration(reference, None)
-    return Calibration(reference, read_fitted(path, "numbers"))
+    return Calibration(reference, read_fitted(path, "numbers") if path.exists() else None)
 
 
 NEEDED = ("model.json", "model.safetensors")
@@ -267,8 +263,8 @@ def predict_folder(request: PredictionRequest) -> int:
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {page}: {content.total} files")
-    for failure in content.failures:
-        print(f"{failure.name}: {failure.reason}", file=sys.stderr)
+    for name, reason in content.failures:
+        print(f"{name}: {reason}", file=sys.stderr)
     if content.failures:
         count = f"{len(content.failures)} of {content.total} files have no prediction"
         print(f"{count}; the column error of {out} says why", file=sys.stderr)
@@ -286,36 +282,32 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     rows, shown = pictures.predict_picture_files(
         request.folder, files, model, reader, request.batch
     )
-    pictures.write_csv(request.out, pictures.tabulate_rows(reader.columns, rows))
+    lines = pictures.tabulate_rows(reader.columns, rows)
+    write_csv(request.out, (map(spreadsheet_cell, line) for line in lines))
     height, width = model.image.shape
     remarks = [
         reader.remark,
         f"pictures: the centre square at {height} × {width} pixels; transparent pixels are "
         f"{BACKGROUND}",
     ]
-    failures = [pictures.Failure(row.file, row.error) for row in rows if row.error]
+    failures = [(row.file, row.error) for row in rows if row.error]
     content = pictures.PredictedPage(
         str(request.model), str(request.folder), remarks, shown, len(rows), failures
     )
     if towers is None or texts is None:
         return content
-    matches = pictures.match_texts_to_pictures(texts, rows)
+    best, routed = pictures.describe_texts(towers, texts, rows)
     table = request.out.with_name(f"{request.out.stem}_texts{request.out.suffix}")
-    pictures.write_csv(table, pictures.tabulate_matches(texts, matches))
+    write_csv(table, (map(spreadsheet_cell, line) for line in best))
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
-    return content._replace(
-        texts=pictures.texts_with_experts(towers, texts, matches),
-        text_experts=0 if moe is None else moe.experts.choices,
-    )
+    return content._replace(texts=routed, text_experts=0 if moe is None else moe.experts.choices)
 
 
 def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
     model, folder = request.model, request.folder
     ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
-    failures = [
-        pictures.Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out
-    ]
+    failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",

@@ -5,9 +5,8 @@ embedding.
 """
 
 import base64
-import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
@@ -19,8 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from moecore.core.encoded_values import spreadsheet_cell
-from moecore.core.files import UserError, atomic_text_file, join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
@@ -64,18 +62,13 @@ class RoutedText(NamedTuple):
     remark: str = ""
 
 
-class Failure(NamedTuple):
-    name: str
-    reason: str
-
-
 class PredictedPage(NamedTuple):
     model: str
     data: str
     remarks: Sequence[str]
     shown: Sequence[Shown]
     total: int  # files
-    failures: Sequence[Failure]
+    failures: Sequence[tuple[str, str]]  # file, and why it has no prediction
     experts: int = 0  # per layer; 0 for a dense model
     texts: Sequence[RoutedText] = ()
     text_experts: int = 0  # per layer of the text tower
@@ -83,15 +76,12 @@ class PredictedPage(NamedTuple):
 
 def render_predictions(content: PredictedPage) -> str:
     items = [[tile.experts for tile in file.tiles] for file in content.shown]
-    return (
-        template_environment()
-        .get_template("predicted.html.jinja")
-        .render(
-            page=content,
-            routing={"colours": expert_colours(content.experts), "items": items},
-            layers=len(items[0][0]) if items else 0,
-            colours=expert_colours(content.text_experts),
-        )
+    template = template_environment().get_template("predicted.html.jinja")
+    return template.render(
+        page=content,
+        routing={"colours": expert_colours(content.experts), "items": items},
+        layers=len(items[0][0]) if items else 0,
+        colours=expert_colours(content.text_experts),
     )
 
 
@@ -261,13 +251,6 @@ def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Seque
         yield row.file, row.prediction, probability, *numbers, row.error
 
 
-def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write rows as CSV; texts that a spreadsheet would take for formulas are escaped."""
-    with atomic_text_file(path) as handle:
-        writer = csv.writer(handle, lineterminator="\n")
-        writer.writerows(map(spreadsheet_cell, row) for row in rows)
-
-
 def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
     """Return the experts of each patch, most weight first, int16 (B, *grid, min(k, E)), -1: none.
 
@@ -281,8 +264,6 @@ def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2)
 MAX_TEXTS = 10_000  # each is a column of the table
 MAX_LETTERS = 80  # of a text below a picture
 NEAREST = 5  # shown matches per picture, and per text
-
-Match = tuple[str, float]  # a picture's name, and its cosine with a text
 
 
 class Texts(NamedTuple):
@@ -335,38 +316,25 @@ def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
     return OutputReader(tuple(texts.texts), row, remark)
 
 
-def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
-    """Return for each text the pictures with the largest cosines, best first."""
+def describe_texts(
+    model: TwoTowerModel, texts: Texts, rows: Sequence[Row]
+) -> tuple[list[Sequence[str]], list[RoutedText]]:
+    """Return the table of each text's best pictures (place from 1, cosine), and texts to show."""
     readable = [row for row in rows if not row.error]
-    return [
-        [
-            (row.file, row.numbers[text])
-            for row in sorted(readable, key=lambda row: -row.numbers[text])[:NEAREST]
-        ]
-        for text in range(len(texts.texts))
-    ]
-
-
-def tabulate_matches(texts: Texts, matches: Sequence[Sequence[Match]]) -> Iterator[Sequence[str]]:
-    """Yield a header, and the best pictures of each text: text, place from 1, file, cosine."""
-    yield "text", "place", "file", "cosine"
-    for text, best in zip(texts.texts, matches, strict=True):
-        for place, (file, cosine) in enumerate(best, 1):
-            yield text, str(place), file, f"{cosine:.6g}"
-
-
-def texts_with_experts(
-    model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
-) -> list[RoutedText]:
-    routed = experts_by_word(model, texts.tokens, texts.tokenizer)
+    lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
     shown = []
-    for row in zip(texts.texts, routed, matches, texts.encoded, strict=True):
-        text, layers, best, encoded = row
-        nearest = [f"{cosine:.3f} {file}" for file, cosine in best]
+    routed = experts_by_word(model, texts.tokens, texts.tokenizer)
+    described = zip(texts.texts, routed, texts.encoded, strict=True)
+    for number, (text, layers, encoded) in enumerate(described):
+        cosines = np.array([row.numbers[number] for row in readable])
+        nearest = []
+        for place, best in enumerate(np.argsort(-cosines, kind="stable")[:NEAREST], 1):
+            lines.append((text, str(place), readable[best].file, f"{cosines[best]:.6g}"))
+            nearest.append(f"{cosines[best]:.3f} {readable[best].file}")
         remarks = []
         if encoded.unknown:
             remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
         if encoded.cut:
             remarks.append("longer than the context: cut")
         shown.append(RoutedText(text, layers, nearest, "; ".join(remarks)))
-    return shown
+    return lines, shown

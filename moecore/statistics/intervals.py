@@ -178,12 +178,6 @@ class Estimate(Config):
     def of(cls, interval: Interval) -> Self:
         return cls(**interval._asdict())
 
-    @classmethod
-    def of_mean(cls, values: Tensor, is_share: bool = True) -> Self:
-        """Return the mean of (N,) values ≥ 0 with the interval of a share or of the bootstrap."""
-        mean = mean_share if is_share else bootstrap_mean
-        return cls.of(mean(values.double().numpy()))
-
 
 def squared_cv(values: Tensor) -> Tensor:
     """Return the squared coefficient of variation var/mean² of (E,) values, one per expert.

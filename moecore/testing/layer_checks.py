@@ -155,9 +155,8 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
         if record.penalty is not None:
             is_right = training and record.penalty.shape == tokens.shape[:2]
-            assert_that(
-                router, is_right, "a penalty has the shape (B, T), and is of training alone"
-            )
+            promise = "a penalty has the shape (B, T), and is of training alone"
+            assert_that(router, is_right, promise)
         for name, field in zip(record._fields, record[:-1], strict=False):
             assert_that(router, field.shape == shape, f"{name} has the shape (B, T, E)")
             assert_that(router, field.isfinite().all(), f"{name} is finite")
@@ -362,17 +361,15 @@ def _check_rows(experts: Any, module: ExpertsModule, values: Tensor, ends: Tenso
     answers = module(Rows(values, ends))
     assert_that(experts, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     assert_that(experts, answers.shape == values.shape, "rows (R, d) give rows (R, d)")
-    assert_that(
-        experts, module(Rows(values[:0], 0 * ends)).shape == (0, WIDTH), "no rows give none"
-    )
+    empty = module(Rows(values[:0], 0 * ends))
+    assert_that(experts, empty.shape == (0, WIDTH), "no rows give none")
     for place in (0, len(values) - 1):
         ends_of_row = (torch.arange(len(ends)) >= place // ROWS).int()
         alone = module(Rows(values[place : place + 1], ends_of_row))
         assert_that(experts, is_close(alone[0], answers[place]), "a row depends on no other row")
     other = module(Rows(values[:1], (torch.arange(len(ends)) >= 1).int()))
-    assert_that(
-        experts, not is_close(other[0], answers[0]), "experts differ where their weights do"
-    )
+    differ = not is_close(other[0], answers[0])
+    assert_that(experts, differ, "experts differ where their weights do")
 
 
 def _check_gradients(experts: Any, module: ExpertsModule, rows: Rows) -> None:

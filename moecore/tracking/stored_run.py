@@ -39,11 +39,16 @@ def mlflow_safe_name(name: str) -> str:
 
 
 def curve_points(lines: list[dict]) -> list[Point]:
-    return [
-        (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
-        for step, t, values in logged_points(lines)
-        for name, value in values.items()
-    ]
+    """Return ``train/accuracy``, ``validation/loss`` and, of terms of the loss, ``loss/…``."""
+    points = []
+    for step, t, values in logged_points(lines):
+        for name, value in values.items():
+            group, _, quantity = name.partition("_")
+            if group not in ("train", "validation"):
+                group = "train" if name in PACE else "loss"
+                quantity = "total" if name == "loss" else name
+            points.append((mlflow_safe_name(f"{group}/{quantity}"), value, int(t * 1000), step))
+    return points
 
 
 def routing_curve_points(lines: list[dict]) -> list[Point]:
@@ -65,16 +70,6 @@ def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
         if name in ("loss/total", "loss/task")
         or (not name.startswith("loss/") and name not in pace)
     ]
-
-
-def curve_name(name: str) -> str:
-    """Return ``train/accuracy``, ``validation/loss`` or, for terms of the loss, ``loss/…``."""
-    group, _, quantity = name.partition("_")
-    if group in ("train", "validation"):
-        return f"{group}/{quantity}"
-    if name in PACE:
-        return f"train/{name}"
-    return "loss/total" if name == "loss" else f"loss/{name}"
 
 
 def stage_metrics_and_params(

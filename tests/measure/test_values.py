@@ -16,7 +16,7 @@ from moecore.report.results import (
     list_displays,
     list_measurements_with_values,
 )
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import CLASSES, small_data, small_vit

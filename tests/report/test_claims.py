@@ -36,7 +36,7 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.crossed import (
+from moecore.statistics.comparisons import (
     BOTH,
     ITEMS,
     Difference,

@@ -23,7 +23,7 @@ from moecore.report.claims.records import (
     pack_items,
     verify_kept_items,
 )
-from moecore.statistics.crossed import BOTH, Difference, VarianceSource
+from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study

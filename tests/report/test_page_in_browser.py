@@ -8,7 +8,6 @@ import pytest
 
 from moecore.predict import pictures as predicted
 from moecore.predict.pictures import (
-    Failure,
     PredictedPage,
     RoutedText,
     Shown,
@@ -266,7 +265,7 @@ def hostile_predictions(folder: Path) -> str:
     spoken = [
         RoutedText(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])
     ]
-    failures = [Failure(EVIL["participant"], EVIL["reason"])]
+    failures = [(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
     return predicted.render_predictions(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))
 

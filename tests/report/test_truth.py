@@ -21,7 +21,7 @@ from moecore.report.pictures.truth import (
 from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.next_token import NextToken
 from tests.report import generated

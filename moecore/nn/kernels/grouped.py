@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moecore.core.torch_internals import grouped_mm_operator
+from moecore.core.torch_internals import GROUPED_MM
 from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
@@ -157,9 +157,8 @@ def full_precision(tensor: Tensor) -> AbstractContextManager:
 
 def register_flop_formulas() -> None:
     """Make torch.utils.flop_counter count grouped_mm; can be called repeatedly."""
-    operator = grouped_mm_operator()
-    if operator not in flop_registry:
-        register_flop_formula(operator)(_grouped_flops)
+    if GROUPED_MM not in flop_registry:
+        register_flop_formula(GROUPED_MM)(_grouped_flops)
 
 
 def _grouped_flops(

@@ -21,7 +21,7 @@ from moecore.report.claims.evaluation import (
     verdict_to_json,
 )
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
-from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import POWER, SEEDS, Difference, VarianceSource
 from moecore.study.questions import Round
 from moecore.study.sections import (
     Claim,

@@ -36,7 +36,7 @@ from moecore.report.claims.evaluation import (
 )
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
-from moecore.statistics.crossed import Difference
+from moecore.statistics.comparisons import Difference
 from moecore.study.papers import (
     ASKS,
     PAPER_FILE,

@@ -18,7 +18,7 @@ from moecore.report.results import (
     first_seed_pictures,
 )
 from moecore.report.typed_results import Phase, list_without_none
-from moecore.statistics.crossed import Difference, headroom_recovered
+from moecore.statistics.comparisons import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
