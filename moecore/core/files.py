@@ -341,9 +341,6 @@ def find_teacher_checkpoint(name: str) -> Path:
     """Return the file of a teacher's weights; UserError if it does not exist."""
     path = find_raw_file(name)
     if path.suffix != ".safetensors" or not path.is_file():
-        raise UserError.at(
-            "teacher.checkpoint",
-            found=repr(name),
-            allowed="an existing .safetensors file (pickled checkpoints are not loaded)",
-        )
+        allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
+        raise UserError.at("teacher.checkpoint", found=repr(name), allowed=allowed)
     return path

@@ -82,7 +82,7 @@ def join_ranks() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _MeetingPlace.store = _find_store(rank, size, PATIENCE)
+    _MeetingPlace.store = _find_store(PATIENCE)
     _MeetingPlace.watch = RankWatch(_MeetingPlace.store, rank, size)
     _MeetingPlace.watch.start()
     distributed.init_process_group(
@@ -90,7 +90,8 @@ def join_ranks() -> None:
     )
 
 
-def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
+def _find_store(patience: timedelta) -> distributed.Store:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = os.environ.get(MEETING)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         lacking = "not where they meet (MASTER_ADDR, MASTER_PORT)"
@@ -122,9 +123,7 @@ def print_failure_once(text: str) -> None:
     Ranks that fail before they met meet for this. If they cannot in ten seconds, each prints.
     """
     try:
-        store = _MeetingPlace.store or _find_store(
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), FAILURE_PATIENCE
-        )
+        store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the other ranks cannot be reached
         store, first = None, True

@@ -112,10 +112,10 @@ def connect_store() -> Any:
             with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
                 database.execute("BEGIN IMMEDIATE")  # lock it for writing, as an import does
         except sqlite3.Error as error:
-            raise UserError(
-                f"{file}: MLflow's database cannot be used ({error}); repair it, or move it away "
-                "and run `moecore sync`: all runs are imported again from artifacts/history"
-            ) from error
+            mend = "repair it, or move it away and run `moecore sync`"
+            again = "all runs are imported again from artifacts/history"
+            problem = f"MLflow's database cannot be used ({error})"
+            raise UserError(f"{file}: {problem}; {mend}: {again}") from error
     with store_errors_as_user_errors():
         if file is not None and not file.exists():
             # Under another name: a database whose creation was killed cannot be repaired.

@@ -86,6 +86,7 @@ def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
 
     monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
     monkeypatch.setattr(ranks.distributed, "rendezvous", rendezvous)
-    monkeypatch.setenv(ranks.MEETING, "there:1234")
-    assert ranks._find_store(1, 2, ranks.PATIENCE) == "the store"
+    for name, value in ((ranks.MEETING, "there:1234"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert ranks._find_store(ranks.PATIENCE) == "the store"
     assert capsys.readouterr().err == "rank 1 of 2: has waited 0 s for the others at there:1234\n"

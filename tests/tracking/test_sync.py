@@ -183,14 +183,14 @@ def test_a_restored_training_has_its_old_parent_again(study):
     assert sorted(run.data.tags["dvc.current"] for run in study.runs()) == ["false", "true"]
 
 
-def test_what_dvc_locked_is_current(study, run_of):
+def test_what_dvc_locked_is_current(study):
     study.write(0)
     study.write(1)
     entry = {"cmd": "x", "outs": [{"path": str(PUBLISHED)}]}
     Path("dvc.lock").write_text(json.dumps({"stages": {"pretrain@vmoe-0": entry}}))
     assert import_all() == {"runs added": 2, "current": 1}
-    assert run_of(0).data.tags["dvc.current"] == "true"
-    assert run_of(1).data.tags["dvc.current"] == "false"
+    assert only_run(study).data.tags["dvc.current"] == "true"
+    assert only_run(study, 1).data.tags["dvc.current"] == "false"
     Path("dvc.lock").write_text("stages: {code: 3}")
     with pytest.raises(UserError, match="dvc.lock"):
         sync_runs()
@@ -235,16 +235,16 @@ def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     assert study.curve(study.parent(), "loss/pretrain total") == expected
 
 
-def test_a_run_whose_history_and_process_are_gone_is_ended(study, run_of):
+def test_a_run_whose_history_and_process_are_gone_is_ended(study):
     study.write()
     import_all()
-    run = run_of(0)
+    run = only_run(study)
     study.client.update_run(run.info.run_id, status="RUNNING")
     study.client.set_tag(run.info.run_id, "pid", "999999")
     (PUBLISHED / "history.jsonl").unlink()
     study.write(seed=1)
     assert import_all()["ended"] == 1
-    assert run_of(0).info.status == "KILLED"
+    assert only_run(study).info.status == "KILLED"
 
 
 def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
