@@ -153,10 +153,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return changed settings, validated again; UserError at ``key`` if they conflict.
-
-    Otherwise a model could be built whose stored settings cannot be read.
-    """
+    """Return changed settings, validated again, so that they can be stored; else UserError."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:

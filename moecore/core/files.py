@@ -119,10 +119,7 @@ def file_errno(error: BaseException) -> int | None:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return the temporary path for ``path``; remove files that killed processes left.
-
-    ``.NAME.MACHINE.PID.part``: only processes of this machine can be tested for being alive.
-    """
+    """Return ``.NAME.MACHINE.PID.part``; remove what killed processes of this machine left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
     for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
@@ -253,10 +250,7 @@ class KeptParts:
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the part stored under ``name``, or compute and store it.
-
-        The part is always read back from JSON, so a resumed stage ends with the same bits.
-        """
+        """Return the part stored under ``name``, or compute and store it; always as JSON has it."""
         if name not in self.parts:
             part = compute()
             if self.inputs is not None:
@@ -311,10 +305,7 @@ def outermost_dvc_project() -> Path | None:
 
 
 def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
-    """Return the folders in which raw data may lie, in order of preference.
-
-    Relative paths count from the working folder, then from the repository that DVC runs in.
-    """
+    """Return where raw data may lie: below this folder, then the repository that DVC runs in."""
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
     candidates: dict[Path, None] = {}  # an absolute path is the same in both folders

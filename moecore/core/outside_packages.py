@@ -49,7 +49,6 @@ def more_packages(names: Iterable[str]) -> Iterator[None]:
 
 
 def allowed_packages() -> tuple[str, ...]:
-    """Return the names of the allowed packages."""
     return _ALLOWED.get()
 
 

@@ -57,7 +57,6 @@ class Ranks(NamedTuple):
 
 
 def has_process_group() -> bool:
-    """Return whether there is a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -300,7 +299,6 @@ class RankWatch(Thread):
                     is_said = True
 
     def stop(self) -> None:
-        """End the thread."""
         self.ended.set()
         self.join(INTERVAL)
 

@@ -50,10 +50,7 @@ def compile_error_class() -> type[Exception]:
 
 
 def allow_recompilations(number: int) -> None:
-    """Let one function be compiled ``number`` times in this process, at least 8.
-
-    Public since torch 2.13, as ``torch.compile(recompile_limit=…)``.
-    """
-    from torch._dynamo import config
+    """Let one function be compiled ``number`` times in this process, at least 8."""
+    from torch._dynamo import config  # public since torch 2.13: torch.compile(recompile_limit=…)
 
     config.recompile_limit = max(config.recompile_limit, number)

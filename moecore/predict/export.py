@@ -149,10 +149,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return the largest difference of a file's outputs; UserError beyond ``TOLERANCE``.
-
-    run: runs the file; None if no installed package can.
-    """
+    """Return the largest difference of a file that is ``run``; UserError beyond ``TOLERANCE``."""
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0

@@ -39,8 +39,6 @@ Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or
 
 
 class NewVolumeFile(NamedTuple):
-    """One volume of a folder, and its subject."""
-
     path: Path
     mask: Path | None  # None: the brain is where the volume is above 0
     subject: dict[str, str]  # as a row of predictions.csv; "" is unknown
@@ -136,8 +134,6 @@ def _participants(path: Path) -> Participants:
 
 
 class Calibration(NamedTuple):
-    """Files of the stage ``calibrate``."""
-
     reference: prediction_table.TrainingCohortRanges
     fitted: FittedCalibrator | None  # None if its fit was refused
 

@@ -126,8 +126,6 @@ class Row(NamedTuple):
 
 
 class OutputReader(NamedTuple):
-    """Converts a model's outputs to rows."""
-
     columns: tuple[str, ...]  # of Row.numbers
     row: Callable[[Tensor], Row]  # from an output (K,)
     remark: str

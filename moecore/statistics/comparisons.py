@@ -210,10 +210,7 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Return the exact two-sided p of McNemar's test (1947) of equal shares of right images.
-
-    first_only, second_only: numbers of images that only one of the models gets right.
-    """
+    """Return the exact two-sided p of McNemar's test (1947) of equal shares of right images."""
     from scipy.stats import binomtest  # slow to import
 
     if first_only == second_only == 0:

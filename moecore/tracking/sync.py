@@ -126,7 +126,6 @@ def sync_runs() -> str:
 
 
 def describe_import(counts: Counter[str]) -> str:
-    """Return a line with the changes of an import."""
     done = ", ".join(f"{counts[word]} {word}" for word in ("runs added", "updated", "ended"))
     address = mlflow_connection.mask_password(mlflow_connection.store_address())
     return f"{address}: {done}; {counts['current']} are current"
