@@ -121,7 +121,7 @@ def satterthwaite(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
 
 
 def weighted(drawn: np.ndarray, generator: np.random.Generator) -> Halves:
-    """Each variance with its own t, as moecore.statistics.crossed."""
+    """Each variance with its own t, as moecore.statistics.comparisons."""
     found = parts(drawn)
     of_seeds = stdtrit(found.seeds - 1, 0.975) ** 2 * found.by_seeds
     of_items = stdtrit(found.items - 1, 0.975) ** 2 * found.by_items

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 RENAMED = {"pages": "parts"}  # public name of the last minor version → new name
 
-if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
+if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code_hashes.py
     from moecore import attacks as attacks
     from moecore import lens as lens
     from moecore import measure as measure
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
     from moecore.nn.layers.moe import update_routers as update_routers
     from moecore.nn.predict import predict_in_batches as predict_in_batches
     from moecore.nn.router_hooks import routing_collector as trace
-    from moecore.tracking.model import model_folder as model_folder
+    from moecore.tracking.stored_run import model_folder as model_folder
     from moecore.training import regularizers as regularizers
     from moecore.training.artifacts import load_model as load_model
     from moecore.training.job import routing_loss as routing_loss
@@ -37,32 +37,17 @@ if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
 
     __version__: str
 else:
-    HOMES = {  # the same for the interpreter: module, or module:name
-        "MoELayer": "moecore.nn.layers.moe:MoELayer",
-        "ModelOutput": "moecore.core.routing_records:ModelOutput",
-        "Prepared": "moecore.data.prepared:Prepared",
-        "RoutingRecord": "moecore.core.routing_records:RoutingRecord",
-        "Target": "moecore.attacks.attack_setup:Target",
-        "UserError": "moecore.core.files:UserError",
-        "attacks": "moecore.attacks",
-        "backbones": "moecore.nn.backbones",
-        "expert_agreement": "moecore.measure.routing_metrics.layer_metrics:expert_agreement",
-        "expert_counts": "moecore.measure.routing_metrics.layer_metrics:expert_counts",
-        "experts": "moecore.nn.experts",
-        "lens": "moecore.lens",
-        "load_cv2": "moecore.measure.routing_metrics.layer_metrics:load_cv2",
-        "load_model": "moecore.training.artifacts:load_model",
-        "measure": "moecore.measure",
-        "model_folder": "moecore.tracking.model:model_folder",
-        "parts": "moecore.parts",
-        "predict_in_batches": "moecore.nn.predict:predict_in_batches",
-        "regularizers": "moecore.training.regularizers",
-        "routers": "moecore.nn.routers",
-        "routing_loss": "moecore.training.job:routing_loss",
-        "testing": "moecore.testing",
-        "trace": "moecore.nn.router_hooks:routing_collector",
-        "upcycle": "moecore.training.upcycle:upcycle_in_place",
-        "update_routers": "moecore.nn.layers.moe:update_routers",
+    import ast
+    from pathlib import Path
+
+    _FILE = Path(__file__)
+    HOMES = {  # of the imports above: public name → module of a package, or module:name
+        alias.asname: f"{node.module}{'.' if folder.is_dir() else ':'}{alias.name}"
+        for node in ast.walk(ast.parse(_FILE.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for folder in [_FILE.parents[1].joinpath(*node.module.split("."))]
+        for alias in node.names
+        if alias.asname
     }
     __all__ = sorted(["__version__", *HOMES])
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from moecore.attacks.base import Attack as Attack
 from moecore.core.config import Config as Config
+from moecore.core.config import Surroundings as Surroundings
 from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.core.surroundings import Surroundings as Surroundings
 from moecore.data.card import Card as Card
 from moecore.data.layouts.images import SplitToWrite as SplitToWrite
 from moecore.data.layouts.images import write_images as write_images
@@ -55,22 +55,18 @@ if TYPE_CHECKING:
     from moecore.report.shown_modules import Column as Column
     from moecore.report.shown_modules import Shown as Shown
 else:  # for the page of your own measurement; importing them loads matplotlib
-    _PAGES = {
-        "Column": "moecore.report.shown_modules:Column",
-        "Shown": "moecore.report.shown_modules:Shown",
-    }
-
+    _OF_PAGES = ("Column", "Shown")
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_PAGES])
+        return sorted([*globals(), *_OF_PAGES])
 
     def __getattr__(name: str) -> Any:
         if name in _OF_OLD_SOURCES:
             now = "since 0.3.0 a source has describe and write (see CHANGELOG.md)"
             raise ImportError(f"found moecore.parts.{name}; allowed: Card, write_images; {now}")
-        if name not in _PAGES:
+        if name not in _OF_PAGES:
             raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
         from pkgutil import resolve_name
 
-        return resolve_name(_PAGES[name])
+        return resolve_name(f"moecore.report.shown_modules:{name}")

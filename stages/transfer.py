@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.kept_parts import KeptParts
+from moecore.core.files import KeptParts
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
 from moecore.run.progress import report_progress

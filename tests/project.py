@@ -1,5 +1,6 @@
 """A small copy of this project in which tests run the real stages, by hand or through DVC."""
 
+import ast
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -164,7 +166,7 @@ class Project:
                 shutil.copytree(source, target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, target)
-        for source in ROOT.glob("pipelines/*/paper.yaml"):  # moecore/report/papers links to them
+        for source in ROOT.glob("pipelines/*/paper.yaml"):  # moecore/pipeline/shipped links to them
             target = self.folder / source.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
@@ -300,3 +302,16 @@ class Project:
                 return True
             time.sleep(0.002)
         return False
+
+
+@cache
+def source_files() -> dict[str, str]:
+    """Return path → text of every file of moecore and stages."""
+    files = [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text("utf-8") for file in sorted(files)}
+
+
+@cache
+def syntax_trees() -> dict[str, ast.Module]:
+    """Return path → syntax tree of every file."""
+    return {path: ast.parse(text, path) for path, text in source_files().items()}

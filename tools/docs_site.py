@@ -1,5 +1,7 @@
 """Hooks of mkdocs.yml: the site has the repository's own Markdown under its own paths, so that one
 relative link works in an editor, in a code host and on the site. MkDocs names the hooks.
+
+mkdocstrings takes ``ClassAttributes`` from here.
 """
 
 import html
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -112,3 +115,12 @@ def public_members(value: Any) -> dict[str, Any]:
 def is_part(value: Any) -> bool:
     """Return whether this is the settings class of a part or of a measurement."""
     return inspect.isclass(value) and issubclass(value, Config)
+
+
+class ClassAttributes(griffe.Extension):
+    """Runs before griffe_pydantic, which lists an attribute without annotation as a field."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        """Label the attribute as one that instances do not have."""
+        if attr.annotation is None and attr.parent is not None and attr.parent.is_class:
+            attr.labels.discard("instance-attribute")

@@ -33,8 +33,7 @@ from moecore.training.loop import iterate_training
 from moecore.training.phase_trainings import build_pretraining, build_unfitted_guide
 from moecore.training.runtime import tune_runtime
 from moecore.training.teachers.fit_router import iterate_router_fit
-from tools.draw_settings import LEFT_OUT
-from tools.draw_study import StudyDrawer, write_raw_data
+from tools.draw_study import LEFT_OUT, StudyDrawer, write_raw_data
 from tools.fuzz_studies import repair_until_accepted, write_study_files
 
 METHOD = "m0"

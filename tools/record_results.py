@@ -1,11 +1,11 @@
 """Run five small pipelines and record what they computed, to compare it with that of other code.
 
-    python -m tools.record_results before.json        # all of tools/equality/
+    python -m tools.record_results before.json        # all of tools/equality.yaml
     python -m tools.record_results after.json quick   # one of them
     python -m tools.record_results --compare before.json after.json
 
 Recorded are the sha256 of every trained model and every number of compare.json, except times and
-memory. The first line of each file names the stages of its pipeline.
+memory. The first line of each document names a pipeline and its stages.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from moecore.core.source_layout import ROOT
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.study.document import parse_yaml_document
 
-FOLDER = Path(__file__).with_name("equality")
+FILE = Path(__file__).with_name("equality.yaml")
 # Measured times, memory and what depends on them.
 TIMED = re.compile(
     r"(_ms|_s|seconds|per_second|throughput|memory|_mb|overhead|routing_share|routing_batch_share)(_|$|\.)"
@@ -31,10 +31,17 @@ TIMED = re.compile(
 STARTED = "from moecore.pipeline.cli import app; app()"
 
 
-def record_pipeline(name: str) -> dict[str, Any]:
-    """Run the pipeline ``name`` in a temporary folder; return hashes of weights, and numbers."""
-    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    stages = text.splitlines()[0].removeprefix("# stages: ").split()
+def read_pipelines() -> dict[str, tuple[list[str], str]]:
+    """Return name → stages and params.yaml of every pipeline."""
+    pipelines = {}
+    for text in FILE.read_text(encoding="utf-8").split("---\n"):
+        name, _, stages = text.splitlines()[0].removeprefix("# ").partition(": ")
+        pipelines[name] = (stages.split(), text)
+    return pipelines
+
+
+def record_pipeline(stages: list[str], text: str) -> dict[str, Any]:
+    """Run a pipeline in a temporary folder; return hashes of weights, and numbers."""
     names = [stage for stage in stages if stage != "numbers"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -95,8 +102,8 @@ def main(words: list[str]) -> int:
         before, after = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words[1:3])
         return min(1, print_differences(before, after))
     target, *names = words
-    names = names or sorted(path.stem for path in FOLDER.glob("*.yaml"))
-    recorded = {name: record_pipeline(name) for name in names}
+    pipelines = read_pipelines()
+    recorded = {name: record_pipeline(*pipelines[name]) for name in names or pipelines}
     Path(target).write_text(json.dumps(recorded, indent=1), encoding="utf-8")
     return 0
 

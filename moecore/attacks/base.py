@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.core.config import Part
-from moecore.core.surroundings import Misfits, Surroundings
+from moecore.core.config import Misfits, Part, Surroundings
 from moecore.tasks.base import Task
 
 

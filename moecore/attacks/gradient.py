@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks.base import Attack, Generators, ImageGenerators, expand_generators
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 

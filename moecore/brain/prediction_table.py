@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, atomic_text_file
-from moecore.core.plain_values import spreadsheet_cell
+from moecore.core.encoded_values import spreadsheet_cell
+from moecore.core.files import UserError, write_csv
 from moecore.data.prepared import Prepared
 from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.statistics.intervals import Estimate
@@ -239,10 +239,7 @@ def write_predictions(
             [*(subject.get(name, "") for name in COLUMNS), reason] for subject, reason in left_out
         ]
         lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
-    with atomic_text_file(path) as handle:
-        writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(lines)
+    write_csv(path, [columns, *lines])
 
 
 def read_predictions(path: str | Path) -> list[dict[str, str]]:

@@ -1,8 +1,12 @@
-"""Settings: the base of every configuration object, and families of parts.
+"""Settings: the base of every configuration object, its surroundings, and families of parts.
 
 A family is a base class and its folder. ``kind: noisy_top_k`` in params.yaml names class NoisyTopK
 in that folder's noisy_top_k.py; ``kind: my_lab.cosine`` names class Cosine of module my_lab.cosine,
 whose package the file lists under ``packages``. Only parts that are named are imported.
+
+``moecore check`` calls ``misfits`` of every settings object with its ``Surroundings``: for the file
+alone, again when the data are known, and again with the sizes of the model, which is built without
+memory.
 """
 
 import importlib
@@ -10,38 +14,85 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-)
-from pydantic_core import (
-    CoreSchema,
-    PydanticCustomError,
-    PydanticKnownError,
-    SchemaValidator,
-    core_schema,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError, PydanticKnownError, SchemaValidator, core_schema
 
+from moecore.core import outside_packages
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import (
-    DOTTED_NAME,
-    import_module_of_package,
-    list_allowed_modules,
-)
 from moecore.core.source_layout import ROOT
-from moecore.core.surroundings import Misfits, Surroundings
 
 KIND = "kind"
 UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
+
+
+Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
+
+
+class Surroundings(NamedTuple):
+    """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
+
+    # of a method, or of its text tower
+    router: Any = None  # the nearest Router that contains the part, or of the same method
+    experts: Any = None  # Experts
+    losses: Sequence[Any] = ()  # Regularizers, including those that the method adds
+    provided: frozenset[str] = frozenset()  # what regularizers may need
+    images: Mapping[str, int] = {}  # phase → images per step, each view counted
+    # of a model of that method
+    layers: int | None = None  # number of layers with experts
+    tokens: int | None = None  # per step, in the layer with the fewest
+    special: bool | None = None  # whether there are class tokens
+    truth: bool | None = None  # whether the kind of each token is known
+    # of the data that the settings work on
+    phase: str = ""  # key below ``data``, or "teacher"
+    source: Any = None  # Source
+    preview: Any = None  # the Card of the data
+
+    @property
+    def data(self) -> str:
+        """Return the key of the data in params.yaml."""
+        return "teacher.data" if self.phase == "teacher" else f"data.{self.phase}"
+
+    @property
+    def task(self) -> Any:
+        """Return the class of the task that the labels belong to; None without data."""
+        return None if self.source is None else self.source.labels_task
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the data are text."""
+        return self.source is not None and self.task.of_text
+
+    @property
+    def has_truth(self) -> bool:
+        """Return whether the data have the kind of each token."""
+        return self.preview is not None and bool(self.preview.truth)
+
+    def lacks(self, what: str) -> str | None:
+        """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), or None."""
+        return None if self.source is None else self.task.needs_classes(what)
+
+
+def changed_settings(
+    settings: Any, names: Iterable[str], why: str, allowed: str
+) -> Iterator[tuple[tuple, str]]:
+    """Yield the settings among ``names`` that have no effect but differ from their defaults."""
+    for name in names:
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            yield (name,), f"found {value}, but {why}; allowed: leave it out, or {allowed}"
+
+
+def format_changed_settings(value: Any) -> str:
+    """Return a text of how settings differ from their defaults."""
+    if hasattr(value, "model_dump"):
+        return str(value.model_dump(exclude_defaults=True) or "it")
+    return str(value)
 
 
 class Config(BaseModel):
@@ -102,10 +153,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return changed settings, validated again; UserError at ``key`` if they conflict.
-
-    Otherwise a model could be built whose stored settings cannot be read.
-    """
+    """Return changed settings, validated again, so that they can be stored; else UserError."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:
@@ -150,7 +198,9 @@ class Part(Config):
             return set()
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         if cls.family is not cls:
             return handler(source)
         return core_schema.with_info_plain_validator_function(
@@ -160,7 +210,7 @@ class Part(Config):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> dict[str, Any]:
         if cls.family is cls:
             schema = _tagged_union(*part_classes_by_kind(cls, imports=True).values())
@@ -174,7 +224,7 @@ def is_family_base(cls: type) -> bool:
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     """Return the class of a kind; ValueError for an invalid outside part, KeyError if unknown."""
-    if DOTTED_NAME.fullmatch(name):
+    if outside_packages.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
         return part
@@ -195,10 +245,10 @@ def part_classes_by_kind(
     imports: also import parts that are not loaded yet; ValueError with one line if one is invalid.
     """
     named = {name: find_class(family, name) for name in list_own_names(family)}
-    for name in list_allowed_modules(lambda file: bool(_class_lines(file))):
+    for name in outside_packages.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
-        part = getattr(import_module_of_package(name), _class_name(name))
+        part = getattr(outside_packages.import_module_of_package(name), _class_name(name))
         if inspect.isclass(part) and issubclass(part, family):
             named[name] = find_class(family, name)
     return named
@@ -210,12 +260,12 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     def defines(file: Path) -> bool:
         return f"\n{name} = " in file.read_text(encoding="utf-8")
 
-    files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
-    our_modules = [
-        importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)
-    ]
-    outside_modules = [import_module_of_package(module) for module in list_allowed_modules(defines)]
-    return [getattr(module, name) for module in (*our_modules, *outside_modules)]
+    files = filter(defines, sorted((ROOT / package.replace(".", "/")).glob("*.py")))
+    modules = [importlib.import_module(f"{package}.{file.stem}") for file in files]
+    modules += map(
+        outside_packages.import_module_of_package, outside_packages.list_allowed_modules(defines)
+    )
+    return [getattr(module, name) for module in modules]
 
 
 def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -226,21 +276,20 @@ def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     module, _, base_name = base.partition(":")
     package = module.rpartition(".")[0]
 
+    def load_family() -> type[Config]:
+        return getattr(importlib.import_module(module), base_name)
+
     def find_by_class_name(name: str) -> type[Config]:
-        if name[:1].isupper():
-            family = getattr(importlib.import_module(module), base_name)
-            if name == base_name:
-                return family
-            for kind in list_own_names(family):
-                if _class_name(kind) == name:
-                    return find_class(family, kind)
+        if name == base_name:
+            return load_family()
+        for kind in list_own_names(load_family()) if name[:1].isupper() else ():
+            if _class_name(kind) == name:
+                return find_class(load_family(), kind)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def list_class_names() -> list[str]:
-        family = getattr(importlib.import_module(module), base_name)
-        return sorted([base_name, *map(_class_name, list_own_names(family))])
-
-    return find_by_class_name, list_class_names
+    return find_by_class_name, lambda: sorted(
+        [base_name, *map(_class_name, list_own_names(load_family()))]
+    )
 
 
 @cache
@@ -254,7 +303,7 @@ def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None
 
 
 def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    module = import_module_of_package(name)
+    module = outside_packages.import_module_of_package(name)
     word, file = _class_name(name), Path(str(module.__file__))
     part = getattr(module, word, None)
     if not inspect.isclass(part):
@@ -273,7 +322,7 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     return part
 
 
-def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part:
+def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo) -> Part:
     """Return the part that a value describes, with errors as from a union of pydantic."""
     if isinstance(value, family):
         return value
@@ -298,7 +347,7 @@ def _part_validator(part: type[Part]) -> SchemaValidator:
     return SchemaValidator(_tagged_union(part))
 
 
-def _tagged_union(*parts: type[Part]) -> CoreSchema:
+def _tagged_union(*parts: type[Part]) -> core_schema.CoreSchema:
     choices = {part.class_kind(): part.__pydantic_core_schema__ for part in parts}
     return core_schema.tagged_union_schema(choices, KIND)
 

@@ -1,5 +1,6 @@
-"""Files: atomic writes, safe paths, errors that a user can fix, and the location of raw data."""
+"""Files: atomic writes, results that survive a kill, safe paths, errors that a user can fix."""
 
+import csv
 import errno
 import glob
 import hashlib
@@ -8,11 +9,13 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, Self
+
+from psutil import pid_exists
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
@@ -91,21 +94,16 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         number = file_errno(error)
-        place = _failing_file(error) or path
-        if number in NO_ROOM:
-            place = place or Path.cwd()
+        if isinstance(error, shutil.Error):
+            place = error.args[0][0][1]  # where a copy failed
+        elif str(error).startswith(LOOP_OF_LINKS):
+            place = str(error).partition("'")[2].removesuffix("'")
+        else:
+            place = getattr(error, "filename2", None) or getattr(error, "filename", None)
+        place = place or path or (Path.cwd() if number in NO_ROOM else None)
         if number not in MENDABLE or place is None:
             raise
         raise UnusableFile(f"{place}: {os.strerror(number).lower()}") from error
-
-
-def _failing_file(error: Exception) -> str | None:
-    """Return the file that an error names; the destination if a copy failed."""
-    if isinstance(error, shutil.Error):
-        return error.args[0][0][1]
-    if str(error).startswith(LOOP_OF_LINKS):
-        return str(error).partition("'")[2].removesuffix("'") or None
-    return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
 def file_errno(error: BaseException) -> int | None:
@@ -121,15 +119,12 @@ def file_errno(error: BaseException) -> int | None:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return the temporary path for ``path``; remove files that killed processes left.
-
-    ``.NAME.MACHINE.PID.part``: only processes of this machine can be tested for being alive.
-    """
+    """Return ``.NAME.MACHINE.PID.part``; remove what killed processes of this machine left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
     for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
         pid = leftover.name.removeprefix(begins).removesuffix(".part")
-        if pid.isdigit() and not _is_process_alive(int(pid)):
+        if pid.isdigit() and not pid_exists(int(pid)):
             _remove_path(leftover)
     return path.with_name(f"{begins}{os.getpid()}.part")
 
@@ -138,26 +133,15 @@ def _remove_path(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _is_process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically; NaN is refused, as JSON has none."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def atomic_text_file(path: str | Path) -> Iterator[StringIO]:
-    """Yield a text in memory that replaces the file ``path`` on success only."""
+def write_csv(path: str | Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows as CSV, atomically."""
     text = StringIO(newline="")  # keeps line ends
-    yield text
+    csv.writer(text, lineterminator="\n").writerows(rows)
     write_whole(path, text.getvalue())
 
 
@@ -211,6 +195,76 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     return value
 
 
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Append a line to a file; sync: it is on the disk before this returns.
+
+    A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
+    stage removes it first. Raises UserError if the file cannot be written.
+    """
+    try:
+        with explain_file_errors(path), open(path, "ab") as file:
+            file.write(line.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: could not be written, {reason}") from error
+
+
+def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+    """Yield lines of JSON with their values, up to the first incomplete or invalid line."""
+    for line in content.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not line.endswith(b"\n") or not is_whole(value):
+            return
+        yield line, value
+
+
+class KeptParts:
+    """Parts by key in ``folder``/kept.jsonl; those after the first damaged line are recomputed."""
+
+    def __init__(self, folder: Path, inputs: Any = None) -> None:
+        """Read the stored parts; ``inputs`` of the stage are compared before a part is stored."""
+        self.folder = Path(folder)
+        self.inputs = inputs
+        self.path = self.folder / "kept.jsonl"
+        self.bar: Any = None
+        try:
+            content = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            mend = "remove it, and the stage starts again"
+            raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
+        lines = list(whole_lines(content, verify_and_remove_seal))
+        self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
+        intact = b"".join(line for line, _ in lines)
+        if intact != content:
+            write_whole(self.path, intact)
+
+    def show_progress(self, bar: Any) -> None:
+        """Update ``bar`` after every part from now on."""
+        self.bar = bar
+
+    def part(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the part stored under ``name``, or compute and store it; always as JSON has it."""
+        if name not in self.parts:
+            part = compute()
+            if self.inputs is not None:
+                self.inputs.refuse_edited_code()
+            line = json.dumps(sealed_object({"key": name, "part": part})) + "\n"
+            append_line(self.path, line, sync=True)
+            if self.inputs is not None:
+                self.inputs.refuse_edited_settings()
+            self.parts[name] = json.loads(line)["part"]
+        if self.bar is not None:
+            self.bar.update(len(self.parts))
+        return self.parts[name]
+
+
 def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
     """Return the hex digest of a file; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
@@ -232,9 +286,7 @@ def join_below_root(root: Path, name: str | Path) -> Path:
             path.exists()  # raises for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:  # forbidden characters; loops of links
         why = (getattr(error, "strerror", "") or str(error)).lower()
-        short = repr(shown[:60])
-        if len(shown) > 60:
-            short += "…"
+        short = repr(shown[:60]) + ("…" if len(shown) > 60 else "")
         raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
     if leaves:
         outside = f"{shown!r}, which leads out of this folder"
@@ -253,17 +305,13 @@ def outermost_dvc_project() -> Path | None:
 
 
 def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
-    """Return the folders in which raw data may lie, in order of preference.
-
-    Relative paths count from the working folder, then from the repository that DVC runs in.
-    """
+    """Return where raw data may lie: below this folder, then the repository that DVC runs in."""
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
-    expanded = [Path(os.path.expanduser(name)) for name in roots]
-    candidates = [
-        place for path in expanded for place in ((path, home / path) if home else (path,))
-    ]
-    return list(dict.fromkeys(candidates))  # an absolute path occurs twice
+    candidates: dict[Path, None] = {}  # an absolute path is the same in both folders
+    for path in [Path(os.path.expanduser(name)) for name in roots]:
+        candidates |= dict.fromkeys((path, home / path) if home else (path,))
+    return list(candidates)
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
@@ -284,9 +332,6 @@ def find_teacher_checkpoint(name: str) -> Path:
     """Return the file of a teacher's weights; UserError if it does not exist."""
     path = find_raw_file(name)
     if path.suffix != ".safetensors" or not path.is_file():
-        raise UserError.at(
-            "teacher.checkpoint",
-            found=repr(name),
-            allowed="an existing .safetensors file (pickled checkpoints are not loaded)",
-        )
+        allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
+        raise UserError.at("teacher.checkpoint", found=repr(name), allowed=allowed)
     return path

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +49,6 @@ def more_packages(names: Iterable[str]) -> Iterator[None]:
 
 
 def allowed_packages() -> tuple[str, ...]:
-    """Return the names of the allowed packages."""
     return _ALLOWED.get()
 
 
@@ -93,7 +91,10 @@ def import_module_of_package(name: str) -> ModuleType:
     folder = package_folder(top)
     try:
         spec = importlib.util.find_spec(name)
-        if spec is not None and not _has_twin(spec):
+        # A package hides a .py file of its name.
+        folders = spec.submodule_search_locations or () if spec else ()
+        is_hidden = any(Path(folder).with_suffix(".py").is_file() for folder in folders)
+        if spec is not None and not is_hidden:
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} cannot be imported: {last_traceback_line(error)}") from error
@@ -101,12 +102,6 @@ def import_module_of_package(name: str) -> ModuleType:
         both = f"{folder} has a file and a folder of this name"
         raise ValueError(f"found {name}, but {both}; allowed: one")
     raise ValueError(f"found {name}, but {folder} has no such module")
-
-
-def _has_twin(spec: ModuleSpec) -> bool:
-    """Return whether a package has a .py file of the same name, which Python would ignore."""
-    folders = spec.submodule_search_locations or ()
-    return any(Path(folder).with_suffix(".py").is_file() for folder in folders)
 
 
 def outside_kinds_in_settings(value: Any) -> Iterator[str]:
@@ -138,21 +133,18 @@ def last_traceback_line(error: BaseException, folder: Path | None = None) -> str
         return f"{message} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
-    outside_frames = [
-        frame
-        for frame in frames
-        if frame.filename.startswith(folders) or _lies_in(frame.filename, folder)
-    ]
+
+    def is_outside(file: str) -> bool:
+        if file.startswith(folders):
+            return True
+        if folder is None or file.startswith("<") or "site-packages" in file:
+            return False
+        return Path(file).resolve().is_relative_to(folder.resolve())
+
+    outside_frames = [frame for frame in frames if is_outside(frame.filename)]
     source_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
     place = (outside_frames or source_frames)[-1]
     return f"{message} ({place.filename}:{place.lineno})"
-
-
-def _lies_in(file: str, folder: Path | None) -> bool:
-    """Return whether a file of a traceback lies in a folder, outside its site-packages."""
-    if folder is None or file.startswith("<") or "site-packages" in file:
-        return False
-    return Path(file).resolve().is_relative_to(folder.resolve())
 
 
 def package_versions(outside: Iterable[str]) -> dict[str, str]:

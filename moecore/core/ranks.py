@@ -13,8 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread, Timer
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 
 from moecore.core.files import UserError
-from moecore.core.torch_internals import clone_store, count_begun_collectives
+from moecore.core.torch_internals import count_begun_collectives
 
 PATIENCE = timedelta(hours=6)  # the other ranks wait while the first evaluates the model
 FAILURE_PATIENCE = timedelta(seconds=10)  # until all ranks with the same error have failed
@@ -57,13 +56,7 @@ class Ranks(NamedTuple):
         return torch.arange(self.rank * share, (self.rank + 1) * share)
 
 
-def is_launched() -> bool:
-    """Return whether a launcher started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 def has_process_group() -> bool:
-    """Return whether there is a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -76,9 +69,10 @@ def current_ranks() -> Ranks:
 
 def join_ranks() -> None:
     """Join the process group of the launcher's environment; does nothing without a launcher."""
-    if not is_launched() or has_process_group():
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size <= 1 or "RANK" not in os.environ or has_process_group():
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:  # all ranks on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -87,7 +81,7 @@ def join_ranks() -> None:
     if torch.cuda.is_available() and os.environ.get("MOECORE_DEVICE", "cuda") != "cpu":
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    _MeetingPlace.store = _find_store(rank, size, PATIENCE)
+    _MeetingPlace.store = _find_store(PATIENCE)
     _MeetingPlace.watch = RankWatch(_MeetingPlace.store, rank, size)
     _MeetingPlace.watch.start()
     distributed.init_process_group(
@@ -95,7 +89,8 @@ def join_ranks() -> None:
     )
 
 
-def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
+def _find_store(patience: timedelta) -> distributed.Store:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = os.environ.get(MEETING)
     if not meeting and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         lacking = "not where they meet (MASTER_ADDR, MASTER_PORT)"
@@ -104,8 +99,14 @@ def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
         raise UserError(f"ranks: {problem}; start them by {ways}")
     url = f"file://{meeting}" if meeting else "env://"
     place = meeting or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    with announced_meeting(rank, size, place):
+    message = f"rank {rank} of {size}: has waited {ANSWERS_AFTER:.0f} s for the others at {place}"
+    timer = Timer(ANSWERS_AFTER, lambda: print(message, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
         return next(distributed.rendezvous(url, rank, size, timeout=patience))[0]
+    finally:
+        timer.cancel()
 
 
 class _MeetingPlace:
@@ -121,9 +122,7 @@ def print_failure_once(text: str) -> None:
     Ranks that fail before they met meet for this. If they cannot in ten seconds, each prints.
     """
     try:
-        store = _MeetingPlace.store or _find_store(
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), FAILURE_PATIENCE
-        )
+        store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
     except (RuntimeError, UserError):  # the other ranks cannot be reached
         store, first = None, True
@@ -149,16 +148,11 @@ def check_equal_across_ranks(what: str, text: str) -> None:
     ends = torch.tensor([digest, -digest])
     distributed.all_reduce(ends, distributed.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
-        _wait_for_all_ranks()
+        if _MeetingPlace.store is not None:  # a rank that ends early aborts another's last sum
+            _MeetingPlace.store.add("know", 1)
+            _wait_for_count(_MeetingPlace.store, "know", current_ranks().size)
         mend = "start all of them in one folder, or in copies of the same state"
         raise UserError(f"ranks: found {what} that differ between ranks; {mend}")
-
-
-def _wait_for_all_ranks() -> None:
-    """Wait for all ranks: a rank that ends early would abort another rank's last sum."""
-    if _MeetingPlace.store is not None:
-        _MeetingPlace.store.add("know", 1)
-        _wait_for_count(_MeetingPlace.store, "know", current_ranks().size)
 
 
 def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
@@ -179,10 +173,10 @@ def leave_ranks() -> None:
 
 def exit_other_ranks() -> None:
     """Leave the group, and end every process except the first rank's."""
-    if not current_ranks().first:
-        leave_ranks()
-        sys.exit(0)
+    is_first = current_ranks().first
     leave_ranks()
+    if not is_first:
+        sys.exit(0)
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
@@ -268,19 +262,6 @@ class _AllReduce(Function):
         return _AllReduce.apply(*grads)
 
 
-@contextmanager
-def announced_meeting(rank: int, size: int, place: str) -> Iterator[None]:
-    """Print where this rank waits if the block, which searches for the other ranks, takes long."""
-    message = f"rank {rank} of {size}: has waited {ANSWERS_AFTER:.0f} s for the others at {place}"
-    timer = Timer(ANSWERS_AFTER, lambda: print(message, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 class RankWatch(Thread):
     """A thread that counts its rank's collectives, and reports ranks for which others wait.
 
@@ -288,29 +269,22 @@ class RankWatch(Thread):
     fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
     """
 
-    def __init__(
-        self,
-        store: distributed.Store,
-        rank: int,
-        size: int,
-        count: Callable[[], int] = count_begun_collectives,
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         """Take ``store``, where the ranks meet; the thread opens a separate connection to it."""
         super().__init__(name="rank watch", daemon=True)
-        self.store = clone_store(store)
+        self.store = store.clone()
         self.rank = rank
         self.size = size
-        self.count = count
         self.answered = 0  # questions of any rank
         self.ended = Event()
 
     def run(self) -> None:
         """Answer every question; ask one after a long wait, and print which ranks are late."""
         with suppress(RuntimeError):  # the store or the group has ended, with the training
-            begun, since, question = self.count(), time.monotonic(), None
+            begun, since, question = count_begun_collectives(), time.monotonic(), None
             is_said = False
             while not self.ended.wait(INTERVAL):
-                if (now := self.count()) != begun:
+                if (now := count_begun_collectives()) != begun:
                     begun, since, question, is_said = now, time.monotonic(), None, False
                 waited = time.monotonic() - since
                 if question is None and waited >= QUESTION_AFTER:
@@ -325,7 +299,6 @@ class RankWatch(Thread):
                     is_said = True
 
     def stop(self) -> None:
-        """End the thread."""
         self.ended.set()
         self.join(INTERVAL)
 

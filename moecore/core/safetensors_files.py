@@ -39,24 +39,20 @@ def write_tensors(
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors, on CPU, and the metadata; UserError if the file is missing or damaged."""
+    again = "delete it and run its stage again"
     try:
         check_header_size(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: no readable weights ({error}); delete it and run its stage again"
-        ) from error
+        raise UserError(f"{path}: no readable weights ({error}); {again}") from error
     checksum, tensors_only = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
     differs = tensors_only is not None and tensors_checksum(tensors) != tensors_only
     if checksum is not None:
         differs = tensors_checksum(tensors, metadata) != checksum
     if differs:
-        raise UserError(
-            f"{path}: damaged, its content is not what was written; delete it and run its stage "
-            "again"
-        )
+        raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return tensors, metadata
 
 

@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("moecore", "moecore/stages")  # in a clone, the second is a link to stages/
 STAGE_MODULES = "moecore.stages."  # prefix of a stage's module
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
-PAPERS = ROOT / "moecore/report/papers"  # links to pipelines/<paper>/paper.yaml
 RUNS = ".runs"  # in a project: folders in which the questions of pipelines/ run
 PROJECT_ANSWERS = ".moecore.json"  # in a project: the answers with which `moecore new` began it
 CODE = Path("artifacts/code")  # hashes of source files, written by the stage `code`

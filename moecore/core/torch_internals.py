@@ -7,6 +7,10 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # none is public
 from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over lists and dicts
 
+GROUPED_MM = torch.ops.aten._grouped_mm  # which FLOP counters do not count by default
+# It checks a tensor's dtype and shape in exported graphs.
+METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+
 
 def assert_async(condition: Tensor, message: str) -> None:
     """Fail later, on the device, if ``condition`` is false; ``assert`` would make the host wait."""
@@ -16,16 +20,6 @@ def assert_async(condition: Tensor, message: str) -> None:
 def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
     """Multiply ``grad`` in place by GELU's slope at ``inner``; autograd needs two more buffers."""
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
-
-
-def grouped_mm_operator() -> Any:
-    """Return the operator of ``grouped_mm``, which FLOP counters do not count by default."""
-    return torch.ops.aten._grouped_mm
-
-
-def metadata_assertion_operator() -> Any:
-    """Return the operator of exported graphs that checks a tensor's dtype and shape."""
-    return torch.ops.aten._assert_tensor_metadata.default
 
 
 def is_in_backward_pass() -> bool:
@@ -43,11 +37,6 @@ def count_begun_collectives() -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
-def clone_store(store: Any) -> Any:
-    """Return another connection to a store of torch.distributed, for another thread."""
-    return store.clone()
-
-
 def storage_identity(tensor: Tensor) -> int:
     """Return an identifier of a tensor's storage; ``data_ptr`` is 0 on the meta device."""
     return tensor.untyped_storage()._cdata
@@ -61,10 +50,7 @@ def compile_error_class() -> type[Exception]:
 
 
 def allow_recompilations(number: int) -> None:
-    """Let one function be compiled ``number`` times in this process, at least 8.
-
-    Public since torch 2.13, as ``torch.compile(recompile_limit=…)``.
-    """
-    from torch._dynamo import config
+    """Let one function be compiled ``number`` times in this process, at least 8."""
+    from torch._dynamo import config  # public since torch 2.13: torch.compile(recompile_limit=…)
 
     config.recompile_limit = max(config.recompile_limit, number)

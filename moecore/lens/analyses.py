@@ -37,7 +37,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices
-from moecore.statistics.crossed import crossed_difference, linearize_ratio
+from moecore.statistics.comparisons import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 
 

@@ -8,12 +8,12 @@ from pydantic import Field
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.clock import timing_quartiles
 from moecore.measure.forward_cost import (
     Images,
     WholeAndRoutingCost,
     pass_and_routing_times,
     peak_memory_and_counting_method,
+    timing_quartiles,
     unwatched_times,
     whole_and_routing_flops,
 )

@@ -10,10 +10,9 @@ from pydantic import Field
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
-from moecore.core.config import Config
-from moecore.core.encoded_arrays import encode_arrays
+from moecore.core.config import Config, Misfits, Surroundings
+from moecore.core.encoded_values import encode_arrays
 from moecore.core.routing_records import TokenLayout
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import changed_images

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.measure.clock import Clock, time_calls
+from moecore.measure.forward_cost import Clock, time_calls
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward

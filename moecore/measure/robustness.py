@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,

@@ -36,7 +36,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import first_half
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import ImageText

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import describe_refusal
 from moecore.core.routing_records import RoutingRecord, first_choices
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped

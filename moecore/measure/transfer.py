@@ -15,8 +15,8 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared
 from moecore.measure.base import SEED, MeasuredPart, PartStore
 from moecore.measure.under_attack.audit import AuditLine, is_equal_or_worse, unevaluated_audit_line

@@ -13,8 +13,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits

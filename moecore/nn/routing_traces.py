@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import encode_arrays
+from moecore.core.encoded_values import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.tasks.base import Task
 

@@ -42,8 +42,6 @@ class WordSplittingSettings(Config):
 
 
 class WordWithExperts(NamedTuple):
-    """One word of the page."""
-
     word: str
     given: bool  # of the prompt
     experts: list[list[int]]  # per layer: the experts that process it, most weight first
@@ -66,21 +64,11 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     """Continue the text of a file, and write the page ``out``."""
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
-        raise UserError(
-            f"{folder}: found a model of images; --prompt takes one of text, and others take FOLDER"
-        )
+        takes = "--prompt takes one of text, and others take FOLDER"
+        raise UserError(f"{folder}: found a model of images; {takes}")
     if model.moe is not None and "truth" in model.moe.router.wants:
         raise UserError(f"{folder}: is routed by the truth, which a prompt does not say")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    words = read_prompt_words(prompt, folder)
-    continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
-    experts = 0 if model.moe is None else model.moe.experts.choices
-    write_whole(out, render_continuation(str(folder), continuation, experts))
-    return continuation
-
-
-def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
-    """Read the words of a prompt in the way in which the model's training text was read."""
     try:
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +78,21 @@ def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
     path = folder / "text.json"
     settings = read_json_settings(path, WordSplittingSettings, "the reading of a text")
-    return split_prompt_words(text, settings.reading)
+    words = split_prompt_words(text, settings.reading)
+    continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
+    experts = 0 if model.moe is None else model.moe.experts.choices
+    # The text once per layer, words in the colour of their first expert
+    layers = [
+        {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
+        for layer in range(len(continuation.words[0].experts))
+    ]
+    colours = expert_colours(experts)
+    template = template_environment().get_template("continued.html.jinja")
+    write_whole(
+        out,
+        template.render(model=folder, continuation=continuation, colours=colours, layers=layers),
+    )
+    return continuation
 
 
 @torch.no_grad()
@@ -152,20 +154,6 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     mass_before = probs.cumsum(dim=0) - probs  # 0 for the most probable word, which always stays
     top_p_probs = torch.where(mass_before < sampling.top_p, probs, 0)
     return int(order[torch.multinomial(top_p_probs, 1, generator=generator)])
-
-
-def render_continuation(model: str, continuation: Continued, experts: int) -> str:
-    """Return the page: the text once per layer, words in the colour of their first expert.
-
-    experts: per layer; 0 for a dense model.
-    """
-    layers = [
-        {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
-        for layer in range(len(continuation.words[0].experts))
-    ]
-    template = template_environment().get_template("continued.html.jinja")
-    colours = expert_colours(experts)
-    return template.render(model=model, continuation=continuation, colours=colours, layers=layers)
 
 
 def expert_word_counts(

@@ -5,8 +5,7 @@ B images, T tokens, E experts.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from moecore.core.files import UserError, whole_file
-from moecore.core.torch_internals import compile_error_class, metadata_assertion_operator
+from moecore.core.torch_internals import METADATA_ASSERTION, compile_error_class
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.kernels.grouped import plain_operations_context
 from moecore.nn.predict import coupled_image_count
@@ -66,11 +65,16 @@ def export_model(
     refuse_unexportable(folder, model)
     wrapped = TensorsOnly(model, records).eval()
     wrapped(draw_inputs(model, TRACED))  # a hash router draws its table at the first call
-    with warnings.catch_warnings(), _explain_export_errors(folder, to), whole_file(out) as path:
-        warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
-        program = trace_model(wrapped)
-        run = _write_torch(program, path) if to == "torch" else _write_onnx(program, path, wrapped)
-        compared = compare_outputs(wrapped, run)
+    try:
+        with warnings.catch_warnings(), whole_file(out) as path:
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
+            write = _write_torch if to == "torch" else _write_onnx
+            compared = compare_outputs(wrapped, write(trace_model(wrapped), path, wrapped))
+    except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
+        while isinstance(error.__cause__, Exception):  # the innermost error names the operation
+            error = error.__cause__
+        why = str(error).strip().split("\n")[0]
+        raise UserError(f"{folder}: cannot be exported to {to}: {why}") from error
     outputs = ", ".join(wrapped.output_names())
     return f"{out}: {to}, {outputs} of a batch of any size; {compared}"
 
@@ -86,10 +90,9 @@ def refuse_unexportable(folder: Path, model: Model) -> None:
     elif (group := coupled_image_count(model)) > 1:
         why = f"lets {group} inputs share experts' places (eval_capacity_factor)"
     if why is not None and model.moe is not None:
-        raise UserError(
-            f"{folder}: cannot be exported: the router {model.moe.router.kind} {why}; allowed: "
-            "routers that look at one input alone"
-        )
+        problem = f"the router {model.moe.router.kind} {why}"
+        allowed = "routers that look at one input alone"
+        raise UserError(f"{folder}: cannot be exported: {problem}; allowed: {allowed}")
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:
@@ -113,14 +116,14 @@ def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
         ).run_decompositions({})
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is metadata_assertion_operator():  # it would keep dead code alive
+        if node.target is METADATA_ASSERTION:  # it would keep dead code alive
             graph.erase_node(node)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
 
 
-def _write_torch(program: ExportedProgram, path: Path) -> Run:
+def _write_torch(program: ExportedProgram, path: Path, _: TensorsOnly) -> Run:
     with open(path, "wb") as file:
         torch.export.save(program, file)
     with open(path, "rb") as file:
@@ -146,36 +149,17 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return the largest difference of a file's outputs; UserError beyond ``TOLERANCE``.
-
-    run: runs the file; None if no installed package can.
-    """
+    """Return the largest difference of a file that is ``run``; UserError beyond ``TOLERANCE``."""
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0
-    for number in COMPARED:
-        inputs = draw_inputs(wrapped.model, number)
-        for name, ours, theirs in zip(
-            wrapped.output_names(), wrapped(inputs), run(inputs), strict=True
-        ):
+    names = wrapped.output_names()
+    for inputs in [draw_inputs(wrapped.model, number) for number in COMPARED]:
+        for name, ours, theirs in zip(names, wrapped(inputs), run(inputs), strict=True):
             difference = (ours.double() - theirs.double()).abs() / ours.double().abs().clamp_min(1)
             largest = max(largest, float(difference.max()))
             if not largest <= TOLERANCE:  # also NaN
-                raise UserError(
-                    f"export: {name} of the file and of the model are "
-                    f"{float(difference.max()):.2g} apart; nothing is written; allowed: "
-                    f"{TOLERANCE:g}"
-                )
+                apart = f"{float(difference.max()):.2g} apart; nothing is written"
+                what = f"{name} of the file and of the model are {apart}"
+                raise UserError(f"export: {what}; allowed: {TOLERANCE:g}")
     return f"at most {largest:.1g} from the model's"
-
-
-@contextmanager
-def _explain_export_errors(folder: Path, to: Format) -> Iterator[None]:
-    """Raise a UserError of one line that names the operation that torch cannot export."""
-    try:
-        yield
-    except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
-        while isinstance(error.__cause__, Exception):  # the innermost error names the operation
-            error = error.__cause__
-        why = str(error).strip().split("\n")[0]
-        raise UserError(f"{folder}: cannot be exported to {to}: {why}") from error

@@ -1,23 +1,216 @@
 """Predict the files of a folder, pictures or volumes, and write a table and a page.
 
-A file that cannot be read has a row with the reason.
+Volumes, of a BIDS folder or any folder of NIfTI or .mgz files, get calibrated ages in years, and
+flags where they are unlike the training's. A file that cannot be read has a row with the reason. N
+volumes.
 """
 
 import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, write_whole
+import numpy as np
+
+from moecore.brain import prediction_table
+from moecore.core.config import read_json_settings
+from moecore.core.encoded_values import spreadsheet_cell
+from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND
+from moecore.data.volumes.cohorts import SEX, read_delimited_table
+from moecore.data.volumes.volume_preparation import Grid, read_volume
+from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.exploring.expert_gallery import find_two_towers
+from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
-from moecore.predict.ages import NewAges, predict_ages
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
+
+ENDINGS = (".nii.gz", ".nii", ".mgz")
+# Ends of a brain mask's name, instead of _T1w or after the volume's full name.
+MASKS = ("_desc-brain_mask", "_mask")
+Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
+
+
+class NewVolumeFile(NamedTuple):
+    path: Path
+    mask: Path | None  # None: the brain is where the volume is above 0
+    subject: dict[str, str]  # as a row of predictions.csv; "" is unknown
+    root: Path  # the folder; links that leave it are refused
+
+
+def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
+    """Return every T1-weighted volume of a folder, by name.
+
+    BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
+    that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
+    folder the file's name without its ending) and session_id.
+    """
+    folder = Path(folder)
+    paths = sorted(path for path in folder.glob("sub-*/**/*_T1w.nii*") if _stem(path))
+    bids = bool(paths)
+    if not bids:
+        named = [path for path in folder.glob("*") if _stem(path)]
+        paths = sorted(path for path in named if not _stem(path).endswith(MASKS))
+    if not paths:
+        allowed = "sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz or .mgz files in it"
+        raise UserError(f"{folder}: no volumes; allowed: {allowed}")
+    table = _participants(folder / "participants.tsv")
+    return [NewVolumeFile(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
+
+
+def prepare_volumes(
+    new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
+) -> Iterator[np.ndarray | str]:
+    """Yield each volume, float16 (1, D, H, W), or why it cannot be used."""
+    edge, *other_edges = set(reference.data.voxel_mm)
+    if other_edges:
+        wrong = "found different voxel_mm per axis"
+        raise UserError(f"reference.json: {wrong}; allowed: one edge for all axes")
+    grid = Grid(voxel_mm=edge, size=reference.data.size)
+    for volume in new_volumes:
+        try:
+            for path in filter(None, (volume.path, volume.mask)):
+                join_below_root(volume.root, path)
+            yield read_volume(volume.path, grid, volume.mask)
+        except UserError as error:
+            yield str(error)
+
+
+def _stem(path: Path) -> str:
+    """Return the name without .nii, .nii.gz or .mgz; "" for another file, or a hidden one."""
+    if path.name.startswith(".") or not path.name.endswith(ENDINGS):
+        return ""
+    return path.name.removesuffix(".mgz").removesuffix(".gz").removesuffix(".nii")
+
+
+def _mask(path: Path) -> Path | None:
+    stems = (_stem(path), _stem(path).removesuffix("_T1w"))
+    names = map("".join, product(stems, MASKS, ENDINGS))
+    return next((place for name in names if (place := path.with_name(name)).is_file()), None)
+
+
+def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
+    stem = _stem(path)
+    participant = stem.split("_")[0] if bids else stem
+    named = re.search(r"_(ses-[^_]+)", stem) if bids else None
+    session = named[1] if named else ""
+    facts = table.get((participant, session)) or table.get((participant, "")) or {}
+    details = {"age": "", "sex": "", "site": "", "qc_flags": ""} | facts
+    return {"participant_id": participant, "session_id": session} | details
+
+
+def _participants(path: Path) -> Participants:
+    """Read age, sex and site as in predictions.csv; {} without such a file."""
+    if not join_below_root(path.parent, path).exists():
+        return {}
+    columns, rows = read_delimited_table(path)
+    if rows and "participant_id" not in columns:
+        raise UserError(f"{path}: lacks the column participant_id")
+    problems = []
+    table = {}
+    for row in rows:
+        who = f"{path}: {row['participant_id']!r:.60}"
+        age = row.get("age", "").strip().replace("n/a", "")
+        sex = row.get("sex", "").strip().lower()
+        if age and not re.fullmatch(r"[0-9]{1,3}(\.[0-9]*)?", age):
+            problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
+        if sex not in SEX:
+            problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
+        table[row["participant_id"], row.get("session_id", "")] = {
+            "age": age,
+            "sex": SEX.get(sex, ""),
+            "site": row.get("site", "").replace("n/a", ""),
+        }
+    if problems:
+        raise UserError("\n".join(problems))
+    return table
+
+
+class Calibration(NamedTuple):
+    reference: prediction_table.TrainingCohortRanges
+    fitted: FittedCalibrator | None  # None if its fit was refused
+
+
+class NewAges(NamedTuple):
+    rows: list[prediction_table.PredictionRow]  # one per usable volume
+    volumes: np.ndarray  # usable volumes, (N, 1, D, H, W)
+    routing: tuple[RoutingRecord, ...]  # of usable volumes, one per MoE layer
+    left_out: list[tuple[NewVolumeFile, str]]  # unusable volumes, and why
+
+
+def predict_ages(
+    model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
+) -> NewAges:
+    """Predict every volume below ``folder``, and write predictions.csv.
+
+    An unusable volume has a line with the reason in the column ``error``. Raises UserError for
+    another model's calibrator, or if no volume is usable.
+    """
+    calibration = load_age_calibration(
+        calibrator or pictures.calibrator_folder(model_folder), model_folder
+    )
+    new_volumes = find_volumes(folder)
+    subjects, volumes, left_out = [], [], []
+    for volume, prepared in zip(
+        new_volumes, prepare_volumes(new_volumes, calibration.reference), strict=True
+    ):
+        if isinstance(prepared, str):
+            left_out.append((volume, prepared))
+        else:
+            subjects.append(volume.subject)
+            volumes.append(prepared)
+    if not volumes:
+        count = f"none of {len(new_volumes)} volumes can be used"
+        raise UserError("\n".join([*(why for _, why in left_out), count]))
+    usable = np.stack(volumes)
+    model = load_model(model_folder).to(tune_runtime().device)
+    outputs, routing = predict_in_batches(model, usable, batch)
+    rows = new_age_rows(subjects, usable, outputs[:, 0].double().numpy(), calibration)
+    unusable = [(volume.subject, why) for volume, why in left_out]
+    prediction_table.write_predictions(out, rows, unusable)
+    return NewAges(rows, usable, routing, left_out)
+
+
+def new_age_rows(
+    subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+) -> list[prediction_table.PredictionRow]:
+    """Return rows of predictions.csv with flags, from volumes (N, 1, D, H, W) and raw ages (N,)."""
+    reference = calibration.reference
+    ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
+    sexes = [subject["sex"] for subject in subjects]
+    known_ages = np.array(ages, np.float64)  # NaN for None
+    corrected = prediction_table.correct_ages(raw, sexes, calibration.fitted, known_ages)
+    flags = [
+        prediction_table.quality_flags(volume, float(best), age, reference, subject["site"])
+        for subject, volume, best, age in zip(subjects, volumes, corrected.best, ages, strict=True)
+    ]
+    return prediction_table.prediction_rows(
+        subjects, "new", corrected, reference.interval.radius, flags
+    )
+
+
+def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
+    """Read the files of ``calibrate``; UserError if they are damaged, or of another model."""
+    place = folder / "reference.json"
+    if not place.is_file():
+        lacking = "holds no reference.json, with the preparation and the ranges of training volumes"
+        mend = "the stage `calibrate` writes it, --calibrator names another folder"
+        raise UserError(f"{folder}: {lacking}; {mend}")
+    reference = read_json_settings(place, prediction_table.TrainingCohortRanges, "a reference")
+    digest = file_checksum(model_folder / "model.safetensors")
+    if digest != reference.predictor_sha256:
+        wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"
+        raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
+    path = folder / "calibrator.json"
+    return Calibration(reference, read_fitted(path, "numbers") if path.exists() else None)
+
 
 NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
@@ -44,10 +237,8 @@ def predict_folder(request: PredictionRequest) -> int:
         raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
     has_texts = isinstance(card.image.task, ImageText)
     if has_texts and request.texts is None:
-        raise UserError(
-            f"{model}: found a model that compares pictures with texts; it takes --texts FILE, "
-            "with one text per line"
-        )
+        takes = "it takes --texts FILE, with one text per line"
+        raise UserError(f"{model}: found a model that compares pictures with texts; {takes}")
     if not has_texts and request.texts is not None:
         raise UserError(f"{model}: found a model without a text tower; it takes no --texts")
     if request.texts is not None and request.calibrator is not None:
@@ -64,8 +255,8 @@ def predict_folder(request: PredictionRequest) -> int:
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {page}: {content.total} files")
-    for failure in content.failures:
-        print(f"{failure.name}: {failure.reason}", file=sys.stderr)
+    for name, reason in content.failures:
+        print(f"{name}: {reason}", file=sys.stderr)
     if content.failures:
         count = f"{len(content.failures)} of {content.total} files have no prediction"
         print(f"{count}; the column error of {out} says why", file=sys.stderr)
@@ -83,36 +274,32 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     rows, shown = pictures.predict_picture_files(
         request.folder, files, model, reader, request.batch
     )
-    pictures.write_table(request.out, reader.columns, rows)
+    lines = pictures.tabulate_rows(reader.columns, rows)
+    write_csv(request.out, (map(spreadsheet_cell, line) for line in lines))
     height, width = model.image.shape
     remarks = [
         reader.remark,
         f"pictures: the centre square at {height} × {width} pixels; transparent pixels are "
         f"{BACKGROUND}",
     ]
-    failures = [pictures.Failure(row.file, row.error) for row in rows if row.error]
+    failures = [(row.file, row.error) for row in rows if row.error]
     content = pictures.PredictedPage(
         str(request.model), str(request.folder), remarks, shown, len(rows), failures
     )
     if towers is None or texts is None:
         return content
-    matches = pictures.match_texts_to_pictures(texts, rows)
+    best, routed = pictures.describe_texts(towers, texts, rows)
     table = request.out.with_name(f"{request.out.stem}_texts{request.out.suffix}")
-    pictures.write_best_pictures(table, texts, matches)
+    write_csv(table, (map(spreadsheet_cell, line) for line in best))
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
-    return content._replace(
-        texts=pictures.texts_with_experts(towers, texts, matches),
-        text_experts=0 if moe is None else moe.experts.choices,
-    )
+    return content._replace(texts=routed, text_experts=0 if moe is None else moe.experts.choices)
 
 
 def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
     model, folder = request.model, request.folder
     ages = predict_ages(model, folder, request.out, request.calibrator, request.batch)
-    failures = [
-        pictures.Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out
-    ]
+    failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",
@@ -120,29 +307,19 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
         "(qc_flags); read MODEL_CARD.md before using the ages",
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
-    total = len(ages.rows) + len(failures)
-    return pictures.PredictedPage(
-        str(model), str(folder), remarks, _slices(card, ages), total, failures
-    )
-
-
-def _slices(card: ModelCard, ages: NewAges) -> list[pictures.Shown]:
     grid = card.backbone.grid(card.image)
-    layers = [
-        pictures.experts_of(
-            record.combine[: pictures.SHOWN], record.combine.shape[1] - math.prod(grid), grid
-        )
-        for record in ages.routing
-    ]
-    unit = card.image.task.score.unit
-    return [
-        pictures.Shown(
-            f"{row.participant_id} {row.session_id}".strip(),
-            f"{row.predicted_age:.1f} {unit}".strip(),
-            pictures.middle_slice_tiles(ages.volumes[number], [layer[number] for layer in layers]),
-        )
-        for number, row in enumerate(ages.rows[: pictures.SHOWN])
-    ]
+    layers = []
+    for combine in [record.combine[: pictures.SHOWN] for record in ages.routing]:
+        layers.append(pictures.experts_of(combine, combine.shape[1] - math.prod(grid), grid))
+    shown = []
+    for number, row in enumerate(ages.rows[: pictures.SHOWN]):
+        experts = [layer[number] for layer in layers]
+        tiles = pictures.middle_slice_tiles(ages.volumes[number], experts)
+        answer = f"{row.predicted_age:.1f} {card.image.task.score.unit}".strip()
+        name = f"{row.participant_id} {row.session_id}".strip()
+        shown.append(pictures.Shown(name, answer, tiles))
+    total = len(ages.rows) + len(failures)
+    return pictures.PredictedPage(str(model), str(folder), remarks, shown, total, failures)
 
 
 def load_trained_model_card(folder: Path) -> ModelCard:

@@ -5,9 +5,8 @@ embedding.
 """
 
 import base64
-import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
@@ -19,8 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from moecore.core.files import UserError, atomic_text_file, join_below_root
-from moecore.core.plain_values import spreadsheet_cell
+from moecore.core.files import UserError, join_below_root
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
@@ -29,7 +27,6 @@ from moecore.measure.exploring.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.ages import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.progress import report_progress
@@ -65,36 +62,26 @@ class RoutedText(NamedTuple):
     remark: str = ""
 
 
-class Failure(NamedTuple):
-    name: str
-    reason: str
-
-
 class PredictedPage(NamedTuple):
     model: str
     data: str
     remarks: Sequence[str]
     shown: Sequence[Shown]
     total: int  # files
-    failures: Sequence[Failure]
+    failures: Sequence[tuple[str, str]]  # file, and why it has no prediction
     experts: int = 0  # per layer; 0 for a dense model
     texts: Sequence[RoutedText] = ()
     text_experts: int = 0  # per layer of the text tower
 
 
 def render_predictions(content: PredictedPage) -> str:
-    return (
-        template_environment()
-        .get_template("predicted.html.jinja")
-        .render(
-            page=content,
-            routing={
-                "colours": expert_colours(content.experts),
-                "items": [[tile.experts for tile in file.tiles] for file in content.shown],
-            },
-            layers=len(content.shown[0].tiles[0].experts) if content.shown else 0,
-            colours=expert_colours(content.text_experts),
-        )
+    items = [[tile.experts for tile in file.tiles] for file in content.shown]
+    template = template_environment().get_template("predicted.html.jinja")
+    return template.render(
+        page=content,
+        routing={"colours": expert_colours(content.experts), "items": items},
+        layers=len(items[0][0]) if items else 0,
+        colours=expert_colours(content.text_experts),
     )
 
 
@@ -139,11 +126,16 @@ class Row(NamedTuple):
 
 
 class OutputReader(NamedTuple):
-    """Converts a model's outputs to rows."""
-
     columns: tuple[str, ...]  # of Row.numbers
     row: Callable[[Tensor], Row]  # from an output (K,)
     remark: str
+
+
+def calibrator_folder(model_folder: Path) -> Path:
+    """Return artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
+    above = model_folder.absolute().parent
+    phase = above.parent
+    return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
@@ -154,11 +146,8 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
     task = load_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
-        return OutputReader(
-            task.answers,
-            lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),)),
-            remark,
-        )
+        read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
+        return OutputReader(task.answers, read, remark)
     if task.cells > 1:
         return _build_cell_reader(task)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
@@ -219,7 +208,10 @@ def predict_picture_files(
             pictures = [pixels for pixels in decoded if not isinstance(pixels, str)]
             outputs = _outputs_with_experts(model, pictures, batch)
             for path, picture in zip(part, decoded, strict=True):
-                name = escape_control_letters(path.relative_to(folder))
+                name = "".join(  # on one line, with control characters and surrogates escaped
+                    repr(letter)[1:-1] if category(letter) in ("Cc", "Cs") else letter
+                    for letter in path.relative_to(folder).as_posix()
+                )
                 if isinstance(picture, str):
                     rows.append(Row(name, error=picture))
                     continue
@@ -248,29 +240,13 @@ def _outputs_with_experts(
         yield output, [layer[number] for layer in layers]
 
 
-def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write a row per file: file, prediction, probability, the number of each column, error."""
-    lines: list[Sequence[str]] = [("file", "prediction", "probability", *columns, "error")]
+def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """Yield a header, and a line per file: file, prediction, probability, numbers, error."""
+    yield "file", "prediction", "probability", *columns, "error"
     for row in rows:
         numbers = [f"{value:.6g}" for value in row.numbers] or [""] * len(columns)
         probability = "" if row.probability is None else f"{row.probability:.6g}"
-        lines.append((row.file, row.prediction, probability, *numbers, row.error))
-    write_csv(path, lines)
-
-
-def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write rows as CSV; texts that a spreadsheet would take for formulas are escaped."""
-    with atomic_text_file(path) as handle:
-        writer = csv.writer(handle, lineterminator="\n")
-        writer.writerows(map(spreadsheet_cell, row) for row in rows)
-
-
-def escape_control_letters(path: Path) -> str:
-    """Return a file's name on one line, with control characters and surrogates escaped."""
-    return "".join(
-        letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter
-        for letter in path.as_posix()
-    )
+        yield row.file, row.prediction, probability, *numbers, row.error
 
 
 def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
@@ -286,8 +262,6 @@ def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2)
 MAX_TEXTS = 10_000  # each is a column of the table
 MAX_LETTERS = 80  # of a text below a picture
 NEAREST = 5  # shown matches per picture, and per text
-
-Match = tuple[str, float]  # a picture's name, and its cosine with a text
 
 
 class Texts(NamedTuple):
@@ -340,46 +314,25 @@ def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
     return OutputReader(tuple(texts.texts), row, remark)
 
 
-def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
-    """Return for each text the pictures with the largest cosines, best first."""
+def describe_texts(
+    model: TwoTowerModel, texts: Texts, rows: Sequence[Row]
+) -> tuple[list[Sequence[str]], list[RoutedText]]:
+    """Return the table of each text's best pictures (place from 1, cosine), and texts to show."""
     readable = [row for row in rows if not row.error]
-    return [
-        [
-            (row.file, row.numbers[text])
-            for row in sorted(readable, key=lambda row: -row.numbers[text])[:NEAREST]
-        ]
-        for text in range(len(texts.texts))
-    ]
-
-
-def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
-    """Write the best pictures of each text: text, place from 1, file, cosine."""
-    lines = [
-        (text, str(place), file, f"{cosine:.6g}")
-        for text, best in zip(texts.texts, matches, strict=True)
-        for place, (file, cosine) in enumerate(best, 1)
-    ]
-    write_csv(path, [("text", "place", "file", "cosine"), *lines])
-
-
-def texts_with_experts(
-    model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
-) -> list[RoutedText]:
+    lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
+    shown = []
     routed = experts_by_word(model, texts.tokens, texts.tokenizer)
-    return [
-        RoutedText(
-            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(encoded)
-        )
-        for text, layers, best, encoded in zip(
-            texts.texts, routed, matches, texts.encoded, strict=True
-        )
-    ]
-
-
-def _unread_words(encoded: EncodedCaption) -> str:
-    remarks = []
-    if encoded.unknown:
-        remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
-    if encoded.cut:
-        remarks.append("longer than the context: cut")
-    return "; ".join(remarks)
+    described = zip(texts.texts, routed, texts.encoded, strict=True)
+    for number, (text, layers, encoded) in enumerate(described):
+        cosines = np.array([row.numbers[number] for row in readable])
+        nearest = []
+        for place, best in enumerate(np.argsort(-cosines, kind="stable")[:NEAREST], 1):
+            lines.append((text, str(place), readable[best].file, f"{cosines[best]:.6g}"))
+            nearest.append(f"{cosines[best]:.3f} {readable[best].file}")
+        remarks = []
+        if encoded.unknown:
+            remarks.append(f"{encoded.unknown} words that the vocabulary does not have")
+        if encoded.cut:
+            remarks.append("longer than the context: cut")
+        shown.append(RoutedText(text, layers, nearest, "; ".join(remarks)))
+    return lines, shown

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
+from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import UserError, file_checksum, read_json
 from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, package_folder
-from moecore.core.plain_values import to_jsonable
 from moecore.core.source_layout import CODE, ROOT
 from moecore.run.history_file import flatten_keys
 from moecore.study.document import Document, load_yaml_document

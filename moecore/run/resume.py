@@ -9,8 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.kept_parts import KeptParts
+from moecore.core.files import KeptParts, UserError
 from moecore.run.history_file import execution_subpath
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import Run, record_run

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UnusableFile, whole_folder, write_json, write_sealed, write_whole
-from moecore.core.kept_parts import append_line
-from moecore.core.plain_values import to_jsonable
+from moecore.core.encoded_values import to_jsonable
+from moecore.core.files import (
+    UnusableFile,
+    append_line,
+    whole_folder,
+    write_json,
+    write_sealed,
+    write_whole,
+)
 from moecore.run.history_file import (
     HISTORY_FILE,
     encode_line,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 
+People = np.ndarray | None  # (N,), the person of each image; None: each is another person's
+
 
 class Interval(NamedTuple):
     """A value and its limits, which are both None for a single measurement."""
@@ -89,7 +91,7 @@ def bootstrap_interval(
     level: float = 0.95,
     lowest: float = -math.inf,
     highest: float = math.inf,
-    people: np.ndarray | None = None,
+    people: People = None,
 ) -> Interval:
     """Return a statistic of ``count`` images with its basic (reflected) bootstrap interval.
 
@@ -114,7 +116,7 @@ def bootstrap_interval(
     return reflected_interval(value, estimates, level, lowest, highest)
 
 
-def indices_by_person(people: np.ndarray | None) -> list[np.ndarray] | None:
+def indices_by_person(people: People) -> list[np.ndarray] | None:
     """Return the indices of each person's images; None unless a person has several images."""
     if people is None:
         return None
@@ -126,24 +128,14 @@ def indices_by_person(people: np.ndarray | None) -> list[np.ndarray] | None:
 
 
 def bootstrap_mean(
-    values: np.ndarray,
-    resamples: int = 1000,
-    lowest: float = 0.0,
-    highest: float = math.inf,
-    people: np.ndarray | None = None,
+    values: np.ndarray, lowest: float = 0.0, highest: float = math.inf, people: People = None
 ) -> Interval:
     """Return the mean of one value per image, (N,), with its bootstrap interval."""
-    return bootstrap_interval(
-        lambda chosen: float(values[chosen].mean()),
-        len(values),
-        resamples,
-        lowest=lowest,
-        highest=highest,
-        people=people,
-    )
+    mean = lambda chosen: float(values[chosen].mean())
+    return bootstrap_interval(mean, len(values), lowest=lowest, highest=highest, people=people)
 
 
-def mean_share(shares: np.ndarray, people: np.ndarray | None = None) -> Interval:
+def mean_share(shares: np.ndarray, people: People = None) -> Interval:
     """Return the mean of one share per image, (N,) in [0, 1], with its interval in [0, 1].
 
     Wilson's interval if all shares are 0 or 1 and no person has several images; otherwise the
@@ -186,12 +178,6 @@ class Estimate(Config):
     def of(cls, interval: Interval) -> Self:
         return cls(**interval._asdict())
 
-    @classmethod
-    def of_mean(cls, values: Tensor, is_share: bool = True) -> Self:
-        """Return the mean of (N,) values ≥ 0 with the interval of a share or of the bootstrap."""
-        mean = mean_share if is_share else bootstrap_mean
-        return cls.of(mean(values.double().numpy()))
-
 
 def squared_cv(values: Tensor) -> Tensor:
     """Return the squared coefficient of variation var/mean² of (E,) values, one per expert.
@@ -203,7 +189,7 @@ def squared_cv(values: Tensor) -> Tensor:
 
 
 def permuted_orders(
-    images: int, number: int, seed: int, people: np.ndarray | None = None
+    images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
     """Yield ``number`` random permutations (N,) of the images.
 
@@ -222,7 +208,7 @@ def permuted_orders(
         yield order
 
 
-def first_half(images: int, people: np.ndarray | None = None) -> np.ndarray:
+def first_half(images: int, people: People = None) -> np.ndarray:
     """Return a mask (N,) bool of every second image, or of every second person's images."""
     if people is None or indices_by_person(people) is None:
         return np.arange(images) % 2 == 0

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
+from moecore.core.config import KIND, Part, Surroundings, find_class, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
 from moecore.study import data_rules, model_rules, section_rules, trial_rules

@@ -10,9 +10,9 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
+from moecore.core.config import Surroundings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
-from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.source_layout import PAPERS as INSTALLED
+from moecore.core.source_layout import SHIPPED
 from moecore.study.document import Document, did_you_mean, parse_yaml_document, show_value
 from moecore.study.settings import format_error_line, validate_whole
 
@@ -105,8 +105,8 @@ def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
 
 def find_paper_file(root: Path, folder: str) -> Path:
     """Return the project's file of a paper, or the installed version's."""
-    path = root / PIPELINES / folder / PAPER_FILE
-    return path if path.is_file() else INSTALLED / f"{folder}.yaml"
+    path = PIPELINES / folder / PAPER_FILE
+    return root / path if (root / path).is_file() else SHIPPED / path
 
 
 def list_papers(root: Path) -> list[str]:

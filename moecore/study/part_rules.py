@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Surroundings
 from moecore.core.files import UserError
-from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.study.stages import ROWS, SECTIONS, TRAINING_PHASES
 from moecore.study.study import Misfits, Study

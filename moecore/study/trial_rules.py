@@ -14,10 +14,9 @@ import torch
 
 from moecore import testing
 from moecore.attacks.base import Attack
-from moecore.core.config import Part
+from moecore.core.config import Part, Surroundings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
-from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
@@ -38,7 +37,7 @@ from moecore.testing.check_helpers import (
     small_objective_inputs,
     small_vit,
 )
-from moecore.testing.measurement_checks import YEARS
+from moecore.testing.data_checks import YEARS
 from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher

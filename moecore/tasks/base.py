@@ -15,8 +15,8 @@ from torch import Tensor
 from moecore.core.config import Config, Part
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
+from moecore.statistics.comparisons import paired_bootstrap
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
-from moecore.statistics.paired import paired_bootstrap
 
 Reduction = Literal["mean", "none"]
 

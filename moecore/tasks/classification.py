@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from moecore.statistics.comparisons import (
+    count_paired_hits,
+    paired_bootstrap,
+    paired_share_difference,
+)
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
-from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
 from moecore.tasks.base import ExtraTestMetrics, Reduction, label_shape_error
 from moecore.tasks.class_task import ClassTask, class_nll, confusion_counts, top1_hits, topk_hits
 

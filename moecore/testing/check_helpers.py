@@ -1,12 +1,14 @@
 """Helpers of all checks: failures in one line, and a small model and data for every part."""
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import ImageSpec
@@ -29,6 +31,21 @@ def assert_that(part: Any, is_true: Any, promise: str) -> None:
     """Raise AssertionError with the part's name if a promise is broken."""
     if not is_true:
         raise AssertionError(f"{type(part).__name__}: {promise}")
+
+
+def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str = "") -> None:
+    """Raise AssertionError unless ``call`` raises a UserError in one line that begins so."""
+    try:
+        call()
+    except UserError as error:
+        assert_that(part, str(error).startswith(start) and "\n" not in str(error), promise)
+    else:
+        assert_that(part, False, promise)
+
+
+def has_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a module's state_dict has the bits of another."""
+    return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
 def is_close(first: Tensor, second: Tensor) -> bool:
@@ -97,9 +114,8 @@ def small_data() -> Prepared:
     """Return data of 24 noise images per split, in memory, with a data card."""
     card = {"name": "noise", "task": CLASSES.model_dump(mode="json")}
     card |= {"channels": 1, "size": SIDE, "mean": IMAGE.mean, "std": IMAGE.std}
-    return Prepared(card, _noise_split(0), _noise_split(1), _noise_split(2))
-
-
-def _noise_split(seed: int) -> Split:
-    pixels = np.random.default_rng(seed).integers(0, 256, (24, 1, SIDE, SIDE), dtype=np.uint8)
-    return Split(pixels, np.arange(24) % len(CLASSES.classes))
+    splits = []
+    for seed in range(3):
+        pixels = np.random.default_rng(seed).integers(0, 256, (24, 1, SIDE, SIDE), dtype=np.uint8)
+        splits.append(Split(pixels, np.arange(24) % len(CLASSES.classes)))
+    return Prepared(card, splits[0], splits[1], splits[2])

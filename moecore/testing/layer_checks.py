@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import Rows, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
@@ -28,6 +28,7 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
     assert_that,
     draw_weights,
+    has_state,
     is_close,
     seeded_randn,
     settings_of,
@@ -86,8 +87,7 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     tokens, context = make_tokens_and_context(settings, layer)
     before = copy.deepcopy(layer.state_dict())
     update_routers(layer, layer(tokens, context)[1])
-    same = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-    assert_that(settings.balance, same, "evaluation teaches it nothing")
+    assert_that(settings.balance, has_state(layer, before), "evaluation teaches it nothing")
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
@@ -155,9 +155,8 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
         if record.penalty is not None:
             is_right = training and record.penalty.shape == tokens.shape[:2]
-            assert_that(
-                router, is_right, "a penalty has the shape (B, T), and is of training alone"
-            )
+            promise = "a penalty has the shape (B, T), and is of training alone"
+            assert_that(router, is_right, promise)
         for name, field in zip(record._fields, record[:-1], strict=False):
             assert_that(router, field.shape == shape, f"{name} has the shape (B, T, E)")
             assert_that(router, field.isfinite().all(), f"{name} is finite")
@@ -175,8 +174,11 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
 def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
     """Compare the layer with a sum of all experts on all tokens, if rows are tokens."""
     tokens, context = make_tokens_and_context(router, layer)
-    if not has_one_token_per_row(layer.eval(), tokens, context):
-        return
+    if not layer.eval().shares_basis:
+        rows = layer.router(tokens, context)[0].dispatch(tokens)
+        is_token = (rows.values[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
+        if not is_token.all() or rows.shares is not None:  # mixtures of tokens, or of networks
+            return
 
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
         combine = twin(values, context)[1][0].combine
@@ -198,15 +200,6 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, is_close(ours[0], theirs[0]), promise)
         agree = all(map(is_close, ours[1:], theirs[1:]))
         assert_that(router, agree, f"{promise}, in gradients too")
-
-
-def has_one_token_per_row(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
-    """Return whether rows are single tokens and experts single networks, not mixtures."""
-    if layer.shares_basis:
-        return True
-    rows = layer.router(tokens, context)[0].dispatch(tokens)
-    is_token = (rows.values[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
-    return bool(is_token.all()) and rows.shares is None
 
 
 def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> Tensor:
@@ -255,19 +248,13 @@ def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
     before = torch.get_rng_state()
     first, repeated = layer(tokens, context), layer(tokens, context)
     assert_that(router, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
-    assert_that(router, _is_same(first, repeated), "evaluation gives the same twice")
+    ours, theirs = ((output, *record[:-1]) for output, (record,) in (first, repeated))
+    assert_that(router, all(map(torch.equal, ours, theirs)), "evaluation gives the same twice")
     group = coupled_image_count(layer)
     alone = layer(tokens[:group], map_context_tensors(context, lambda field: field[:group]))
     promise = "in evaluation an image is routed the same in any batch"
     assert_that(router, is_close(alone[0], first[0][:group]), promise)
     assert_that(router, torch.equal(alone[1][0].chosen, first[1][0].chosen[:group]), promise)
-
-
-def _is_same(
-    first: tuple[Tensor, tuple[RoutingRecord]], second: tuple[Tensor, tuple[RoutingRecord]]
-) -> bool:
-    pairs = zip((first[0], *first[1][0][:-1]), (second[0], *second[1][0][:-1]), strict=True)
-    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
@@ -277,8 +264,7 @@ def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
         _, (record,) = layer(tokens, context)
         _, (rounded,) = layer(tokens.bfloat16(), context)
     promise = "under bf16 autocast the record equals fp32's (nn.kernels.grouped.full_precision)"
-    pairs = zip(record[:-1], expected[:-1], strict=True)
-    assert_that(router, all(torch.equal(ours, theirs) for ours, theirs in pairs), promise)
+    assert_that(router, all(map(torch.equal, record[:-1], expected[:-1])), promise)
     types = all(field.dtype in (torch.float32, torch.bool) for field in rounded[:-1])
     assert_that(router, types, "the record of bf16 tokens is fp32")
 
@@ -290,9 +276,8 @@ def _check_resuming(router: Any, experts: Any) -> None:
     resumed.load_state_dict(copy.deepcopy(uninterrupted.state_dict()))
     for layer in (uninterrupted, resumed):
         _train_steps(router, layer, range(1, 3))
-    ours, theirs = uninterrupted.state_dict(), resumed.state_dict()
     promise = "a training that is resumed from its state_dict ends with the same bits"
-    assert_that(router, all(torch.equal(ours[name], theirs[name]) for name in ours), promise)
+    assert_that(router, has_state(uninterrupted, resumed.state_dict()), promise)
 
 
 def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
@@ -364,7 +349,11 @@ def check_experts(experts: Experts | type[Experts]) -> None:
     resumed.load_state_dict(copy.deepcopy(module.state_dict()))
     same = torch.equal(resumed(Rows(values, ends)), module(Rows(values, ends)))
     assert_that(settings, same, "a module with the same state_dict computes the same")
-    _check_lent_basis(settings, module)
+    basis, provides = module.lent_basis(), "basis" in settings.provides
+    assert_that(settings, provides == (basis is not None), "a basis is lent where provides says so")
+    if basis is not None:
+        fits = basis.ndim == 3 and basis.shape[:2] == (number, WIDTH)
+        assert_that(settings, fits, "a lent basis is (E, d, r)")
 
 
 def _check_rows(experts: Any, module: ExpertsModule, values: Tensor, ends: Tensor) -> None:
@@ -372,17 +361,15 @@ def _check_rows(experts: Any, module: ExpertsModule, values: Tensor, ends: Tenso
     answers = module(Rows(values, ends))
     assert_that(experts, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     assert_that(experts, answers.shape == values.shape, "rows (R, d) give rows (R, d)")
-    assert_that(
-        experts, module(Rows(values[:0], 0 * ends)).shape == (0, WIDTH), "no rows give none"
-    )
+    empty = module(Rows(values[:0], 0 * ends))
+    assert_that(experts, empty.shape == (0, WIDTH), "no rows give none")
     for place in (0, len(values) - 1):
         ends_of_row = (torch.arange(len(ends)) >= place // ROWS).int()
         alone = module(Rows(values[place : place + 1], ends_of_row))
         assert_that(experts, is_close(alone[0], answers[place]), "a row depends on no other row")
     other = module(Rows(values[:1], (torch.arange(len(ends)) >= 1).int()))
-    assert_that(
-        experts, not is_close(other[0], answers[0]), "experts differ where their weights do"
-    )
+    differ = not is_close(other[0], answers[0])
+    assert_that(experts, differ, "experts differ where their weights do")
 
 
 def _check_gradients(experts: Any, module: ExpertsModule, rows: Rows) -> None:
@@ -398,12 +385,3 @@ def _check_gradients(experts: Any, module: ExpertsModule, rows: Rows) -> None:
             assert_that(experts, gradient[0].any(), f"{name} of an expert with rows has a gradient")
             promise = f"the gradient of {name} is 0 for an expert without rows"
             assert_that(experts, not gradient[-1].any(), promise)
-
-
-def _check_lent_basis(experts: Any, module: ExpertsModule) -> None:
-    basis = module.lent_basis()
-    provides = "basis" in experts.provides
-    assert_that(experts, provides == (basis is not None), "a basis is lent where provides says so")
-    if basis is not None:
-        fits = basis.ndim == 3 and basis.shape[:2] == (experts.networks, WIDTH)
-        assert_that(experts, fits, "a lent basis is (E, d, r)")

@@ -5,6 +5,7 @@ B images, T tokens, E experts, K outputs.
 
 import copy
 from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,8 +14,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moecore.core.config import part_classes_by_kind
-from moecore.core.files import UserError
-from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
 from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
@@ -24,8 +23,10 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
     EXPERTS,
     IMAGE,
+    assert_refused,
     assert_that,
     draw_weights,
+    has_state,
     is_close,
     seeded_randn,
     settings_of,
@@ -58,12 +59,10 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
     assert_that(settings, sum(settings.stages) == settings.depth, "depth is the sum of stages")
     for moe in (None, MOE):
         model, twin = _build(settings, image, moe), _build(settings, image, moe)
-        ours, theirs = model.state_dict(), twin.state_dict()
-        same = all(torch.equal(ours[name], theirs[name]) for name in ours)
+        same = has_state(model, twin.state_dict())
         assert_that(settings, same, "the same seed builds the same model")
-        assert_that(
-            settings, model.layout_of(0).grid == settings.grid(image), "grid() is the model's grid"
-        )
+        fits = model.layout_of(0).grid == settings.grid(image)
+        assert_that(settings, fits, "grid() is the model's grid")
         draw_weights(model, std=1.2 / model.width_of(0) ** 0.5)  # so that no layer explodes
         _check_model(settings, model)
         twin.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -91,10 +90,8 @@ def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) ->
     model, other = (_build(settings, image, seed=seed) for seed in (0, 1))
     fits = (model.image.shape, model.image.channels) == (image.shape, image.channels)
     assert_that(settings, fits, "its model takes the images that it is built for")
-    if settings.training is None:
-        ours, theirs = model.state_dict(), other.state_dict()
-        same = all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert_that(settings, same, "it comes trained, the same for every seed")
+    same = settings.training is not None or has_state(model, other.state_dict())
+    assert_that(settings, same, "it comes trained, the same for every seed")
     _check_model(settings, model)
 
 
@@ -119,9 +116,8 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     assert_that(part, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     prediction = output.prediction
     assert_that(part, prediction.isfinite().all(), "outputs are finite")
-    assert_that(
-        part, torch.equal(repeated.prediction, prediction), "evaluation gives the same twice"
-    )
+    same = torch.equal(repeated.prediction, prediction)
+    assert_that(part, same, "evaluation gives the same twice")
     # Models of captions have one more output, the bias.
     fits = len(prediction) == len(images) and prediction.shape[-1] >= model.image.outputs
     assert_that(part, fits and prediction.dtype == torch.float32, "outputs are (B, …, K), fp32")
@@ -138,17 +134,7 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     if images.is_floating_point():
         wrong = {"bytes": (255 * images).byte(), "channels twice": torch.cat([images] * 2, dim=1)}
         for what, inputs in wrong.items():
-            _check_refusal(part, model, what, inputs)
-
-
-def _check_refusal(part: Any, model: BackboneModel, what: str, images: Tensor) -> None:
-    promise = f"{what}: a UserError in one line"
-    try:
-        model(images)
-    except UserError as error:
-        assert_that(part, "\n" not in str(error), promise)
-    else:
-        assert_that(part, False, promise)
+            assert_refused(part, partial(model, inputs), f"{what}: a UserError in one line")
 
 
 def _check_features(part: Any, model: BackboneModel, images: Tensor) -> None:
@@ -230,10 +216,6 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     assert_that(settings, finite, "its gradients are finite")
     reached = any(gradient.any() for gradient in gradients)
     assert_that(settings, reached, "a gradient reaches the model or the teacher's routing")
-    _check_refusals(settings, step)
-
-
-def _check_refusals(regularizer: Any, step: ObjectiveInputs) -> None:
     dense = step._replace(output=step.output._replace(routing=()), model=torch.nn.Linear(1, 1))
     without = {
         "routing": dense,
@@ -242,11 +224,6 @@ def _check_refusals(regularizer: Any, step: ObjectiveInputs) -> None:
         "two_views": step._replace(batch=step.batch._replace(views=1)),
     }
     for need, incomplete_step in without.items():
-        if need not in regularizer.needs:
-            continue
-        try:
-            regularizer(incomplete_step)
-        except UserError as error:
-            assert_that(regularizer, "\n" not in str(error), f"without {need} it raises one line")
-        else:
-            assert_that(regularizer, False, f"without {need} it raises a UserError")
+        if need in settings.needs:
+            promise = f"without {need} it raises a UserError in one line"
+            assert_refused(settings, partial(settings, incomplete_step), promise)

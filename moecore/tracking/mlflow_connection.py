@@ -34,13 +34,11 @@ def project_root() -> Path:
     if root := outermost_dvc_project():
         return root
     current = Path().resolve()
-    return next((folder for folder in (current, *current.parents) if _is_root(folder)), current)
-
-
-def _is_root(folder: Path) -> bool:
-    """Return whether a folder is a repository or a project, but not a study's run folder."""
-    is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
-    return is_project and project_of(folder) == folder
+    for folder in (current, *current.parents):
+        is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
+        if is_project and project_of(folder) == folder:  # no study's run folder
+            return folder
+    return current
 
 
 def store_address() -> str:
@@ -114,10 +112,10 @@ def connect_store() -> Any:
             with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
                 database.execute("BEGIN IMMEDIATE")  # lock it for writing, as an import does
         except sqlite3.Error as error:
-            raise UserError(
-                f"{file}: MLflow's database cannot be used ({error}); repair it, or move it away "
-                "and run `moecore sync`: all runs are imported again from artifacts/history"
-            ) from error
+            mend = "repair it, or move it away and run `moecore sync`"
+            again = "all runs are imported again from artifacts/history"
+            problem = f"MLflow's database cannot be used ({error})"
+            raise UserError(f"{file}: {problem}; {mend}: {again}") from error
     with store_errors_as_user_errors():
         if file is not None and not file.exists():
             # Under another name: a database whose creation was killed cannot be repaired.

@@ -1,18 +1,32 @@
-"""Send missing values to a run of MLflow's store, and name the values of histories there.
+"""Send missing values and trained models to runs of MLflow's store, and name the values there.
 
 In MLflow's charts, the part of a name before the last slash is a section: ``loss/``, ``train/``,
 ``validation/``, ``test/`` and ``routing/`` of trainings, then one section per measurement; in
 parent runs one per phase. Counts (images, parameters) are params, as a chart would not help.
+
+A model is logged as a folder, the code that loads it and a signature, unpickled. Names in the
+registry are study.method.phase.seed, as MLflow allows neither "/" nor ":". Every training adds a
+version; the alias ``current`` names the version whose stage is up to date.
 """
 
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from moecore.core.files import UserError
+from moecore.core.outside_packages import allowed_packages, package_folder
+from moecore.core.source_layout import ROOT
 from moecore.run.history_file import logged_points, routing_points
 from moecore.study.stages import MODEL_STAGES
+from moecore.tracking import mlflow_connection
+
+if TYPE_CHECKING:
+    from moecore.nn.backbones.base_model import ImageSpec
 
 PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # not scores of a training
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # stage → section, if not its name
@@ -25,11 +39,16 @@ def mlflow_safe_name(name: str) -> str:
 
 
 def curve_points(lines: list[dict]) -> list[Point]:
-    return [
-        (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
-        for step, t, values in logged_points(lines)
-        for name, value in values.items()
-    ]
+    """Return ``train/accuracy``, ``validation/loss`` and, of terms of the loss, ``loss/…``."""
+    points = []
+    for step, t, values in logged_points(lines):
+        for name, value in values.items():
+            group, _, quantity = name.partition("_")
+            if group not in ("train", "validation"):
+                group = "train" if name in PACE else "loss"
+                quantity = "total" if name == "loss" else name
+            points.append((mlflow_safe_name(f"{group}/{quantity}"), value, int(t * 1000), step))
+    return points
 
 
 def routing_curve_points(lines: list[dict]) -> list[Point]:
@@ -51,16 +70,6 @@ def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
         if name in ("loss/total", "loss/task")
         or (not name.startswith("loss/") and name not in pace)
     ]
-
-
-def curve_name(name: str) -> str:
-    """Return ``train/accuracy``, ``validation/loss`` or, for terms of the loss, ``loss/…``."""
-    group, _, quantity = name.partition("_")
-    if group in ("train", "validation"):
-        return f"{group}/{quantity}"
-    if name in PACE:
-        return f"train/{name}"
-    return "loss/total" if name == "loss" else f"loss/{name}"
 
 
 def stage_metrics_and_params(
@@ -124,8 +133,11 @@ class StoredRun:
         """Send the params with new names: MLflow never changes a param."""
         from mlflow.entities import Param
 
-        named = {mlflow_safe_name(name): format_param(value) for name, value in params.items()}
-        new = {name: text for name, text in named.items() if name not in self.params}
+        new = {}
+        for name, value in params.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if (name := mlflow_safe_name(name)) not in self.params:
+                new[name] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
         for part in split_list(list(new.items()), 100):
             self.client.log_batch(self.id, params=[Param(*param) for param in part])
         self.params |= set(new)
@@ -180,18 +192,122 @@ class StoredRun:
         self.status = status
 
 
-def list_runs(client: Any, experiment_id: str) -> list[StoredRun]:
-    """Return the runs of an experiment that an import created."""
-    runs = client.search_runs([experiment_id], max_results=50_000)  # MLflow's limit
-    return [StoredRun(client, run) for run in runs if LEVEL in run.data.tags]
-
-
-def format_param(value: Any) -> str:
-    """Return the value of a param as a text of limited length."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
-
-
 def split_list(items: list[Any], size: int) -> list[list[Any]]:
     """Return ``items`` in parts: MLflow limits the size of a call."""
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+ALIAS = "current"
+VERSION = "moecore.registered"  # a tag of the run: name and version
+POINTED = "moecore.alias"  # a tag of the run: whether the alias names its model
+SCHEME = "models:/"
+
+
+def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: Path) -> str:
+    """Copy a model's folder into MLflow, once, with a signature; return MLflow's id."""
+    import mlflow
+
+    from moecore.training.artifacts import load_card
+
+    query = f"source_run_id = '{run_id}' AND name = '{name}'"
+    for model in client.search_logged_models([experiment_id], query):
+        if model.status == "READY":
+            return str(model.model_id)
+        client.delete_logged_model(model.model_id)  # incomplete: its import was killed
+    card = load_card(folder)
+    outside = [name for name in allowed_packages() if name in card.versions]
+    try:
+        folders = [str(package_folder(name)) for name in outside]
+    except ValueError as error:
+        raise UserError(f"packages: {error}") from None
+    mlflow.set_tracking_uri(mlflow_connection.store_address())
+    model = mlflow.initialize_logged_model(name, run_id, experiment_id=experiment_id)
+    # MLflow warns about missing examples and type hints; recording warnings silences them.
+    with warnings.catch_warnings(record=True):
+        mlflow.pyfunc.log_model(
+            name=name,
+            model_id=model.model_id,
+            python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
+            artifacts={"model": str(folder.resolve())},
+            code_paths=[str(ROOT / "moecore"), *folders],
+            model_config={"packages": outside},
+            signature=model_signature(card.image),
+            pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
+        )
+    return str(model.model_id)
+
+
+def model_signature(image: "ImageSpec") -> Any:
+    """Return MLflow's signature of a model: names, types and shapes of inputs and outputs."""
+    import numpy
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    from moecore.tasks.image_text import ImageText
+
+    task, int64, float32 = image.task, numpy.dtype("int64"), numpy.dtype("float32")
+    images = TensorSpec(float32, (-1, image.stored_channels, *image.shape), "images")
+    inputs: list[TensorSpec | ColSpec] = [images]
+    answer_shape = (-1, task.cells * task.outputs)
+    answer_name = "scores"
+    if task.long:
+        inputs = [TensorSpec(int64, (-1, image.stored_channels, *image.shape), "words")]
+        answer_shape = (-1, *image.shape, task.outputs)
+    elif isinstance(task, ImageText):
+        inputs = [images, TensorSpec(int64, (-1, task.context), "captions")]
+        answer_shape = (-1, -1)
+    elif task.outputs == 1:
+        answer_name = task.answers[0]
+    answers = TensorSpec(float32, answer_shape, answer_name)
+    return ModelSignature(Schema(inputs), Schema([answers]))
+
+
+def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
+    """Create the run's version of the registered model ``name``, once."""
+    versions = client.search_model_versions(f"run_id = '{run.id}'")
+    if not versions:
+        if not client.search_registered_models(f"name = '{name}'"):
+            client.create_registered_model(name)
+        source = f"{SCHEME}{model_id}"
+        versions = [client.create_model_version(name, source, run.id, model_id=model_id)]
+    run.set_tags({VERSION: f"{versions[0].name} {versions[0].version}"})
+
+
+def set_alias(client: Any, run: StoredRun, current: bool) -> None:
+    """Let the alias ``current`` name the run's model, once, if its stage is up to date."""
+    if VERSION not in run.tags:
+        return
+    if current and run.tags.get(POINTED) != "true":
+        name, number = run.tags[VERSION].rsplit(maxsplit=1)
+        client.set_registered_model_alias(name, ALIAS, number)
+    run.set_tags({POINTED: str(current).lower()})
+
+
+def model_folder(address: str) -> Path:
+    """Return the folder of a registered model, for ``load_model``; nothing is unpickled.
+
+    Args:
+        address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store
+            of ``moecore ui``.
+
+    Raises:
+        UserError: the store has no such model.
+    """
+    mlflow_connection.set_mlflow_timeouts_and_logging()
+    import mlflow
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+    from mlflow.models import Model
+
+    mlflow.set_tracking_uri(mlflow_connection.store_address())
+    try:
+        folder = Path(download_artifacts(artifact_uri=address))
+        logged = Model.load(folder).flavors["python_function"]["artifacts"]["model"]
+    except (MlflowException, OSError, KeyError) as error:
+        store = mlflow_connection.mask_password(mlflow_connection.store_address())
+        raise UserError(
+            f"{address}: no such model in {store} ({mlflow_connection.error_cause(error)}); "
+            "allowed: models:/study.method.phase.seed@current, as `moecore ui` lists them"
+        ) from error
+    return folder / logged["path"]

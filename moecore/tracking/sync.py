@@ -20,20 +20,8 @@ from moecore.core.source_layout import RUNS
 from moecore.run import history_file as records
 from moecore.run.history_file import ExecutionHistory, GrowingHistory, routing_points
 from moecore.study.stages import TRAINING_PHASES
-from moecore.tracking import mlflow_connection
-from moecore.tracking import model as models
-from moecore.tracking.stored_run import (
-    LEVEL,
-    PARENT,
-    UID,
-    StoredRun,
-    curve_points,
-    list_runs,
-    mlflow_safe_name,
-    parent_run_points,
-    routing_curve_points,
-    stage_metrics_and_params,
-)
+from moecore.tracking import mlflow_connection, stored_run
+from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"
@@ -65,26 +53,6 @@ class ModelHistories(NamedTuple):
         if trained is None or header["stage"] == "teacher_router":  # which trainings depend on
             return False
         return header["t"] < trained.header["t"]
-
-    def current_histories(self) -> list[ExecutionHistory]:
-        return [history for history in self.histories if not self.is_outdated(history)]
-
-    def measured_items(self) -> frozenset[str]:
-        """Return the items whose results on disk are of the newest model."""
-        current = self.current_histories()
-        return frozenset(run.item for run in current if run.run_state()[0] == "FINISHED")
-
-    def choose_parent(self, parents: Iterable[StoredRun]) -> StoredRun | None:
-        """Return the parent run with the same trainings; None if no parent has them."""
-        tags = self.training_tags()
-        fitting = [
-            run
-            for run in parents
-            if run.tags.get(FAMILY) == self.family
-            and all(run.tags.get(name, uid) == uid for name, uid in tags.items())
-        ]
-        ranks = [(sum(name in run.tags for name in tags), run.started) for run in fitting]
-        return fitting[ranks.index(max(ranks))] if ranks else None
 
 
 def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
@@ -158,7 +126,6 @@ def sync_runs() -> str:
 
 
 def describe_import(counts: Counter[str]) -> str:
-    """Return a line with the changes of an import."""
     done = ", ".join(f"{counts[word]} {word}" for word in ("runs added", "updated", "ended"))
     address = mlflow_connection.mask_password(mlflow_connection.store_address())
     return f"{address}: {done}; {counts['current']} are current"
@@ -204,7 +171,9 @@ class StudyImporter:
         self.experiment = mlflow_connection.get_experiment(
             client, mlflow_connection.experiment_name(study)
         )
-        runs = list_runs(client, self.experiment.experiment_id)
+        # 50,000 is MLflow's limit; runs without a level are not of an import.
+        listed = client.search_runs([self.experiment.experiment_id], max_results=50_000)
+        runs = [StoredRun(client, run) for run in listed if LEVEL in run.data.tags]
         self.parents = {run.id: run for run in runs if run.tags[LEVEL] != "stage"}
         self.runs = {run.tags[UID]: run for run in runs if run.tags[LEVEL] == "stage"}
         self.items: dict[tuple[str, int], frozenset[str]] = {}  # by method and seed
@@ -221,10 +190,12 @@ class StudyImporter:
                 shown.add(parent.id)
             runs = [self._import_history(run, generation, parent) for run in generation.histories]
             ended = [run for run in runs if run is not None]
-            self.items[generation.method, generation.seed] = generation.measured_items()
+            current = [run for run in generation.histories if not generation.is_outdated(run)]
+            finished = (run.item for run in current if run.run_state()[0] == "FINISHED")
+            self.items[generation.method, generation.seed] = frozenset(finished)
             if generation.method != SHARED and (ended or generation.seed in dense):
                 self._send_headline(generation, parent)
-            states = [history.run_state() for history in generation.current_histories()]
+            states = [history.run_state() for history in current]
             parent.set_state(*max(states, key=lambda state: (state[0] == "RUNNING", state[1])))
             if generation.method == DENSE and ended:
                 dense[generation.seed] = ended
@@ -236,10 +207,20 @@ class StudyImporter:
         return self.counts
 
     def _find_parent(self, generation: ModelHistories) -> StoredRun:
+        """Return the parent run with the same trainings, created if no parent has them."""
         from moecore.report.figures.drawing import INK, line_look
 
-        parent = generation.choose_parent(self.parents.values())
-        if parent is None:
+        training_tags = generation.training_tags()
+        fitting = [
+            run
+            for run in self.parents.values()
+            if run.tags.get(FAMILY) == generation.family
+            and all(run.tags.get(name, uid) == uid for name, uid in training_tags.items())
+        ]
+        if fitting:  # with the most equal trainings, and of these the newest
+            ranks = [(len(run.tags.keys() & training_tags.keys()), run.started) for run in fitting]
+            parent = fitting[ranks.index(max(ranks))]
+        else:
             method, seed = generation.method, generation.seed
             name, tags = "data and teachers", {FAMILY: generation.family, LEVEL: SHARED}
             if method != SHARED:
@@ -251,7 +232,7 @@ class StudyImporter:
             started = min(history.header["t"] for history in generation.histories)
             parent = self._create_run(name, started, tags)
             self.parents[parent.id] = parent
-        parent.set_tags(generation.training_tags())
+        parent.set_tags(training_tags)
         return parent
 
     def _create_run(self, name: str, started: float, tags: Mapping[str, Any]) -> StoredRun:
@@ -289,7 +270,7 @@ class StudyImporter:
         elif not is_complete:
             self.counts["updated"] += self._send_lines(history, run, parent)
         run.set_tags(tags)
-        models.set_alias(self.client, run, current)
+        stored_run.set_alias(self.client, run, current)
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
@@ -302,15 +283,18 @@ class StudyImporter:
         if not new and state == run.status:
             return False
         run.add_params(history.header["params"])
-        run.add_points(curve_points(new) + routing_curve_points(new))
+        run.add_points(stored_run.curve_points(new) + stored_run.routing_curve_points(new))
         if any("routing" in line for line in new):
-            self._send_load_map(history, run)
+            from moecore.report.figures.expert_figures import draw_load_over_steps
+
+            figure = draw_load_over_steps([point for _, point in routing_points(history.lines)])
+            self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
         for line in new:
             self._send_line(history, line, run)
         phase = history.header["stage"]
         if parent is not None and phase in TRAINING_PHASES:
             parent.add_params(history.header["params"])
-            parent.add_points(parent_run_points(new, phase))
+            parent.add_points(stored_run.parent_run_points(new, phase))
             parent.set_tags(source_tags(history.header))
             for card in [line["dataset"] for line in new if "dataset" in line]:
                 parent.add_dataset(card)
@@ -324,7 +308,9 @@ class StudyImporter:
     def _send_line(self, history: ExecutionHistory, line: dict, run: StoredRun) -> None:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
-            metrics, params = stage_metrics_and_params(history.header["stage"], line["summary"])
+            metrics, params = stored_run.stage_metrics_and_params(
+                history.header["stage"], line["summary"]
+            )
             run.set_numbers(metrics, int(line["t"] * 1000))
             run.add_params(params)
         if "dataset" in line:
@@ -347,7 +333,7 @@ class StudyImporter:
                 # A training's model belongs to the parent, whose row shows it by stage.
                 stage = history.header["stage"]
                 owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
-                model_id = models.log_model(self.client, owner_id, stage, experiment, place)
+                model_id = stored_run.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or the model is too old
                 run.set_tags({MODEL: f"left out: {error}"})
                 return
@@ -356,7 +342,7 @@ class StudyImporter:
             header = history.header
             parts = (self.experiment.name, header["method"], header["stage"], header["seed"])
             name = ".".join(str(part) for part in parts if part is not None)
-            models.register_model(self.client, name, model_id, run)
+            stored_run.register_model(self.client, name, model_id, run)
             run.set_tags({MODEL: str(place)})
 
     def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
@@ -371,20 +357,13 @@ class StudyImporter:
             names.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(names) or None})
 
-    def _send_load_map(self, history: ExecutionHistory, run: StoredRun) -> None:
-        from moecore.report.figures.expert_figures import draw_load_over_steps
-
-        points = [point for _, point in routing_points(history.lines)]
-        figure = draw_load_over_steps(points)
-        self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
-
     def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import read_headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}
         numbers, counts = read_headline_numbers(self.study, method, seed, items)
-        named = {mlflow_safe_name(name): value for name, value in numbers.items()}
+        named = {stored_run.mlflow_safe_name(name): value for name, value in numbers.items()}
         parent.set_numbers(named, int(time.time() * 1000))
         parent.add_params(counts)
 

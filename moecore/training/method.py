@@ -5,10 +5,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moecore.core.config import AnySettings, Config, replace_and_validate, validate_again
+from moecore.core.config import (
+    AnySettings,
+    Config,
+    Misfits,
+    Surroundings,
+    changed_settings,
+    replace_and_validate,
+    validate_again,
+)
 from moecore.core.files import UserError
 from moecore.core.routing_records import Feature
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.experts.base import Experts

@@ -12,7 +12,7 @@ from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
 from moecore.nn.routing_traces import ImageTraces
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.base import ExtraTestMetrics, Task
 from moecore.training.meter import MEMORY, check_finite_predictions

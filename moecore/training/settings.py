@@ -13,11 +13,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Generator, Tensor, nn
 
 from moecore.attacks.pgd import Pgd
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings, format_changed_settings
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import RowsOfBatch
-from moecore.core.surroundings import Misfits, Surroundings, format_changed_settings
 from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode

@@ -8,25 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecore.attacks.base import Attack
+from moecore import parts
 from moecore.core.config import find_class, list_own_names, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, more_packages
 from moecore.core.source_layout import FAMILIES, ROOT
-from moecore.data.sources.base import Source
-from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.experts.base import Experts
-from moecore.nn.routers.base import Router
 from moecore.study.document import parse_yaml_document
 from moecore.study.study import Study, read_study
-from moecore.tasks.base import Task
 from moecore.training.method import Method
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.teachers.base import Teacher
 from tests.my_lab import COSINE, forget_package, write_my_lab
 
-BASES = (*(Attack, Backbone, Calibrator, Experts, Regularizer, Router, Source, Task, Teacher),)
+BASES = (
+    *(parts.Attack, parts.Backbone, parts.Calibrator, parts.Experts, parts.Regularizer),
+    *(parts.Router, parts.Source, parts.Task, parts.Teacher),
+)
 PARAMS = """\
 packages: [my_lab]
 run: {methods: [mine], seeds: [0]}
@@ -61,11 +56,12 @@ def refusal(text: str = PARAMS) -> str:
 def test_every_family_is_a_folder_whose_parts_are_files():
     folders = {Path(inspect.getfile(base)).parent for base in BASES}
     assert folders == {ROOT / "moecore" / family for family in FAMILIES}
-    assert "noisy_top_k" in list_own_names(Router) and "capacity" not in list_own_names(Router)
+    assert "noisy_top_k" in list_own_names(parts.Router) and "capacity" not in list_own_names(
+        parts.Router
+    )
     for base in BASES:
-        assert not any(inspect.isabstract(part) for part in part_classes_by_kind(base).values()), (
-            base
-        )
+        classes = part_classes_by_kind(base).values()
+        assert not any(inspect.isabstract(part) for part in classes), base
 
 
 def test_a_part_from_outside_is_read_written_and_used(folder):
@@ -137,7 +133,7 @@ def test_a_part_lacks_no_constant_of_its_family(folder):
         more_packages(["my_lab"]),
         pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$"),
     ):
-        find_class(Calibrator, "my_lab.soft")
+        find_class(parts.Calibrator, "my_lab.soft")
 
 
 def test_nothing_is_imported_that_is_not_listed(folder):

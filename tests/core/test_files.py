@@ -1,23 +1,25 @@
 """Errors of the system and files from elsewhere: one line that names the file. What Linux has, and
-what is done on a system that lacks it.
+what is done on a system that lacks it. A header of endless names is refused before it is read.
 """
 
 import errno
+import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moecore.core.files import (
-    UnusableFile,
-    UserError,
-    explain_file_errors,
-    read_json,
-    whole_file,
-)
+from moecore.core.files import UnusableFile, UserError, explain_file_errors, read_json, whole_file
 from moecore.core.operating_system import available_cores, set_parent_death_signal
+from moecore.core.safetensors_files import read_tensors
 from moecore.data.thread_map import map_in_threads, thread_count
+from moecore.lens.traces import open_tensors
+from moecore.nn.backbones.base_model import ImageSpec
+from moecore.tasks.classification import Classification
+from moecore.training.teachers.timm import Timm
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ELOOP, errno.EISDIR])
@@ -61,19 +63,11 @@ def test_endless_brackets_are_no_json(tmp_path):
             read_json(tmp_path / "deep.json")
 
 
-@pytest.fixture
-def bare_system(monkeypatch) -> None:
-    """A system without affinities and prctl."""
+def test_a_system_without_affinities_and_prctl_uses_all_cores(monkeypatch, tmp_path):
+    assert available_cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delenv("MOECORE_THREADS", raising=False)
-
-
-def test_linux_tells_its_cores():
-    assert available_cores() == len(os.sched_getaffinity(0))
-
-
-def test_a_bare_system_uses_all_cores(bare_system, tmp_path):
     assert available_cores() == thread_count() == os.cpu_count()
     assert list(map_in_threads(str, range(5))) == ["0", "1", "2", "3", "4"]
     set_parent_death_signal()
@@ -85,3 +79,38 @@ def test_an_error_names_its_place_what_was_found_and_what_is_allowed():
     error = UnusableFile.at("train.steps", found=-1, allowed="at least 1")
     assert str(error) == "train.steps: found -1; allowed: at least 1"
     assert type(error) is UnusableFile
+
+
+def write_empty_tensors(path: Path, number: int) -> None:
+    """Write a valid file: its tensors have no values, so that it is all header."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"weight{index}": entry for index in range(number)}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def open_trace(path: Path) -> None:
+    with open_tensors(path) as file:
+        file.keys()
+
+
+def build_teacher(path: Path) -> None:
+    classes = Classification(classes=("dark", "light"))
+    image = ImageSpec(channels=3, size=224, task=classes, mean=(0.5,) * 3, std=(0.3,) * 3)
+    Timm(name="deit_tiny_patch16_224.fb_in1k", checkpoint=str(path)).build(image)
+
+
+@pytest.mark.parametrize("read", [read_tensors, open_trace, build_teacher])
+def test_a_header_of_too_many_names_is_refused(tmp_path, read: Callable[[Path], Any]):
+    path = tmp_path / "names.safetensors"
+    write_empty_tensors(path, 60_000)  # 4.3 MB
+    with pytest.raises(UserError, match=r"names\.safetensors.*its header has 4,\d{3},\d{3} bytes"):
+        read(path)
+
+
+def test_many_names_are_read(tmp_path):
+    path = tmp_path / "names.safetensors"
+    write_empty_tensors(path, 1_000)
+    assert len(read_tensors(path)[0]) == 1_000
+    path.write_bytes(b"short")
+    with pytest.raises(UserError, match=r"names\.safetensors: no readable"):
+        read_tensors(path)

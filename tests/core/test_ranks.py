@@ -11,7 +11,6 @@ import pytest
 from torch.distributed import FileStore
 
 from moecore.core import ranks
-from moecore.core.ranks import RankWatch, announced_meeting
 from moecore.core.source_layout import ROOT
 
 HANGING = """
@@ -45,7 +44,7 @@ leave_ranks()
 def test_ranks_that_have_begun_fewer_collectives_are_late(
     tmp_path, capsys, rank, begun, answers, said
 ):
-    watch = RankWatch(FileStore(str(tmp_path / "meeting"), 3), rank, 3, lambda: begun)
+    watch = ranks.RankWatch(FileStore(str(tmp_path / "meeting"), 3), rank, 3)
     for number, answer in enumerate(answers):
         if answer is not None:
             watch.store.set(f"watch/0/{number}", f"{answer} {100 + number} here")
@@ -80,8 +79,14 @@ def test_a_hanging_rank_is_named_while_the_others_wait():
 
 
 def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
-    with announced_meeting(1, 2, "there:1234"):
+    def rendezvous(*_, **__):
         for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
             timer.join()
+        yield ("the store",)
+
+    monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
+    monkeypatch.setattr(ranks.distributed, "rendezvous", rendezvous)
+    for name, value in ((ranks.MEETING, "there:1234"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert ranks._find_store(ranks.PATIENCE) == "the store"
     assert capsys.readouterr().err == "rank 1 of 2: has waited 0 s for the others at there:1234\n"

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from tests.house.sources import syntax_trees
+from tests.project import syntax_trees
 
 # functions that many files have because a contract of DESIGN calls them
 CONTRACT = "figures measure applies phase_blocks main build prepare describe forward".split()

@@ -35,10 +35,6 @@ robustness: {images: 16, epsilons: [0.05], attacks: [{kind: nudge}], audit: {ima
 brightness: {images: 8}
 invariance: {images: 8}
 """
-ALONE = """
-from moecore.study.check import check_study
-check_study()
-"""
 # All in one process: each of its own would import torch
 RUN = """
 from pathlib import Path
@@ -155,7 +151,8 @@ def test_a_part_is_a_file_a_phase_is_a_row_too_and_all_of_them_run(tmp_path):
     assert list_changed_files(tmp_path) == ["moecore/study/stages.py"]
     project.run([sys.executable, "-c", RUN])
     (tmp_path / "params.yaml").write_text(PARAMS.replace("lottery", "top_k_softmax"))
-    said = project.attempt([sys.executable, "-c", ALONE]).stderr
+    check = "from moecore.study.check import check_study; check_study()"
+    said = project.attempt([sys.executable, "-c", check]).stderr
     assert "methods.mine.regularizers[0]: found quiet, which needs luck, but top_k_" in said
     card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
     assert card["task"]["kind"] == "graded"

@@ -1,7 +1,6 @@
-"""docs/methods.md: every part that params.yaml can name has an entry, and every file it names
-exists.
-
-What the README shows works as it is written there; our layer computes what its peers do.
+"""Pages and the code that they show: every part has an entry in docs/methods.md; what README and
+tutorials show works as it is written there. Races: our layer computes what its peers do, and the
+contestants of benchmarks/routers.py cost as many FLOPs as is said.
 """
 
 import re
@@ -10,10 +9,12 @@ import sys
 import pytest
 import torch
 
-from benchmarks import layers
+from benchmarks import layers, routers, training_step
 from benchmarks.layers import Size, prediction, tokens_of
 from benchmarks.peers import PEERS, leave_group
 from moecore.core.files import read_json
+from moecore.nn.backbones.vit import Vit
+from moecore.training.teachers.timm import define_missing_operators
 from tests.project import PARAMS, ROOT, Project
 
 METHODS = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
@@ -117,3 +118,75 @@ def test_our_layer_equals_mixture_of_experts():
     tokens = tokens_of(SMALL)
     # so no token was dropped
     torch.testing.assert_close(prediction(ours(tokens)), theirs(tokens)[0], atol=1e-4, rtol=1e-3)
+
+
+PRINTED = {  # of each tutorial, the words of its blocks and how what they print begins
+    "own_model": {"MoELayer": "torch.Size([1, 32, 8])", "timm": "[0."},
+    "lens": {
+        "transformers": "torch.Size([4, 16, 8])",
+        "Gate": "torch.Size([1, 6, 4])",
+        "write_trace": "torch.Size([24, 10, 4])",
+        "layouts": "(7, 7)",
+        "save_file": "6",
+    },
+}
+
+
+def python_blocks(name: str) -> list[str]:
+    text = (ROOT / f"docs/tutorials/{name}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+CASES = [
+    (word, begins, code)
+    for name, printed in PRINTED.items()
+    for (word, begins), code in zip(printed.items(), python_blocks(name), strict=True)
+]
+
+
+@pytest.mark.parametrize(("word", "begins", "code"), CASES)
+def test_an_example_runs_within_fifteen_lines(word, begins, code, capsys, tmp_path, monkeypatch):
+    define_missing_operators()
+    monkeypatch.chdir(tmp_path)
+    if word == "transformers":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    assert word in code
+    assert len([line for line in code.splitlines() if line]) <= 15
+    exec(compile(code, "tutorial.md", "exec"), {})
+    assert capsys.readouterr().out.startswith(begins)
+
+
+# 8 images of 4 patches and a class token; 8 experts of 24 × 24 in each of two blocks
+SIZE = training_step.Size(Vit(patch=7, width=24, depth=4, heads=2), 1, 14, 3, 8, 1.0)
+# FLOPs of both layers
+SIX_MORE = 2 * (8 * 5) * 6 * (4 * 24 * 24)  # 40 tokens, 6 experts more, two products
+MERGING = 2 * 8 * 8 * (2 * 2 * 24 * 48)  # 8 images, 8 experts, numbers of two maps
+ROUNDS = 2 * 100 * 2 * (2 * 40 * 8)  # Sinkhorn's on the meta device: all 100, two products
+
+
+@pytest.mark.parametrize("name", routers.CONTESTANTS)
+def test_a_contestant_trains_at_the_flops_that_are_said(name):
+    method = routers.CONTESTANTS[name].method(SIZE)
+    made = training_step.bench(SIZE, method, torch.float32)
+    made.step()
+    assert all(one.isfinite().all() for one in made.model.parameters())
+    own, vmoe = routers.step_flops(SIZE, method), routers.step_flops(SIZE, SIZE.vmoe)
+    has_all_slots = routers.CONTESTANTS[name].note.startswith(routers.ALL_SLOTS)
+    if has_all_slots or name == "competition, competing":
+        own -= SIX_MORE
+    if name == "merged":
+        own -= MERGING
+    if name == "sinkhorn":
+        own -= ROUNDS
+    assert own == pytest.approx(vmoe, rel=0.05)  # depth: 2 of 5 tokens are less than half
+
+
+@pytest.mark.parametrize("name", routers.UPDATED)
+def test_routers_are_updated_at_the_end_of_a_step_alone(name):
+    method = routers.CONTESTANTS[name].method(SIZE)
+    made = training_step.bench(SIZE, method, torch.float32, updates_routers=False)
+    biases = [one for key, one in made.model.named_buffers() if key.endswith("balance.bias")]
+    made.step()
+    assert len(biases) == 2 and not any(one.any() for one in biases)
+    made._replace(updates_routers=True).step()
+    assert all(one.any() for one in biases)

@@ -1,6 +1,5 @@
 """The public names: page, ``__all__`` and docstrings agree, and an import loads nothing."""
 
-import ast
 import inspect
 import json
 import re
@@ -23,25 +22,6 @@ def test_a_public_name_is_there_and_has_a_docstring(name):
         assert isinstance(one, (str, bool)) or (inspect.getdoc(one) or "")[:1].isupper()
 
 
-@pytest.mark.parametrize("module", [moecore, moecore.parts])
-def test_type_checkers_and_the_interpreter_read_the_same_names(module):
-    """The former read the imports of a block that the latter skips, and it a table."""
-    tree = ast.parse(inspect.getsource(module))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {
-        alias.asname: f"{node.module}:{alias.name}"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    table = moecore.HOMES if module is moecore else moecore.parts._PAGES
-    named = {
-        name: home if ":" in home else ":".join(home.rsplit(".", 1)) for name, home in table.items()
-    }
-    assert typed == named
-    assert moecore.__all__ == sorted(moecore.__all__)
-
-
 def test_a_family_offers_its_classes_by_name():
     from moecore.attacks import Pgd
 
@@ -61,18 +41,12 @@ def test_an_import_loads_nothing():
     assert not {"torch", "numpy", "pydantic"} & set(modules)
 
 
-def test_other_names_are_no_attributes():
+def test_other_names_are_no_attributes_and_renamed_ones_warn(monkeypatch):
     with pytest.raises(AttributeError, match="module 'moecore' has no attribute 'load_modl'"):
         moecore.load_modl  # noqa: B018
-
-
-def test_a_renamed_name_warns_and_leads_to_the_new_one(monkeypatch):
     monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
     with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
         assert moecore.load_modl is moecore.load_model
-
-
-def test_pages_is_now_parts():
     code = (
         "from moecore.pages import Column; from moecore import parts; print(Column is parts.Column)"
     )

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import source_files, syntax_trees
-from tests.project import ROOT
+from tests.project import ROOT, source_files, syntax_trees
 
 QUOTED = re.compile(r"``([^`\n]+)``|`([^`\n]+)`")
 NAME = re.compile(r"[A-Za-z_][\w.]*\w")

@@ -10,13 +10,14 @@ from torch import nn
 
 from moecore.measure import cost
 from moecore.measure.base import MeasuredModel
-from moecore.measure.clock import time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
     padding_share,
     pass_and_routing_times,
     peak_memory_and_counting_method,
     record_spans,
+    time_calls,
+    timing_quartiles,
     unwatched_times,
     whole_and_routing_flops,
 )

@@ -34,8 +34,8 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import transfer as stage
+from moecore.statistics.comparisons import count_paired_hits, paired_share_difference
 from moecore.statistics.intervals import Interval, bootstrap_mean
-from moecore.statistics.paired import count_paired_hits, paired_share_difference
 from moecore.tasks.classification import Classification
 from moecore.testing import check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import UserError, write_json
-from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared, evenly_spaced_indices

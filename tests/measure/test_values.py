@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import UserError, write_json
-from moecore.core.plain_values import to_jsonable
 from moecore.measure.base import MeasuredModel, Measurement, find_measurement, read_result
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit
@@ -16,7 +16,7 @@ from moecore.report.results import (
     list_displays,
     list_measurements_with_values,
 )
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import CLASSES, small_data, small_vit

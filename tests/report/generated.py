@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from moecore.core.config import Config
+from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import write_json
-from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import calibration
 from moecore.measure.base import Estimate, Skipped

@@ -37,7 +37,7 @@ from moecore.report.tables.metrics_by_method import (
     expected_metrics,
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
-from moecore.statistics import crossed
+from moecore.statistics import comparisons
 from moecore.study.papers import PIPELINES, ModelSizeComparison, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import (
@@ -114,10 +114,10 @@ def test_the_difference_is_paired_by_seed():
     assert found.difference.interval() == pytest.approx((0.1, *limits), abs=1e-6)
 
 
-def found(value: float, half: float | None) -> crossed.Difference:
+def found(value: float, half: float | None) -> comparisons.Difference:
     """A difference over very many items, whose 95 % interval has this half width."""
-    sources = () if half is None else (crossed.VarianceSource((half / 1.959964) ** 2, 10**7),)
-    return crossed.Difference(value, sources, crossed.ITEMS, 1, 10**7)
+    sources = () if half is None else (comparisons.VarianceSource((half / 1.959964) ** 2, 10**7),)
+    return comparisons.Difference(value, sources, comparisons.ITEMS, 1, 10**7)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     outcome = generated.trained(0, 0, False, "pretrain")
     models = {}
     for seed, one in enumerate(values):
-        items = crossed.encode_item_values(one)
+        items = comparisons.encode_item_values(one)
         models[seed] = matching(outcome, Value(metric="match_top1", value=one.mean(), items=items))
     return models
 
@@ -230,14 +230,14 @@ def test_items_and_seeds_both_widen_the_interval():
     theirs = [0.3 * generator.standard_normal(60) for _ in range(3)]
     ours = [one + 0.5 * shared + 0.2 for one in theirs]  # the same gap in every seed
     found = evaluate_claims([claim()], of_items(ours, theirs))[0]
-    expected = crossed.crossed_difference(np.stack(ours) - np.stack(theirs))
-    assert found.difference.kind == crossed.BOTH and found.difference.items == 60
+    expected = comparisons.crossed_difference(np.stack(ours) - np.stack(theirs))
+    assert found.difference.kind == comparisons.BOTH and found.difference.items == 60
     assert found.difference.interval() == pytest.approx(expected.interval(), abs=1e-3)
     # The seeds alone would leave no doubt.
     apart = np.mean(ours, axis=1) - np.mean(theirs, axis=1)
     assert np.ptp(apart) < 1e-9 and found.difference.half() > 0.1
     alone = evaluate_claims([claim()], of_items(ours[:1], theirs[:1]))[0]
-    assert alone.difference.kind == crossed.ITEMS and alone.difference.interval().limits
+    assert alone.difference.kind == comparisons.ITEMS and alone.difference.interval().limits
     entry = next(iter(flat_claims([alone]).values()))
     assert entry["difference"]["interval"] == "items" and entry["difference"]["items"] == 60
     assert ", items | " in claims_markdown([alone])
@@ -575,12 +575,12 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
 
 
 @pytest.mark.parametrize("shift", [0.2, 0.02])  # decided and open
-@pytest.mark.parametrize("kind", [crossed.BOTH, crossed.ITEMS, "seeds"])
+@pytest.mark.parametrize("kind", [comparisons.BOTH, comparisons.ITEMS, "seeds"])
 def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
     generator = np.random.default_rng(0)
     theirs = [generator.standard_normal(60) for _ in range(3)]
     ours = [one + shift + 0.1 * generator.standard_normal(60) for one in theirs]
-    shown = of_items(ours, theirs) if kind == crossed.BOTH else of_items(ours[:1], theirs[:1])
+    shown = of_items(ours, theirs) if kind == comparisons.BOTH else of_items(ours[:1], theirs[:1])
     if kind == "seeds":
         shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
     asked = [claim(), claim(better="equivalent", margin=0.11)]

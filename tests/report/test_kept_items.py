@@ -16,7 +16,7 @@ from moecore.report.claims import records
 from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.pages import Answer
-from moecore.statistics.crossed import BOTH, Difference, VarianceSource
+from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study

@@ -252,7 +252,7 @@ def hostile_predictions(folder: Path) -> str:
     shown = [predicted.Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
     caption, reason = EVIL["caption"], EVIL["reason"]
     spoken = [predicted.RoutedText(caption, [[(caption, [0])]], [EVIL["class"]], reason)]
-    failures = [predicted.Failure(EVIL["participant"], EVIL["reason"])]
+    failures = [(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
     page = predicted.PredictedPage(*about, shown, 2, failures, 2, spoken, 2)
     return predicted.render_predictions(page)

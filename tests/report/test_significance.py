@@ -10,7 +10,7 @@ import pytest
 from scipy.special import stdtr
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import encode_exact
+from moecore.core.encoded_values import encode_exact
 from moecore.core.files import UserError
 from moecore.measure.robustness import Robustness
 from moecore.measure.trained import Trained

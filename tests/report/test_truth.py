@@ -16,7 +16,7 @@ from moecore.report.pictures import truth
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.cells import Cell, keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.comparisons import encode_item_values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.next_token import NextToken
 from tests.report import generated

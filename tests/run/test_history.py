@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.files import UnusableFile, UserError, read_json
-from moecore.core.kept_parts import KeptParts, append_line
+from moecore.core.files import KeptParts, UnusableFile, UserError, append_line, read_json
 from moecore.core.source_layout import ROOT
 from moecore.run import progress
 from moecore.run.history_file import (

@@ -12,7 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
+from moecore.statistics.comparisons import (
+    count_paired_hits,
+    paired_bootstrap,
+    paired_share_difference,
+)
 from moecore.tasks.class_task import (
     brier_scores,
     calibration_error,

@@ -5,6 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
+from moecore import testing
 from moecore.attacks.fgsm import Fgsm
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingContext
@@ -16,24 +17,15 @@ from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 from moecore.tasks.regression import Regression
-from moecore.testing import (
-    check_attack,
-    check_backbone,
-    check_experts,
-    check_measurement,
-    check_regularizer,
-    check_router,
-    check_source,
-    check_task,
-    check_teacher,
-)
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.load import Load
 from moecore.training.teachers.base import Teacher
 
 
 class Sound(NoisyTopKRouter):
-    """Breaks nothing; others change what it scores."""
+    """Breaks nothing; others change one of its methods."""
+
+    seen = 0.0
 
     def forward(self, tokens, context=RoutingContext()):
         with full_precision(tokens):
@@ -43,74 +35,55 @@ class Sound(NoisyTopKRouter):
         return router_logits(tokens, self.weight)
 
 
-class Rounded(Sound):
-    def forward(self, tokens, context=RoutingContext()):
-        return self.decide(torch.nn.functional.linear(tokens, self.weight).float())
+def round_logits(self, tokens, context=None):
+    return self.decide(torch.nn.functional.linear(tokens, self.weight).float())
 
 
-class Coupled(Sound):
-    def scores(self, tokens):
-        return super().scores(tokens - tokens.mean(dim=(0, 1)))
+def scale_probs(self, logits):
+    plan, record = Sound.decide(self, logits)
+    return plan, record._replace(probs=2 * record.probs)
 
 
-class LooksAhead(Sound):
-    def scores(self, tokens):
-        return super().scores(tokens.roll(-1, dims=1))
+def double_weights(self, logits):
+    plan, record = Sound.decide(self, logits)
+    return plan._replace(weights=2 * plan.weights), record
 
 
-class Noisy(Sound):
-    def scores(self, tokens):
-        return super().scores(tokens + torch.randn_like(tokens))
+def count_calls(self, tokens):
+    self.seen += self.training
+    return Sound.scores(self, tokens) * (1 + self.seen * self.training)
 
 
-class Unscaled(Sound):
-    def decide(self, logits):
-        plan, record = super().decide(logits)
-        return plan, record._replace(probs=2 * record.probs)
-
-
-class Doubled(Sound):
-    def decide(self, logits):
-        plan, record = super().decide(logits)
-        return plan._replace(weights=2 * plan.weights), record
-
-
-class Deaf(Sound):
-    def decide(self, logits):
-        return super().decide(logits.detach())
-
-
-class Forgetful(Sound):
-    seen = 0.0
-
-    def scores(self, tokens):
-        self.seen += self.training
-        return super().scores(tokens) * (1 + self.seen * self.training)
+def scores_of(change):
+    return {"scores": lambda self, tokens: Sound.scores(self, change(tokens))}
 
 
 @pytest.mark.parametrize(
-    ("module", "promise"),
+    ("methods", "promise"),
     [
-        (Rounded, "under bf16 autocast"),
-        (Coupled, "routed the same in any batch"),
-        (LooksAhead, "a later token"),
-        (Noisy, "evaluation draws no number"),
-        (Unscaled, "probs of a token sum to 1"),
-        (Doubled, "the sum of all experts, weighted by combine"),
-        (Deaf, "reaches the router"),
-        (Forgetful, "is resumed from its state_dict"),
+        ({"forward": round_logits}, "under bf16 autocast"),
+        (scores_of(lambda tokens: tokens - tokens.mean(dim=(0, 1))), "same in any batch"),
+        (scores_of(lambda tokens: tokens.roll(-1, dims=1)), "a later token"),
+        (scores_of(lambda tokens: tokens + torch.randn_like(tokens)), "evaluation draws no number"),
+        ({"decide": scale_probs}, "probs of a token sum to 1"),
+        ({"decide": double_weights}, "the sum of all experts, weighted by combine"),
+        (
+            {"decide": lambda self, logits: Sound.decide(self, logits.detach())},
+            "reaches the router",
+        ),
+        ({"scores": count_calls}, "is resumed from its state_dict"),
     ],
 )
-def test_a_router(module, promise):
+def test_a_router(methods, promise):
     class Cosine(NoisyTopK):
         def build(self, width, experts, basis=None):
-            return sound_or_broken(self, width, experts)
+            return built(self, width, experts)
 
-    sound_or_broken = Sound
-    check_router(Cosine)
-    sound_or_broken = module
+    built = Sound
+    testing.check_router(Cosine)
+    built = type("Broken", (Sound,), methods)
     with pytest.raises(AssertionError, match=f"^Cosine: .*{promise}") as failure:
-        check_router(Cosine)
+        testing.check_router(Cosine)
     assert "\n" not in str(failure.value)
 
 
@@ -119,13 +92,9 @@ class Mixed(MlpExperts):
         return super().forward(rows._replace(values=rows.values - rows.values.mean(dim=0)))
 
 
-def test_experts():
-    class Blended(Mlp):
-        def build(self, width):
-            return Mixed(self, width)
-
-    with pytest.raises(AssertionError, match="^Blended: a row depends on no other row$"):
-        check_experts(Blended)
+class Blended(Mlp):
+    def build(self, width):
+        return Mixed(self, width)
 
 
 class Quiet(Regularizer):
@@ -141,22 +110,9 @@ class Weighted(Load):
         return self.weight * super().__call__(step)
 
 
-@pytest.mark.parametrize(
-    ("regularizer", "promise"),
-    [(Quiet, "without routing it raises a UserError"), (Weighted, "not multiplied by weight")],
-)
-def test_a_regularizer(regularizer, promise):
-    with pytest.raises(AssertionError, match=f"^{regularizer.__name__}: .*{promise}"):
-        check_regularizer(regularizer)
-
-
-def test_an_attack():
-    class Strong(Fgsm):
-        def perturb_images(self, at, ball, generator):
-            return (ball.centre + 2 * ball.epsilon).clamp(0, 1)
-
-    with pytest.raises(AssertionError, match="^Strong: no pixel moves by more than ε$"):
-        check_attack(Strong)
+class Strong(Fgsm):
+    def perturb_images(self, at, ball, generator):
+        return (ball.centre + 2 * ball.epsilon).clamp(0, 1)
 
 
 class Mingled(Vit):
@@ -188,31 +144,6 @@ class Restless(Digits):
     write_digits = Digits.write
 
 
-YEARS = torch.tensor([40.0, 60.0]).numpy()
-
-
-@pytest.mark.parametrize(
-    ("check", "part", "promise"),
-    [
-        (
-            check_backbone,
-            Mingled(patch=4, width=16, depth=1, heads=2),
-            "the same outputs in any batch",
-        ),
-        (check_teacher, Drawn(), "the same for every seed"),
-        (lambda task: check_task(task, torch.ones(2, 1), YEARS, YEARS), Summed(target="age"), "B,"),
-    ],
-)
-def test_what_is_built_and_learned(check, part, promise):
-    with pytest.raises(AssertionError, match=f"^{type(part).__name__}: .*{promise}"):
-        check(part)
-
-
-def test_a_source(tmp_path):
-    with pytest.raises(AssertionError, match="^Restless: the same settings write the same bytes$"):
-        check_source(Restless(), tmp_path)
-
-
 class Result(Config):
     mean: float
 
@@ -228,9 +159,25 @@ class Brightness(Measurement):
         return Result(mean=len(self.calls) + parts("mean", lambda: 0.5))
 
 
+YEARS = torch.tensor([40.0, 60.0]).numpy()
+
+
 @pytest.mark.parametrize(
-    ("noisy", "promise"), [(True, "draws no global number"), (False, "killed after any piece")]
+    ("check", "part", "promise"),
+    [
+        ("experts", Blended(), "a row depends on no other row$"),
+        ("regularizer", Quiet(), "without routing it raises a UserError"),
+        ("regularizer", Weighted(), "not multiplied by weight"),
+        ("attack", Strong(), "no pixel moves by more than ε$"),
+        ("backbone", Mingled(patch=4, width=16, depth=1, heads=2), "same outputs in any batch"),
+        ("teacher", Drawn(), "the same for every seed"),
+        ("task", Summed(target="age"), "B,"),
+        ("source", Restless(), "the same settings write the same bytes$"),
+        ("measurement", Brightness(noisy=True, calls=[]), "draws no global number"),
+        ("measurement", Brightness(calls=[]), "killed after any piece"),
+    ],
 )
-def test_a_measurement(noisy, promise):
-    with pytest.raises(AssertionError, match=f"^Brightness: .*{promise}"):
-        check_measurement(Brightness(noisy=noisy, calls=[]))
+def test_another_part(check, part, promise, tmp_path):
+    more = {"task": (torch.ones(2, 1), YEARS, YEARS), "source": (tmp_path,)}.get(check, ())
+    with pytest.raises(AssertionError, match=f"^{type(part).__name__}: .*{promise}"):
+        getattr(testing, f"check_{check}")(part, *more)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moecore import backbones, experts, regularizers, routers
+from moecore import backbones, experts, regularizers, routers, testing
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
@@ -14,17 +14,6 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.balances.base import Balance
-from moecore.testing import (
-    check_attack,
-    check_backbone,
-    check_balance,
-    check_calibrator,
-    check_experts,
-    check_measurement,
-    check_regularizer,
-    check_router,
-    check_teacher,
-)
 from moecore.testing.check_helpers import IMAGE
 from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
@@ -32,7 +21,6 @@ from moecore.training.teachers.dense import Dense
 CAPACITY = {"capacity_factor": 0.5, "batch_priority": True}
 BIAS = {"kind": "loss_free", "rate": 0.1}
 ORDERED = {"k": 1, "capacity_factor": 0.5, "group_size": 1}  # causal: seats in the words' order
-EIGEN = experts.Eigen(number=4)
 ROUTERS = [
     *(routers.NoisyTopK(k=k) for k in (1, 2)),
     routers.NoisyTopK(renormalise=True),
@@ -132,97 +120,62 @@ BACKBONES = [
         IMAGE.model_copy(update={"task": parse_card_task({"kind": "image_text", **CAPTIONS})}),
     ),
 ]
-ELSEWHERE = {  # their subject is not in the small model and data; it is time; they have no defaults
-    "cohort_checks",
-    "cost",
-    "retrieval",
-    "robustness",
-    "truth",
-    "word_swaps",
-    "zero_shot",
-}
+# Their subject is not in the small model and data; it is time; they have no defaults
+ELSEWHERE = "cohort_checks cost retrieval robustness truth word_swaps zero_shot".split()
 MEASUREMENTS = [own for name, own in builtin_measurements().items() if name not in ELSEWHERE]
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=repr)
-def test_routers(router):
-    check_router(router)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"activation": "swiglu"}, {"fine": 2}, {"zero_computation": {"copies": 2}}],
-    ids=["gelu", "swiglu", "fine", "zero_computation"],
+AMONG_EMPTY = (  # routers of experts without a network
+    routers.NoisyTopK(score="sigmoid", renormalise=True, balance=BIAS),
+    routers.NoisyTopK(**CAPACITY, group_size=2),
+    routers.TopKSoftmax(),
+    routers.TopP(),
+    routers.Relu(),
+    routers.Hash(by="position"),
+    routers.Eigenbasis(),
+    routers.Depth(share=0.5),
 )
-def test_a_router_beside_shared_experts(settings):
-    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, **settings)
-    check_router(routers.NoisyTopK(), beside)
+CASES = [
+    *((testing.check_router, router) for router in ROUTERS),
+    *(
+        (
+            testing.check_router,
+            routers.NoisyTopK(),
+            experts.Mlp(number=4, hidden_ratio=1.5, shared=1, **own),
+        )
+        for own in ({}, {"activation": "swiglu"}, {"fine": 2}, {"zero_computation": {"copies": 2}})
+    ),
+    *(
+        (testing.check_router, router, experts.Mlp(number=3, zero_computation={}))
+        for router in AMONG_EMPTY
+    ),
+    *(
+        (
+            testing.check_router,
+            routers.Eigenbasis(context=context),
+            experts.Eigen(number=4, factored_output=factored),
+        )
+        for context in ("tokens", "attention_output", "learned")
+        for factored in (False, True)
+    ),
+    *((testing.check_balance, balance) for balance in BALANCES),
+    *((testing.check_experts, part) for part in EXPERTS),
+    *((testing.check_regularizer, regularizer) for regularizer in REGULARIZERS),
+    *((testing.check_attack, attack) for attack in [*ATTACKS, Pgd(steps=3, inside=True)]),
+    *((testing.check_backbone, *backbone) for backbone in BACKBONES),
+    *((testing.check_calibrator, part) for part in part_classes_by_kind(Calibrator).values()),
+    *((testing.check_measurement, measurement) for measurement in MEASUREMENTS),
+    (
+        testing.check_teacher,
+        Dense(model=VIT, training=Training(epochs=1, batch=8, learning_rate=0.1)),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        routers.NoisyTopK(score="sigmoid", renormalise=True, balance=BIAS),
-        routers.NoisyTopK(**CAPACITY, group_size=2),
-        routers.TopKSoftmax(),
-        routers.TopP(),
-        routers.Relu(),
-        routers.Hash(by="position"),
-        routers.Eigenbasis(),
-        routers.Depth(share=0.5),
-    ],
-    ids=repr,
-)
-def test_a_router_among_experts_without_a_network(router):
-    check_router(router, experts.Mlp(number=3, zero_computation={}))
-
-
-@pytest.mark.parametrize("context", ["tokens", "attention_output", "learned"])
-@pytest.mark.parametrize("factored", [False, True])
-def test_a_router_that_shares_the_experts_bases(context, factored):
-    shared = experts.Eigen(number=4, factored_output=factored)
-    check_router(routers.Eigenbasis(context=context), shared)
-
-
-@pytest.mark.parametrize("balance", BALANCES, ids=repr)
-def test_balances(balance):
-    check_balance(balance)
-
-
-@pytest.mark.parametrize("part", EXPERTS, ids=repr)
-def test_experts(part):
-    check_experts(part)
-
-
-@pytest.mark.parametrize("regularizer", REGULARIZERS, ids=repr)
-def test_regularizers(regularizer):
-    check_regularizer(regularizer)
-
-
-@pytest.mark.parametrize(
-    "attack", [*ATTACKS, Pgd(steps=3, inside=True)], ids=lambda attack: attack.name
-)
-def test_attacks(attack):
-    check_attack(attack)
-
-
-@pytest.mark.parametrize(("backbone", "image"), BACKBONES, ids=repr)
-def test_backbones(backbone, image):
-    check_backbone(backbone, image)
-
-
-@pytest.mark.parametrize("calibrator", part_classes_by_kind(Calibrator).values())
-def test_calibrators(calibrator):
-    check_calibrator(calibrator)
-
-
-def test_a_teacher():
-    check_teacher(Dense(model=VIT, training=Training(epochs=1, batch=8, learning_rate=0.1)))
-
-
-@pytest.mark.parametrize("measurement", MEASUREMENTS)
-def test_measurements(measurement):
-    check_measurement(measurement)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__} {case[1:]}")
+def test_our_part_keeps_its_promises(case):
+    check, *parts = case
+    check(*parts)
 
 
 @pytest.mark.parametrize(

@@ -8,67 +8,39 @@ import torch
 from torch import nn
 
 import moecore
-from moecore import UserError
-from moecore.parts import (
-    Backbone,
-    BackboneModel,
-    Card,
-    Classification,
-    Encoded,
-    EncodeOptions,
-    Experts,
-    ExpertsModule,
-    ImageSpec,
-    MoESettings,
-    RoutingContext,
-    Rows,
-    Score,
-    Source,
-    SplitToWrite,
-    Task,
-    Teacher,
-    TokenLayout,
-    write_images,
-)
-from moecore.testing import (
-    check_backbone,
-    check_experts,
-    check_source,
-    check_task,
-    check_teacher,
-)
+from moecore import UserError, parts, testing
 
 SIDE = 8
-STRIPED = Classification(classes=("along", "across"))
+STRIPED = parts.Classification(classes=("along", "across"))
 
 
-class Stripes(Source):
+class Stripes(parts.Source):
     """Eight images a split, striped along or across."""
 
-    task: ClassVar[type[Task]] = Classification
+    task: ClassVar[type[parts.Task]] = parts.Classification
     kind: Literal["my_lab.stripes"] = "my_lab.stripes"
     seed: int = 0
 
     def describe(self):
         counts = dict.fromkeys(("train", "validation", "test"), (4, 4))
-        return Card("Stripes", 1, SIDE, STRIPED, "CC0", "drawn", counts)
+        return parts.Card("Stripes", 1, SIDE, STRIPED, "CC0", "drawn", counts)
 
     def write(self, folder):
         labels = np.arange(8) % 2
         image = np.tile(np.arange(SIDE, dtype=np.uint8) * 30, (SIDE, 1))
         images = np.stack([image if label else image.T for label in labels])[:, None]
-        split = SplitToWrite(labels, [images])
-        parts = dict.fromkeys(("train", "validation", "test"), split)
-        return write_images(folder, self, self.describe(), parts)
+        split = parts.SplitToWrite(labels, [images])
+        splits = dict.fromkeys(("train", "validation", "test"), split)
+        return parts.write_images(folder, self, self.describe(), splits)
 
 
-class Weight(Task):
+class Weight(parts.Task):
     """One number per image: its error is the score."""
 
     kind: Literal["my_lab.weight"] = "my_lab.weight"
     outputs: ClassVar[int] = 1
     answers: ClassVar[tuple[str, ...]] = ("weight",)
-    score: ClassVar[Score] = Score("error", "absolute error", "kg", "number", "lower")
+    score: ClassVar[parts.Score] = parts.Score("error", "absolute error", "kg", "number", "lower")
 
     def loss(self, prediction, labels, label_smoothing=0.0, reduction="mean"):
         errors = self.attack_loss(prediction, labels)
@@ -101,7 +73,7 @@ class Weight(Task):
         return "a weight has no classes"
 
 
-class Linear(Experts):
+class Linear(parts.Experts):
     """One matrix per expert."""
 
     kind: Literal["my_lab.linear"] = "my_lab.linear"
@@ -111,31 +83,33 @@ class Linear(Experts):
         return Matrices(self.number, width)
 
 
-class Matrices(ExpertsModule):
+class Matrices(parts.ExpertsModule):
     def __init__(self, experts: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(experts, width, width))
 
-    def forward(self, rows: Rows) -> torch.Tensor:
+    def forward(self, rows: parts.Rows) -> torch.Tensor:
         pieces = rows.values.tensor_split(rows.offsets[:-1].tolist())
         return torch.cat([piece @ one for piece, one in zip(pieces, self.weight, strict=True)])
 
 
-class Flat(Backbone):
+class Flat(parts.Backbone):
     """One feed-forward over the whole image as one token."""
 
     kind: Literal["my_lab.flat"] = "my_lab.flat"
     depth: ClassVar[int] = 1
     width: int = 16
 
-    def grid(self, image: ImageSpec):
+    def grid(self, image: parts.ImageSpec):
         return (1, 1)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> BackboneModel:
+    def build(
+        self, image: parts.ImageSpec, moe: parts.MoESettings | None = None
+    ) -> parts.BackboneModel:
         return FlatModel(self, image, moe)
 
 
-class FlatModel(BackboneModel):
+class FlatModel(parts.BackboneModel):
     depth: ClassVar[int] = 1
 
     def __init__(self, config, image, moe):
@@ -146,27 +120,27 @@ class FlatModel(BackboneModel):
 
     @property
     def layout(self):
-        return TokenLayout(0, (1, 1), self.image.shape)
+        return parts.TokenLayout(0, (1, 1), self.image.shape)
 
-    def encode(self, images, options=EncodeOptions()):
+    def encode(self, images, options=parts.EncodeOptions()):
         entering = self.embed(self.normalised(images).flatten(1))[:, None]
         tokens, records = self.mlp(entering), ()
         if self.moe is not None:
-            context = self.routing_contexts(images, options).get(0, RoutingContext())
+            context = self.routing_contexts(images, options).get(0, parts.RoutingContext())
             tokens, records = self.mlp(entering, context)
         feature = options.select_tokens(entering, tokens)
-        return Encoded(tokens, records, (feature,) * len(options.blocks))
+        return parts.Encoded(tokens, records, (feature,) * len(options.blocks))
 
     def heads(self, tokens):
         return (self.head(tokens[:, 0]),)
 
 
-class Untrained(Teacher):
+class Untrained(parts.Teacher):
     """A small ViT of one seed."""
 
     kind: Literal["my_lab.untrained"] = "my_lab.untrained"
 
-    def build(self, image: ImageSpec) -> BackboneModel:
+    def build(self, image: parts.ImageSpec) -> parts.BackboneModel:
         with torch.random.fork_rng():
             torch.manual_seed(5)
             return moecore.backbones.Vit(patch=4, width=16, depth=1, heads=2).build(image)
@@ -180,9 +154,9 @@ def test_a_source_of_an_earlier_version_is_told_what_to_write():
 
 
 def test_they_keep_what_their_families_promise(tmp_path):
-    assert check_source(Stripes, tmp_path).task == STRIPED
+    assert testing.check_source(Stripes, tmp_path).task == STRIPED
     kilograms = np.array([60.0, 80.0], np.float32)
-    check_task(Weight(), torch.tensor([[61.0], [77.0]]), kilograms, np.array([np.nan]))
-    check_experts(Linear)
-    check_backbone(Flat)
-    check_teacher(Untrained)
+    testing.check_task(Weight(), torch.tensor([[61.0], [77.0]]), kilograms, np.array([np.nan]))
+    testing.check_experts(Linear)
+    testing.check_backbone(Flat)
+    testing.check_teacher(Untrained)

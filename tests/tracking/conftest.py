@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,9 @@ class Study:
         return self.start("-c", "from moecore.pipeline.cli import app; app()", *words)
 
 
-def only_run(study: Study) -> Any:
-    """The run of the one history."""
-    [run] = study.runs()
+def only_run(study: Study, seed: int = 0) -> Any:
+    """The run of the one history of a seed."""
+    [run] = [run for run in study.runs() if run.data.tags.get("seed", "0") == str(seed)]
     return run
 
 
@@ -156,9 +155,3 @@ def study(tmp_path, monkeypatch, request, store) -> Study:
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     return Study(folder, store)
-
-
-@pytest.fixture
-def run_of(study) -> Callable[[int], Any]:
-    """The run in the store of a seed."""
-    return lambda seed: next(run for run in study.runs() if run.data.tags["seed"] == str(seed))

@@ -23,7 +23,7 @@ from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText, similarity_matrix
 from moecore.tasks.next_token import NextToken
 from moecore.tracking import sync as module
-from moecore.tracking.model import model_folder, model_signature
+from moecore.tracking.stored_run import model_folder, model_signature
 from moecore.tracking.sync import Importer
 from moecore.training.artifacts import load_model, save_model
 from tests.my_lab import forget_package, write_my_lab
@@ -155,7 +155,7 @@ def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypat
 
     for name, action in (("log_model", log_half), ("register_model", kill)):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(module.models, name, action)
+            patch.setattr(module.stored_run, name, action)
             Importer().import_all()
     Importer().import_all()
     [logged] = study.client.search_logged_models([only_run(study).info.experiment_id])

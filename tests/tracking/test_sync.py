@@ -88,6 +88,10 @@ def test_stages_are_children_of_one_run_with_headline_numbers_and_curves_in_a_vi
         pass
     calibrate()
     import_all()
+    [measured] = [run for run in study.runs() if run.data.tags["stage"] == "calibrate"]
+    [drawn] = study.client.list_artifacts(measured.info.run_id, "figures")
+    assert drawn.path == "figures/reliability.png"
+    assert measured.data.tags["moecore.figures"] == "reliability"
     parent = study.parent()
     assert (parent.info.run_name, parent.info.status) == ("vmoe seed 0", "FINISHED")
     shared = study.parent("shared").info.run_id
@@ -179,14 +183,14 @@ def test_a_restored_training_has_its_old_parent_again(study):
     assert sorted(run.data.tags["dvc.current"] for run in study.runs()) == ["false", "true"]
 
 
-def test_what_dvc_locked_is_current(study, run_of):
+def test_what_dvc_locked_is_current(study):
     study.write(0)
     study.write(1)
     entry = {"cmd": "x", "outs": [{"path": str(PUBLISHED)}]}
     Path("dvc.lock").write_text(json.dumps({"stages": {"pretrain@vmoe-0": entry}}))
     assert import_all() == {"runs added": 2, "current": 1}
-    assert run_of(0).data.tags["dvc.current"] == "true"
-    assert run_of(1).data.tags["dvc.current"] == "false"
+    assert only_run(study).data.tags["dvc.current"] == "true"
+    assert only_run(study, 1).data.tags["dvc.current"] == "false"
     Path("dvc.lock").write_text("stages: {code: 3}")
     with pytest.raises(UserError, match="dvc.lock"):
         sync_runs()
@@ -231,30 +235,25 @@ def test_a_killed_run_ends_and_its_resumption_logs_no_step_twice(study):
     assert study.curve(study.parent(), "loss/pretrain total") == expected
 
 
-def test_a_run_whose_history_and_process_are_gone_is_ended(study, run_of):
+def test_a_run_whose_history_and_process_are_gone_is_ended(study):
     study.write()
     import_all()
-    run = run_of(0)
+    run = only_run(study)
     study.client.update_run(run.info.run_id, status="RUNNING")
     study.client.set_tag(run.info.run_id, "pid", "999999")
     (PUBLISHED / "history.jsonl").unlink()
     study.write(seed=1)
     assert import_all()["ended"] == 1
-    assert run_of(0).info.status == "KILLED"
+    assert only_run(study).info.status == "KILLED"
 
 
-def test_a_failed_run_says_why(study):
+def test_a_failed_run_says_why_and_what_was_deleted_in_the_store_is_imported_again(study):
     with pytest.raises(UserError), record_run("pretrain", None, method="vmoe", seed=0):
         raise UserError("the loss is not finite")
-    import_all()
-    assert only_run(study).info.status == "FAILED"
-    assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
-
-
-def test_what_was_deleted_in_the_store_is_imported_again(study):
-    study.write()
     importer = Importer()
     importer.import_all()
+    assert only_run(study).info.status == "FAILED"
+    assert only_run(study).data.tags["error"] == "UserError: the loss is not finite"
     for run in study.every_run():
         study.client.delete_run(run.info.run_id)
     assert importer.import_all()["runs added"] == 1
@@ -351,19 +350,6 @@ def test_what_is_given_is_a_param_and_no_chart():
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
 
 
-def figures(study) -> tuple[list[str], str]:
-    """The files of the one run, and what is said of them."""
-    Importer().import_all()
-    run = only_run(study)
-    listed = study.client.list_artifacts(run.info.run_id, "figures")
-    return [file.path for file in listed], run.data.tags.get("moecore.figures", "")
-
-
-def test_results_are_drawn(study):
-    calibrate()
-    assert figures(study) == (["figures/reliability.png"], "reliability")
-
-
 def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
     importer, point = Importer(), None
     with record_run("pretrain", None, method="vmoe", seed=0) as run:
@@ -385,5 +371,8 @@ def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
 def test_a_result_of_other_code_is_left_out_in_words(study):
     with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:
         run.result(Params())
-    names, said = figures(study)
-    assert names == [] and said.startswith("left out: ") and "pretrain/vmoe/0.json" in said
+    import_all()
+    run = only_run(study)
+    assert study.client.list_artifacts(run.info.run_id, "figures") == []
+    said = run.data.tags["moecore.figures"]
+    assert said.startswith("left out: ") and "pretrain/vmoe/0.json" in said

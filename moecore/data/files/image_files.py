@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError, find_raw_folder, join_below_root
-from moecore.core.kept_parts import KeptParts
+from moecore.core.files import KeptParts, UserError, find_raw_folder, join_below_root
 from moecore.data.card import Card, count_classes
 from moecore.data.files import decode
 from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images

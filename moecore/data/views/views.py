@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Generator, Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings, format_changed_settings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.streams import BatchDraws
-from moecore.core.surroundings import Misfits, Surroundings, format_changed_settings
 from moecore.data.views import augmentations, warping
 from moecore.data.views.views3d import FLAT_VIEWS, make_random_volume_views
 from moecore.tasks.base import Task

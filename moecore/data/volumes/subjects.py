@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, atomic_text_file, join_below_root
+from moecore.core.files import UserError, join_below_root, write_csv
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 
@@ -26,10 +26,7 @@ class VolumeSubject(NamedTuple):
 
 def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
     """Write a header and one row per subject; ages in the shortest exact form."""
-    with atomic_text_file(path) as handle:
-        rows = csv.writer(handle, lineterminator="\n")
-        rows.writerow(VolumeSubject._fields)
-        rows.writerows(subjects)
+    write_csv(path, [VolumeSubject._fields, *subjects])
 
 
 def read_subject_rows(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_compressed_text, encode_arrays
+from moecore.core.encoded_values import decode_compressed_text, encode_arrays
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
@@ -30,7 +30,7 @@ class EncodedPicture(Config):
     """Images or volumes with one byte per pixel; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # encoded by ``core.encoded_arrays.encode_arrays``
+    pixels: str  # encoded by ``core.encoded_values.encode_arrays``
 
     def array(self) -> np.ndarray:
         """Return the pixels, uint8 of this shape."""

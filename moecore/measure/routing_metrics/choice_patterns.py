@@ -25,7 +25,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 from moecore.training.surgery.expert_reduction import watch_layers
 
 

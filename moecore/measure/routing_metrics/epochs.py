@@ -28,7 +28,7 @@ from moecore.measure.routing_metrics.regions import (
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.nn.routing_traces import finest_layout, spread_to_one_grid
-from moecore.statistics.crossed import encode_item_values, linearize_ratio
+from moecore.statistics.comparisons import encode_item_values, linearize_ratio
 from moecore.training.outcome import Settling
 
 

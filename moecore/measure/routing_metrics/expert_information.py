@@ -19,7 +19,7 @@ from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel
 from moecore.measure.probes.region_experts_on_new_data import tissue_sums_by_cube
 from moecore.measure.routing_metrics.epochs import token_kinds
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import permuted_orders
 
 RARE = 10  # words that occur less often in the texts are ignored

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import encode_arrays
+from moecore.core.encoded_values import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_compressed_text
+from moecore.core.encoded_values import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import first_half, permuted_orders
 from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.nn.experts.base import map_shape
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 
 
 class Confidence(NamedTuple):

@@ -12,11 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
     AffineRanges,
@@ -31,7 +30,7 @@ from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_c
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import Interval, bootstrap_interval
 
 CHUNK_SIZE = 100  # images whose views are drawn together; fixed: results do not depend on batches

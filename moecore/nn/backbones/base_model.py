@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moecore.core.config import Config, Part, part_classes_by_kind
+from moecore.core.config import Config, Misfits, Part, Surroundings, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.routing_records import (
     Feature,
@@ -20,7 +20,6 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding

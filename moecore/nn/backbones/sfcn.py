@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, softmax
 
+from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingContext
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import (
     Backbone,
     BackboneModel,

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import (
     Guidance,
@@ -22,7 +22,6 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.core.surroundings import Surroundings
 from moecore.nn.backbones import base_model
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe

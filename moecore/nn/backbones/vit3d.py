@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from moecore.core.config import Misfits, changed_settings
 from moecore.core.files import UserError
-from moecore.core.surroundings import Misfits, changed_settings
 from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers import patch_embed

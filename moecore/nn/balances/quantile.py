@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.balances.base import Balance, BalanceModule
 
 

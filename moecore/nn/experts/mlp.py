@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.streams import draw_bernoulli_mask
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moecore.core.torch_internals import grouped_mm_operator
+from moecore.core.torch_internals import GROUPED_MM
 from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
@@ -161,10 +161,9 @@ def full_precision(tensor: Tensor) -> AbstractContextManager:
 
 def register_flop_formulas() -> None:
     """Make torch.utils.flop_counter count grouped_mm; can be called repeatedly."""
-    operator = grouped_mm_operator()
-    if operator not in flop_registry:
+    if GROUPED_MM not in flop_registry:
         # 2·R·i·o for (R, i) by (E, i, o), or for their gradient (i, R) by (R, o)
-        register_flop_formula(operator)(
+        register_flop_formula(GROUPED_MM)(
             lambda first, second, *_, **_options: 2 * first[-2] * first[-1] * second[-1]
         )
 

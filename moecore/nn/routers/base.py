@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from moecore.core.config import Part
+from moecore.core.config import Misfits, Part, Surroundings
 from moecore.core.files import UserError
-from moecore.core.surroundings import Misfits, Surroundings
 
 # routers that messages suggest for language models
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
+from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router

@@ -6,9 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision

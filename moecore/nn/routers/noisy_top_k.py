@@ -7,11 +7,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice

@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.config import Misfits, Surroundings
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 

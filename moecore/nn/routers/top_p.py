@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.surroundings import Misfits, Surroundings
+from moecore.core.config import Misfits, Surroundings
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter

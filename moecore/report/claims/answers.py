@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.report.claims import evaluation
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
-from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import POWER, SEEDS, Difference, VarianceSource
 from moecore.study import sections
 from moecore.study.questions import Round
 from moecore.study.settings import extract_declared_settings

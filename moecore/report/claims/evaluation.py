@@ -13,9 +13,8 @@ from moecore.report.column import Column
 from moecore.report.study_results import Models, Results
 from moecore.report.tables.cells import ROUNDING_WIDTH, Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
-from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
-from moecore.statistics.crossed import Difference, VarianceSource
-from moecore.statistics.paired import holm
+from moecore.statistics.comparisons import LEVEL as LEVEL_OF_INTERVALS
+from moecore.statistics.comparisons import Difference, VarianceSource, holm
 from moecore.study.sections import Claim, Comparison, Question, answer_settings_digest
 
 T = TypeVar("T")

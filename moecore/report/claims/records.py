@@ -31,7 +31,7 @@ from moecore.core.safetensors_files import read_tensors
 from moecore.report.claims import evaluation
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
-from moecore.statistics.crossed import Difference
+from moecore.statistics.comparisons import Difference
 from moecore.study import papers
 from moecore.study.questions import Round
 from moecore.study.sections import Comparison, compared_quantity_key, has_changed_settings

@@ -8,15 +8,18 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.study_results import Measured
-from moecore.statistics.crossed import (
+from moecore.statistics.comparisons import (
     BOTH,
     SEEDS,
     Difference,
+    count_paired_hits,
     crossed_difference,
+    holm,
+    mcnemar,
     paired_seed_difference,
+    paired_share_difference,
 )
 from moecore.statistics.intervals import Interval
-from moecore.statistics.paired import count_paired_hits, holm, mcnemar, paired_share_difference
 
 LEVEL = 0.05
 Seeds = Mapping[int, Measured]

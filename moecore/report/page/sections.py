@@ -22,7 +22,7 @@ from moecore.report.study_results import Phase, Results, list_without_none
 from moecore.report.tables.cells import Cells, keep_percent_on_line
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
-from moecore.statistics.crossed import BOTH
+from moecore.statistics.comparisons import BOTH
 from moecore.study.stages import STAGES
 
 VERDICTS = {

@@ -13,7 +13,7 @@ from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, perce
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.page.view import Block, Picture
 from moecore.report.study_results import Phase, list_without_none
-from moecore.statistics.crossed import Difference, headroom_recovered
+from moecore.statistics.comparisons import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from moecore.report.column import Column
 from moecore.report.study_results import Measured, Models, list_without_none
-from moecore.statistics.crossed import BOTH, crossed_difference
+from moecore.statistics.comparisons import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 
 SCALES = {"share": 100.0, "bytes": 2.0**-20}  # from the unit of a result to that of the page

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import yaml
 
-from moecore.core.source_layout import PAPERS as FILES
-from moecore.study.papers import PAPERS as FOLDERS
+from moecore.core.source_layout import SHIPPED
+from moecore.study import papers
 
 
 class PaperModelNumbers(NamedTuple):
@@ -22,8 +22,8 @@ class PaperModelNumbers(NamedTuple):
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FILES = {
-    name: yaml.load((FILES / f"{name}.yaml").read_text(encoding="utf-8"), _LOADER)
-    for name in FOLDERS
+    name: yaml.load(papers.find_paper_file(SHIPPED, name).read_text(encoding="utf-8"), _LOADER)
+    for name in papers.PAPERS
 }
 _OTHERS = {  # tables of a page that no single paper has
     "corruptions": {"title": "Common corruptions", "short": "Corruptions"},

@@ -7,10 +7,9 @@ from typing import ClassVar, cast
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Part
+from moecore.core.config import Misfits, Part, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
 
 

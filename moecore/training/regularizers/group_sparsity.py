@@ -7,9 +7,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.ranks import mean_over_ranks, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 

@@ -6,10 +6,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
-from moecore.core.surroundings import Misfits, Surroundings
 from moecore.training.regularizers.base import Regularizer, check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines are close to each other

@@ -6,10 +6,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.routers.capacity import group_images
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 

@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
-from moecore.core.config import Part, part_classes_by_kind
-from moecore.core.surroundings import Misfits, Surroundings
+from moecore.core.config import Misfits, Part, Surroundings, part_classes_by_kind
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec

@@ -16,7 +16,7 @@ from moecore.data.sources.two_cohorts import TwoCohorts
 from moecore.data.volumes.cohorts import split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import load_volume
-from moecore.predict.ages import find_volumes
+from moecore.predict.folder_predictions import find_volumes
 from moecore.study.document import load_yaml_document
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save
 from tests.project import ROOT

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moecore.core.encoded_arrays import decode_float_array
+from moecore.core.encoded_values import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.measure.routing_metrics.epochs import (

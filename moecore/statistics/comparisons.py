@@ -1,4 +1,4 @@
-"""The mean difference of two methods on the same items with the same seeds, and its interval.
+"""Comparisons of two methods: crossed over items and seeds, or paired on the same images; Holm.
 
 D[s, i] = ours − theirs, for seed s = 1 … S and item i = 1 … n. An item is a test image, or a person
 where people have several images. The conclusion is about other seeds and other items, so the
@@ -12,8 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.encoded_arrays import pack_numbers
-from moecore.statistics.intervals import Interval, indices_by_person
+from moecore.core.encoded_values import pack_numbers
+from moecore.statistics.intervals import (
+    Interval,
+    People,
+    bootstrap_interval,
+    indices_by_person,
+    wilson,
+)
 
 LEVEL = 0.95
 POWER = 0.8
@@ -52,9 +58,8 @@ class Difference(NamedTuple):
     def interval(self, level: float = LEVEL) -> Interval:
         """Return the mean with its limits; without limits if there is no variance source."""
         half = self.half(level)
-        if half is None:
-            return Interval(self.value)
-        return Interval(self.value, self.value - half, self.value + half)
+        limits = () if half is None else (self.value - half, self.value + half)
+        return Interval(self.value, *limits)
 
     def p_at(self, distance: float) -> float | None:
         """Return the two-sided p for a tested value at ``distance`` ≥ 0, or None."""
@@ -106,7 +111,7 @@ class Difference(NamedTuple):
         return half_at_level + half_at_power
 
 
-def linearize_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
+def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
     """Return one value per person, (M,), with the same mean as the values (N,) of all images.
 
     people: (N,), the person of each image. Without it, or with one image per person: the values.
@@ -121,7 +126,7 @@ def linearize_by_person(values: np.ndarray, people: np.ndarray | None) -> np.nda
     return values.mean() + sums * len(images) / len(values)
 
 
-def encode_item_values(values: np.ndarray, people: np.ndarray | None = None) -> str:
+def encode_item_values(values: np.ndarray, people: People = None) -> str:
     """Encode the values (N,) of images for a result, one per item (``linearize_by_person``)."""
     return pack_numbers(linearize_by_person(values, people))
 
@@ -140,9 +145,8 @@ def crossed_difference(differences: np.ndarray) -> Difference:
     """
     values = np.asarray(differences, np.float64)
     if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 2:
-        raise ValueError(
-            f"crossed: differences of shape {values.shape}; (seeds, items ≥ 2) are needed"
-        )
+        shape = f"differences of shape {values.shape}"
+        raise ValueError(f"crossed: {shape}; (seeds, items ≥ 2) are needed")
     if not np.isfinite(values).all():
         raise ValueError("crossed: differences are not all finite")
     seeds, items = values.shape
@@ -174,12 +178,112 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
     """Return the mean of one difference per seed, for values without items: times, sizes."""
     values = np.asarray(differences, np.float64)
     if values.ndim != 1 or not len(values):
-        raise ValueError(
-            f"paired_seed_difference: differences of shape {values.shape}; (seeds,) is needed"
-        )
+        shape = f"differences of shape {values.shape}"
+        raise ValueError(f"paired_seed_difference: {shape}; (seeds,) is needed")
     seeds = len(values)
     mean = math.fsum(differences) / seeds
     if seeds == 1:
         return Difference(mean, (), "", 1, 0)
     variance = math.fsum((value - mean) ** 2 for value in differences) / (seeds - 1)
     return Difference(mean, (VarianceSource(variance / seeds, seeds - 1),), SEEDS, seeds, 0)
+
+
+class PairedHits(NamedTuple):
+    """The numbers of images that both models, one model or neither gets right."""
+
+    both: int
+    first_only: int
+    second_only: int
+    neither: int
+
+
+def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
+    """Return the 2 × 2 table of two models' hits, (N,) bool each."""
+    first = np.asarray(first, dtype=bool)
+    second = np.asarray(second, dtype=bool)
+    if first.shape != second.shape or first.ndim != 1 or not len(first):
+        shapes = f"shapes {first.shape} and {second.shape}"
+        raise ValueError(f"paired hits: {shapes}; two of one shape (N,), N ≥ 1, are needed")
+    both = int((first & second).sum())
+    either = int((first | second).sum())
+    return PairedHits(both, int(first.sum()) - both, int(second.sum()) - both, len(first) - either)
+
+
+def mcnemar(first_only: int, second_only: int) -> float:
+    """Return the exact two-sided p of McNemar's test (1947) of equal shares of right images."""
+    from scipy.stats import binomtest  # slow to import
+
+    if first_only == second_only == 0:
+        return 1.0
+    # Exact, not mid-p: it keeps its level however few images the models disagree on.
+    return float(binomtest(first_only, first_only + second_only).pvalue)
+
+
+def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
+    """Return the first model's share minus the second's, with the interval of Newcombe (1998).
+
+    Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by their
+    correlation φ. Valid for small counts and for shares of 0 and 1.
+    """
+    both, first_only, second_only, neither = table
+    count = sum(table)
+    first = _wilson_distances(both + first_only, count, level)
+    second = _wilson_distances(both + second_only, count, level)
+    margins = (both + first_only) * (second_only + neither) * (both + second_only)
+    margins *= first_only + neither
+    excess = both * neither - first_only * second_only
+    if excess > 0:
+        # Newcombe's continuity correction, which must not change the sign.
+        excess = max(excess - count / 2, 0.0)
+    correlation = excess / math.sqrt(margins) if margins else 0.0  # φ
+
+    def combine(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+
+    below, above = combine(first[0], second[1]), combine(first[1], second[0])
+    difference = (first_only - second_only) / count
+    return Interval(difference, max(-1.0, difference - below), min(1.0, difference + above))
+
+
+def paired_bootstrap(
+    first: np.ndarray,
+    second: np.ndarray,
+    resamples: int = 1000,
+    seed: int = 0,
+    level: float = 0.95,
+    people: People = None,
+) -> Interval:
+    """Return the mean difference of two models' values (N,) with its paired bootstrap interval.
+
+    Images are drawn, or with ``people`` (N,) whole people. Raises ValueError where the shapes
+    differ or there are no images.
+    """
+    first = np.asarray(first, dtype=float)
+    second = np.asarray(second, dtype=float)
+    if first.shape != second.shape or first.ndim != 1:
+        shapes = f"shapes {first.shape} and {second.shape}"
+        raise ValueError(f"paired_bootstrap: {shapes}; two of one shape (N,) are needed")
+    change = first - second
+    mean = lambda chosen: float(change[chosen].mean())
+    return bootstrap_interval(mean, len(change), resamples, seed, level, people=people)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for a family of comparisons, in the same order (Holm, 1979).
+
+    The i-th smallest of m is multiplied by m − i + 1, is at least its predecessor, and at most 1.
+    Tests with a corrected p below 0.05 hold at 5 % for the whole family.
+    """
+    corrected = [0.0] * len(values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
+    """Return the distances of Wilson's lower and upper limit from the share."""
+    value, low, high = wilson(successes, count, level)
+    assert low is not None and high is not None  # Wilson's interval always has both
+    return value - low, high - value

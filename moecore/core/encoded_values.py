@@ -1,14 +1,46 @@
-"""Arrays encoded as short text, for results in JSON."""
+"""Results as JSON, arrays as short text in it, and texts as cells of spreadsheets."""
 
 import base64
+import math
+import re
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
+
+
+def to_jsonable(value: Any) -> Any:
+    """Return settings, arrays, tensors and paths as types of JSON; non-finite numbers are null."""
+    if isinstance(value, BaseModel):
+        return to_jsonable(value.model_dump(mode="json"))
+    if hasattr(value, "_asdict"):
+        return to_jsonable(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        return to_jsonable(value.tolist())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_jsonable(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    return str(value)
+
+
+def spreadsheet_cell(value: Any) -> Any:
+    """Return a cell for CSV; a text that would run as a formula gets a leading apostrophe."""
+    if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return value
+    is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf", value, re.IGNORECASE)
+    return value if is_number else f"'{value}"
 
 
 def encode_arrays(*arrays: np.ndarray) -> str:
     """Return base64 of the arrays' concatenated little-endian bytes, compressed by zlib."""
-    data = b"".join(_little_endian_bytes(array) for array in arrays)
+    data = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
@@ -44,7 +76,3 @@ def decode_float_array(text: str) -> np.ndarray:
     mean, largest, rest = text.split(":")
     apart = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
     return float(mean) + float(largest) * (apart - apart.mean())
-
-
-def _little_endian_bytes(array: np.ndarray) -> bytes:
-    return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
