@@ -19,7 +19,7 @@ from moecore.core.surroundings import Misfits, Surroundings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
-    iou_by_image,
+    choice_iou,
     processing_change_by_layer,
     routing_change_by_layer,
 )
@@ -306,7 +306,7 @@ def routing_change_items(
     layers = list(zip(before, after, strict=True))
     if not layers:
         return {}
-    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
+    processed = [1 - choice_iou(a.combine != 0, b.combine != 0).mean(-1) for a, b in layers]
     return {
         name: torch.stack(changes).mean(dim=0).tolist()
         for name, changes in zip(CHANGES, (changes_by_image(before, after), processed), strict=True)
