@@ -23,7 +23,7 @@ from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.attack_setup import bfloat16_model
+from moecore.attacks.attack_setup import BFloat16Model
 from moecore.attacks.base import Attack, image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.nn.backbones.base_model import BackboneModel
@@ -51,7 +51,7 @@ def contestants(
     return {
         ALONE: lambda: alone(model, images, labels, steps),
         "ours apgd": ours(Apgd(steps=steps)),
-        "ours apgd, bf16": ours(Apgd(steps=steps), bfloat16_model(model)),
+        "ours apgd, bf16": ours(Apgd(steps=steps), BFloat16Model(model)),
         "ours pgd": ours(Pgd(steps=steps)),
     }
 

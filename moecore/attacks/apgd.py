@@ -30,8 +30,7 @@ class Apgd(GradientAttack):
     def perturb_images(
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        start = random_start(ball, generator, "apgd")
-        return apgd_ascent(at, ball, start, self.steps).images
+        return apgd_ascent(at, ball, random_start(ball, generator), self.steps).images
 
 
 class AscentResult(NamedTuple):
@@ -43,9 +42,9 @@ class AscentResult(NamedTuple):
     sizes: Tensor  # (N, B), the step size of each step
 
 
-def random_start(ball: Ball, generator: ImageGenerators, who: str) -> Tensor:
+def random_start(ball: Ball, generator: ImageGenerators) -> Tensor:
     """Return the clean images plus uniform noise, scaled to ±ε at its largest pixel, in [0, 1]."""
-    noise = uniform_noise_like(ball.centre, generator, who)
+    noise = uniform_noise_like(ball.centre, generator, "apgd")
     axes = tuple(range(1, noise.ndim))
     # 1e-12 as in the authors' code, for an image whose noise is all zeros.
     largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
@@ -69,8 +68,12 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
     best_values = values
     best_gradient = gradient
     size = torch.full_like(values, 2 * ball.epsilon)
-    progress = _Progress(values)
     checks = set(step_checkpoints(steps))
+    # Per image, what decides whether its step size still helps (conditions 1 and 2 of §3.1). The
+    # first step is compared with 0, not with the start, as in the authors' code.
+    last = rises = torch.zeros_like(values)
+    checked_step, checked_values = 0, values
+    halved = torch.ones_like(values, dtype=torch.bool)
     history = []
     sizes = []
     for step in range(1, steps + 1):
@@ -88,42 +91,17 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
         best = _where_chosen(better, current, best)
         best_gradient = _where_chosen(better, gradient, best_gradient)
         best_values = torch.where(better, values, best_values)
-        progress.note(values)
+        rises = rises + (values > last)
+        last = values
         if step in checks:
-            halved = progress.images_to_halve(best_values)
+            # Too few rises, or the step size was kept last time and the best value did not grow.
+            few = rises <= MIN_RISES * (step - checked_step)
+            halved = few | ~halved & (checked_values >= best_values)
+            rises, checked_step, checked_values = torch.zeros_like(rises), step, best_values
             size = torch.where(halved, size / 2, size)
             current = _where_chosen(halved, best, current)
             gradient = _where_chosen(halved, best_gradient, gradient)
     return AscentResult(best, best_values, torch.stack(history), torch.stack(sizes))
-
-
-class _Progress:
-    """Decides per image whether its step size still helps (conditions 1 and 2 of §3.1)."""
-
-    def __init__(self, values: Tensor) -> None:
-        # The first step is compared with 0, not with the start, as in the authors' code.
-        self.last = torch.zeros_like(values)
-        self.rises = torch.zeros_like(values)
-        self.steps = 0
-        self.best = values
-        self.halved = torch.ones_like(values, dtype=torch.bool)
-
-    def note(self, values: Tensor) -> None:
-        """Record the objectives (B,) after one more step."""
-        self.rises = self.rises + (values > self.last)
-        self.last = values
-        self.steps += 1
-
-    def images_to_halve(self, best: Tensor) -> Tensor:
-        """Return at a checkpoint which images to halve the step size of, (B,) bool; best: (B,)."""
-        # Too few rises, or the step size was kept last time and the best objective did not grow.
-        few = self.rises <= MIN_RISES * self.steps
-        halve = few | ~self.halved & (self.best >= best)
-        self.rises = torch.zeros_like(self.rises)
-        self.steps = 0
-        self.best = best
-        self.halved = halve
-        return halve
 
 
 def _broadcast_over_pixels(values: Tensor, like: Tensor) -> Tensor:

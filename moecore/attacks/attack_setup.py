@@ -52,17 +52,24 @@ class Target(NamedTuple):
         groups of its size; images that share an expert's capacity in whole groups.
         """
         size = predict.round_batch_to_groups(self.model, attack.together or self.batch)
-        model = bfloat16_model(self.model) if self.precision == "bfloat16" else self.model
+        model = BFloat16Model(self.model) if self.precision == "bfloat16" else self.model
         is_attacked = self.only
         if is_attacked is None or attack.together or predict.coupled_image_count(self.model) > 1:
             is_attacked = torch.ones(len(self.labels), dtype=torch.bool)
+        device = predict.model_device(self.model)
         batches = []
         first = 0
         with predict.eval_mode(self.model):
             for pixels in predict.image_batches(self.images, size):
-                indices = is_attacked[first : first + len(pixels)].nonzero()[:, 0]
-                batches.append(self._attack_batch(attack, model, pixels, indices, first, epsilon))
+                places = is_attacked[first : first + len(pixels)].nonzero()[:, 0]
+                indices = (first + places).tolist()
                 first += len(pixels)
+                if indices:
+                    clean, labels = pixels[places].to(device), self.labels[indices].to(device)
+                    generators = image_generators(self.seed, indices)
+                    changed = attack(model, self.task, clean, labels, epsilon, generators)
+                    pixels = pixels.index_copy(0, places, changed.cpu())
+                batches.append(pixels)
         return torch.cat(batches)
 
     def predict_images(
@@ -83,37 +90,10 @@ class Target(NamedTuple):
         """
         return self.task.worse_scores(self.scores(self.images), self.scores(images))
 
-    def _attack_batch(
-        self,
-        attack: Attack,
-        model: nn.Module,
-        pixels: Tensor,
-        places: Tensor,
-        first: int,
-        epsilon: float,
-    ) -> Tensor:
-        """Attack the images at ``places`` of a batch whose image 0 has the index ``first``."""
-        if not len(places):
-            return pixels
-        device = predict.model_device(self.model)
-        indices = (first + places).tolist()
-        attacked = attack(
-            model,
-            self.task,
-            pixels[places].to(device),
-            self.labels[indices].to(device),
-            epsilon,
-            image_generators(self.seed, indices),
-        )
-        return pixels.index_copy(0, places, attacked.cpu())
 
+class BFloat16Model(nn.Module):
+    """A model with bf16 passes where autocast allows it; routers and logits stay fp32."""
 
-def bfloat16_model(model: nn.Module) -> nn.Module:
-    """Return the model with bf16 passes where autocast allows it; routers and logits stay fp32."""
-    return _BFloat16Model(model)
-
-
-class _BFloat16Model(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

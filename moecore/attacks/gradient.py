@@ -58,9 +58,7 @@ class GradientAttack(Attack):
 
     @property
     def together(self) -> int | None:
-        if self.objective == "balance":
-            return self.group
-        return None
+        return self.group if self.objective == "balance" else None
 
     @property
     def climbs_task(self) -> bool:
@@ -79,9 +77,7 @@ class GradientAttack(Attack):
 
     def refuses(self, task: Task | type[Task]) -> str | None:
         reason = objective_refusal(self.objective, task)
-        if reason:
-            return f"{self.kind} with {reason}"
-        return None
+        return f"{self.kind} with {reason}" if reason else None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
         if self.objective == "routing_change" and getattr(model, "moe", None) is None:
@@ -97,7 +93,16 @@ class GradientAttack(Attack):
         epsilon: float,
         generator: Generators = None,
     ) -> Tensor:
-        centre = check_and_copy_images(images, epsilon)
+        if not images.is_floating_point():
+            raise ValueError(
+                f"attack: images are {images.dtype}; floating point in [0, 1] is needed"
+            )
+        if images.numel() and not (images.min() >= 0 and images.max() <= 1):
+            limits = f"[{images.min():.4g}, {images.max():.4g}]"
+            raise ValueError(f"attack: images are in {limits}; [0, 1] is needed")
+        if not epsilon >= 0:  # also NaN
+            raise ValueError(f"attack: epsilon is {epsilon}; 0 or more is needed")
+        centre = images.detach().to(torch.float32, copy=True)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
@@ -150,14 +155,15 @@ class ModelGradient:
     """Called with images: the objective per image (B,), and the gradient (B, C, H, W) of their sum.
 
     The gradient of the sum, so an image's gradient does not depend on its batch. In fp32 (but see
-    ``bfloat16_model``). Parameters, their ``grad`` and the model's mode do not change.
+    ``BFloat16Model``). Parameters, their ``grad`` and the model's mode do not change.
     """
 
     def __init__(self, model: nn.Module, goal: Goal) -> None:
         self.model = model
         self.goal = goal
-        self.finite: Tensor | None = None
-        self.value = torch.zeros(())  # the summed objective at the first non-finite gradient
+        # Per call, whether the gradient is finite, and the summed objective. Read once, at the end:
+        # every check waits for the device.
+        self._checks: list[tuple[Tensor, Tensor]] = []
 
     @property
     def says_truth(self) -> bool:
@@ -171,21 +177,18 @@ class ModelGradient:
             values = self.goal(output._replace(prediction=output.prediction.float()))
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
         values = values.detach()
-        before = self.finite
-        finite = torch.isfinite(gradient).all()
-        if before is None:
-            self.finite, self.value = finite, values.sum()
-        else:
-            self.finite, self.value = before & finite, values.sum().where(before, self.value)
+        self._checks.append((torch.isfinite(gradient).all(), values.sum()))
         return values, gradient
 
     def check_finite(self) -> None:
         """Raise UserError if a gradient was not finite."""
-        # Checked once, at the end: every check waits for the device.
-        if self.finite is not None and not self.finite:
+        if not self._checks:
+            return
+        is_finite, losses = map(torch.stack, zip(*self._checks, strict=True))
+        if not is_finite.all():
             raise UserError(
-                f"attack: the loss ({float(self.value):.4g}) has a gradient that is not finite; "
-                "look for NaN or infinity in the model's weights"
+                f"attack: the loss ({float(losses[~is_finite][0]):.4g}) has a gradient that is not "
+                "finite; look for NaN or infinity in the model's weights"
             )
 
 
@@ -211,26 +214,10 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def check_and_copy_images(images: Tensor, epsilon: float) -> Tensor:
-    """Return an fp32 copy of images in [0, 1]; ValueError for others and for an epsilon below 0."""
-    if not images.is_floating_point():
-        raise ValueError(f"attack: images are {images.dtype}; floating point in [0, 1] is needed")
-    if images.numel() and not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError(
-            f"attack: images are in [{images.min():.4g}, {images.max():.4g}]; [0, 1] is needed"
-        )
-    # Written so that NaN is refused too.
-    if not epsilon >= 0:
-        raise ValueError(f"attack: epsilon is {epsilon}; 0 or more is needed")
-    return images.detach().to(torch.float32, copy=True)
-
-
 def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | None:
     """Return why an objective cannot be computed for a task's labels, in words; None if it can."""
-    if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
-        return f"objective cross_entropy needs classes, and {reason}"
-    if objective == "dlr" and (reason := task.needs_classes("classes")):
-        return f"objective dlr needs classes, and {reason}"
+    if objective in ("cross_entropy", "dlr") and (reason := task.needs_classes("classes")):
+        return f"objective {objective} needs classes, and {reason}"
     if objective == "dlr" and (reason := task.needs_classes("one_class")):
         return f"objective dlr needs one label per image, and {reason}"
     return None

@@ -18,23 +18,15 @@ from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
-from moecore.measure.routing_metrics import expert_roles, expert_similarity
+from moecore.measure.routing_metrics import (
+    epochs,
+    expert_information,
+    expert_roles,
+    expert_similarity,
+    layer_metrics,
+)
 from moecore.measure.routing_metrics.choice_patterns import chance_violation
-from moecore.measure.routing_metrics.epochs import (
-    expert_purity,
-    expert_truth_tables,
-    purity_by_image,
-)
-from moecore.measure.routing_metrics.expert_information import (
-    MIN_IMAGES,
-    check_exchangeable,
-    mask_rare_words,
-)
-from moecore.measure.routing_metrics.layer_metrics import (
-    dead_expert_share,
-    expert_counts,
-    measure_layer_use_by_image,
-)
+from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.truth import permuted_truth_tables
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.statistics.comparisons import crossed_difference, linearize_ratio
@@ -55,7 +47,8 @@ class TokenLabels:
             if values is not None:
                 self.values[kind] = values
         if "word" in self.values:
-            self.values["word"] = torch.from_numpy(mask_rare_words(self.values["word"].numpy()))
+            words = expert_information.mask_rare_words(self.values["word"].numpy())
+            self.values["word"] = torch.from_numpy(words)
         if self.items < MIN_IMAGES:
             self.remarks.append(
                 "purity, and what experts tell about labels and words: found "
@@ -79,16 +72,11 @@ class TokenLabels:
             values = values[:, None] if values.ndim == 1 else values
             fits = values.shape[1] in (1, tokens)
             if fits and values.max() >= 0 and (kind == "position" or self.items >= MIN_IMAGES):
-                labels[kind] = number_from_zero(values)
+                # Labels become 0, 1, … in ascending order.
+                is_known = values >= 0
+                labels[kind] = torch.full_like(values, -1)
+                labels[kind][is_known] = values[is_known].unique(return_inverse=True)[1]
         return labels
-
-
-def number_from_zero(labels: Tensor) -> Tensor:
-    """Renumber labels as 0, 1, … in ascending order; negative labels become −1."""
-    is_known = labels >= 0
-    numbers = torch.full_like(labels, -1)
-    numbers[is_known] = labels[is_known].unique(return_inverse=True)[1]
-    return numbers
 
 
 EXAMPLES = 8  # per expert and kind
@@ -150,7 +138,10 @@ def read_examples(
         )
         context = ("", f"item {item}, token {patch + 1}", "")
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
-            context = words_around(trace, tokens[row].tolist(), layout.special + patch)
+            place = layout.special + patch
+            near = tokens[row, max(0, place - CONTEXT) : place + CONTEXT + 1].tolist()
+            words, middle = words_of_tokens(trace, near), min(place, CONTEXT)
+            context = " ".join(words[:middle]), words[middle], " ".join(words[middle + 1 :])
         crop = None
         if pictures is not None:  # a copy: a view would keep all pictures in memory
             crop = patch_crop(pictures[row], patch, layout).clone()
@@ -164,13 +155,6 @@ def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
     return [vocabulary[token] if vocabulary else str(token) for token in tokens]
 
 
-def words_around(trace: Trace, tokens: Sequence[int], place: int) -> tuple[str, str, str]:
-    """Return words of an item's tokens: before, at and after an index."""
-    words = words_of_tokens(trace, tokens[max(0, place - CONTEXT) : place + CONTEXT + 1])
-    middle = min(place, CONTEXT)
-    return " ".join(words[:middle]), words[middle], " ".join(words[middle + 1 :])
-
-
 # Of chosen, probs and combine of one layer: name → values (N,), one per item, whose mean is the
 # quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
@@ -179,47 +163,31 @@ ROLES = expert_roles.ExpertRoles()
 
 
 class LayerNumbers(NamedTuple):
-    """Quantities of one layer.
+    """Quantities of one layer."""
 
-    Attributes:
-        quantities: by name.
-        chances: expectation under chance, by name of a quantity.
-        load: share of the choices per expert, (E,).
-        coverage: share of the choices of the m most used experts, m = 1 … E.
-        roles: result of the measurement ``expert_roles``.
-        partners: matched expert of the other trace, (E,); empty without another trace.
-    """
-
-    quantities: dict[str, Interval]
-    chances: dict[str, float]
-    load: tuple[float, ...]
-    coverage: tuple[float, ...]
-    roles: expert_roles.RolesLayer
-    partners: tuple[int, ...] = ()
+    quantities: dict[str, Interval]  # by name
+    chances: dict[str, float]  # expectation under chance, by name of a quantity
+    load: tuple[float, ...]  # share of the choices per expert, (E,)
+    coverage: tuple[float, ...]  # share of the choices of the m most used experts, m = 1 … E
+    roles: expert_roles.RolesLayer  # result of the measurement ``expert_roles``
+    partners: tuple[int, ...] = ()  # matched expert of the other trace, (E,); () without one
 
 
 class TraceNumbers(NamedTuple):
-    """Quantities of a trace.
+    """Quantities of a trace."""
 
-    Attributes:
-        items: number of analysed items.
-        mean: each quantity's mean over the layers that have it.
-        chances: expectation under chance, the mean over layers.
-        layers: quantities per layer.
-        remarks: omitted quantities, and why.
-    """
-
-    items: int
-    mean: dict[str, Interval]
-    chances: dict[str, float]
+    items: int  # number of analysed items
+    mean: dict[str, Interval]  # each quantity's mean over the layers that have it
+    chances: dict[str, float]  # expectation under chance, the mean over layers
     layers: list[LayerNumbers]
-    remarks: list[str]
+    remarks: list[str]  # omitted quantities, and why
 
 
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
     """Return load, entropies and confidence by item; k is the most experts that a token chose."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
-    return measure_layer_use_by_image(record, None, int(chosen.sum(dim=-1).max()))
+    k = int(chosen.sum(dim=-1).max())
+    return layer_metrics.measure_layer_use_by_image(record, None, k)
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
@@ -281,14 +249,14 @@ def analyse_trace(
     layers: list[LayerNumbers] = []
     values_by_layer: list[expert_roles.ByImage] = []
     previous_experts: Tensor | None = None
-    context = expert_roles.NO_INPUTS
+    context = expert_roles.RoleInputs()
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, indices)
         theirs = None if against is None else against.layer(number, indices)
         layout = trace.card.layers[number].layout()
         layer_labels = labels.by_kind(number, previous_experts)
         if context.before is not None and context.before.shape[1] != routing.chosen.shape[1]:
-            context = expert_roles.NO_INPUTS
+            context = expert_roles.RoleInputs()
         layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
         values_by_layer.append(by_item)
@@ -308,7 +276,7 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    context: expert_roles.RoleInputs = expert_roles.NO_INPUTS,
+    context: expert_roles.RoleInputs,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return a layer's numbers, and values (N,) of the quantities that have one per item.
 
@@ -316,24 +284,37 @@ def analyse_layer(
     choices of the previous layer.
     """
     record = record_of_layer(routing)
-    counts = expert_counts(routing.chosen)
-    dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
+    counts = layer_metrics.expert_counts(routing.chosen)
+    dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
     by_item: dict[str, np.ndarray] = {}
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
     roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
     by_item |= values
-    chances = chances_of_layer(roles, int(counts.sum()))
+    choices, experts = int(counts.sum()), len(counts)
+    chances = {
+        **roles.chances,
+        "max_violation": chance_violation(choices, experts),
+        "load_cv2": (experts - 1) / choices,
+        "coverage": quarter_of_experts(experts) / experts,
+        # Chance is already subtracted from the information.
+        **{f"information_{name}": 0.0 for name in roles.labels},
+    }
     if "label" in roles.labels:
-        purity = compare_with_labels(first_choices(record), labels["label"], len(counts))
+        purity = compare_with_labels(first_choices(record), labels["label"], experts)
         by_item["purity"], chances["purity"] = purity
     partners: tuple[int, ...] = ()
     if theirs is not None:
         partners, matched, by_chance = compare_matched(routing, theirs)
         by_item |= matched
         chances |= by_chance
+    single = {"dead": dead}
+    for name in ("smallest_margin", "batch_violation"):
+        if name in roles.values:
+            single[name] = roles.values[name]
+    single |= {f"p_{name}": told.p for name, told in roles.labels.items()}
     quantities = {name: item_mean(values) for name, values in by_item.items()}
-    quantities |= {"dead": dead, **quantities_without_interval(roles)}
+    quantities |= {name: Interval(value) for name, value in single.items()}
     load = tuple((counts / counts.sum()).tolist())
     return LayerNumbers(quantities, chances, load, roles.coverage, roles, partners), by_item
 
@@ -344,13 +325,12 @@ def average_quantities(
     """Return each quantity's mean over its layers; p values, ``p_…``, are not averaged."""
     mean = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
-        having = [number for number, layer in enumerate(layers) if name in layer.quantities]
-        if name in values_by_layer[having[0]]:
-            mean[name] = item_mean(
-                np.mean([values_by_layer[number][name] for number in having], axis=0)
-            )
+        by_item = [values[name] for values in values_by_layer if name in values]
+        if by_item:
+            mean[name] = item_mean(np.mean(by_item, axis=0))
         elif not name.startswith("p_"):
-            mean[name] = Interval(fmean(layers[number].quantities[name].value for number in having))
+            having = [layer.quantities[name] for layer in layers if name in layer.quantities]
+            mean[name] = Interval(fmean(quantity.value for quantity in having))
     return mean
 
 
@@ -362,12 +342,9 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
     for name in ("tokens", "labels"):
         ours, theirs = trace.beside(name, indices), against.beside(name, indices)
         if ours is not None and theirs is not None and not torch.equal(ours, theirs):
-            raise UserError.at(
-                against.folder,
-                found=f"other {name} than in {trace.folder}",
-                allowed="a trace of the same items",
-            )
-    check_exchangeable(len(indices))
+            text = f"other {name} than in {trace.folder}"
+            raise UserError.at(against.folder, found=text, allowed="a trace of the same items")
+    expert_information.check_exchangeable(len(indices))
 
 
 def item_mean(values: np.ndarray) -> Interval:
@@ -377,27 +354,6 @@ def item_mean(values: np.ndarray) -> Interval:
     return crossed_difference(values[None]).interval()
 
 
-def chances_of_layer(roles: expert_roles.RolesLayer, choices: int) -> dict[str, float]:
-    """Return expectations under chance: uniform random choices, or permuted items."""
-    experts = len(roles.share)
-    return {
-        **roles.chances,
-        "max_violation": chance_violation(choices, experts),
-        "load_cv2": (experts - 1) / choices,
-        "coverage": quarter_of_experts(experts) / experts,
-        # Chance is already subtracted from the information.
-        **{f"information_{name}": 0.0 for name in roles.labels},
-    }
-
-
-def quantities_without_interval(roles: expert_roles.RolesLayer) -> dict[str, Interval]:
-    """Return quantities without values per item: a quantile, a mean over batches, p values."""
-    names = ("smallest_margin", "batch_violation")
-    values = {name: roles.values[name] for name in names if name in roles.values}
-    values |= {f"p_{name}": told.p for name, told in roles.labels.items()}
-    return {name: Interval(value) for name, value in values.items()}
-
-
 def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
     """Return the purity of tokens' first experts (N, T) by item (N,), and with permuted labels.
 
@@ -405,9 +361,9 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
     """
     chosen, kinds = first.numpy(), labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
-    tables = expert_truth_tables(chosen, kinds, experts, number)
+    tables = epochs.expert_truth_tables(chosen, kinds, experts, number)
     null = permuted_truth_tables(chosen, kinds, experts, number)
-    return purity_by_image(tables), fmean(map(expert_purity, null))
+    return epochs.purity_by_image(tables), fmean(map(epochs.expert_purity, null))
 
 
 def compare_matched(
@@ -424,10 +380,9 @@ def compare_matched(
     by_item = expert_similarity.matched_agreement_by_image(
         pair[0][~is_fit], pair[1][~is_fit], partners
     )
-    names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
-    chance = expert_similarity.chance_agreement(*pair, is_fit)._asdict()
+    chances = expert_similarity.chance_agreement(*pair, is_fit)
     return (
         tuple(partners.tolist()),
-        {names[name]: values for name, values in by_item.items()},
-        {names[name]: value for name, value in chance.items()},
+        {f"matched_{name}": values for name, values in by_item.items()},
+        dict(zip(("matched_correlation", "matched_overlap"), chances, strict=True)),
     )

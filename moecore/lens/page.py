@@ -13,24 +13,14 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import trace_explorer
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace, record_of_layer
 from moecore.lens.traces import Trace
-from moecore.measure.exploring.expert_gallery import (
-    ExpertUseByImage,
-    expert_use_by_image,
-    experts_by_weight,
-)
+from moecore.measure.exploring import expert_gallery
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_word_counts
+from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.figures.drawing import (
-    SheetLabels,
-    Tile,
-    displayable_image,
-    expert_colours,
-    sheet,
-)
 from moecore.report.figures.expert_figures import patch_experts_tile
 from moecore.report.page.explorer_page import PageHead
 from moecore.report.page.report_page import template_environment
@@ -123,15 +113,10 @@ def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
     """Return the metrics of all layers' quantities, each p value after its information."""
     by_name = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
     names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
-    ordered = [
-        shown
-        for name in names
-        if not name.startswith("p_")
-        for shown in (name, name.replace("information_", "p_"))
-        if shown in names
-    ]
+    without_p = [name for name in names if not name.startswith("p_")]
+    pairs = [(name, name.replace("information_", "p_")) for name in without_p]
     metrics = {}
-    for name in dict.fromkeys(ordered):
+    for name in dict.fromkeys(name for pair in pairs for name in pair if name in names):
         metric = by_name.get(name, Metric(name.replace("_", " ").capitalize()))
         if reason := WITHOUT_INTERVAL.get(name):
             metric = metric._replace(note=f"{metric.note}; {NO_INTERVAL}: {reason}")
@@ -181,34 +166,27 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     """Return the page; ``explorer`` is the address of the explorer, if there is one."""
     words = read_words_with_experts(trace)
     layers = trace.card.layers
-    return (
-        template_environment()
-        .get_template("lens.html.jinja")
-        .render(
-            model=trace.card.model,
-            items=f"{numbers.items:,} of {trace.items:,} items",
-            block=Block(
-                "",
-                words=numbers.remarks,
-                grids=[quantity_rows_table(numbers)],
-                pictures=[Picture(draw_loads(numbers), "Load of the experts")],
-            ),
-            sheets=Block(
-                "",
-                pictures=[
-                    Picture(figure, name, getattr(figure, "caption", ""))
-                    for name, figure in draw_trace_pictures(trace)
-                ],
-            ),
-            glossary=WORDS,
-            explorer=explorer,
-            words=words,
-            layers=[
-                {expert: expert_word_counts(words, n, expert) for expert in range(layer.experts)}
-                for n, layer in enumerate(layers)
-            ],
-            colours=expert_colours(max(layer.experts for layer in layers)),
-        )
+    loads = Picture(draw_loads(numbers), "Load of the experts")
+    sheets = [
+        Picture(figure, name, getattr(figure, "caption", ""))
+        for name, figure in draw_trace_pictures(trace)
+    ]
+    template = template_environment().get_template("lens.html.jinja")
+    return template.render(
+        model=trace.card.model,
+        items=f"{numbers.items:,} of {trace.items:,} items",
+        block=Block(
+            "", words=numbers.remarks, grids=[quantity_rows_table(numbers)], pictures=[loads]
+        ),
+        sheets=Block("", pictures=sheets),
+        glossary=WORDS,
+        explorer=explorer,
+        words=words,
+        layers=[
+            {expert: expert_word_counts(words, n, expert) for expert in range(layer.experts)}
+            for n, layer in enumerate(layers)
+        ],
+        colours=drawing.expert_colours(max(layer.experts for layer in layers)),
     )
 
 
@@ -218,9 +196,8 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    texts = np.full(shares.shape, "")
-    if experts <= MAX_ANNOTATED:
-        texts = percent_annotations(shares)
+    is_small = experts <= MAX_ANNOTATED
+    texts = percent_annotations(shares) if is_small else np.full(shares.shape, "")
     step = max(1, experts // MAX_ANNOTATED)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
@@ -239,7 +216,9 @@ def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
     for number, shape in enumerate(trace.card.layers):
         combine = trace.layer(number, first).combine.flatten(0, 1)[:MAX_WORDS]
         fits = shape.tokens == tokens.shape[1]
-        layers.append(experts_by_weight(combine, MAX_EXPERTS) if fits else [[]] * MAX_WORDS)
+        layers.append(
+            expert_gallery.experts_by_weight(combine, MAX_EXPERTS) if fits else [[]] * MAX_WORDS
+        )
     numbers = tokens.flatten()[:MAX_WORDS].tolist()
     return [
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
@@ -270,22 +249,24 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
         layout = shape.layout(pictures.shape[2:])
         record = record_of_layer(trace.layer(number, items))
         no_kinds = torch.zeros(*record.chosen.shape[:2], 0, dtype=torch.bool)
-        use = expert_use_by_image(record, layout.special, no_kinds)
+        use = expert_gallery.expert_use_by_image(record, layout.special, no_kinds)
         most_used = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:EXPERTS].tolist()
         rows = {
             expert: [
-                Tile(displayable_image(patch_crop(pictures[item], patch, layout).numpy()))
+                drawing.Tile(
+                    drawing.displayable_image(patch_crop(pictures[item], patch, layout).numpy())
+                )
                 for item, patch in patches
             ]
             for expert in sorted(most_used)
             if (patches := typical_patches(use, expert))
         }
         name = f"Patches of experts, layer {number + 1}"
-        labels = SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
-        yield name, sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
+        labels = drawing.SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
+        yield name, drawing.sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
-def typical_patches(use: ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
+def typical_patches(use: expert_gallery.ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
     """Return (item, patch) of an expert's patches with the highest probability, one per item."""
     highest = use.highest[:, expert]
     order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
@@ -298,16 +279,16 @@ def draw_experts_of_patches(trace: Trace) -> Figure:
     pictures = trace.beside("pictures", items)
     assert pictures is not None, "only called for a trace with pictures"
     images = pictures.numpy()
-    tiles = [[Tile(displayable_image(image)) for image in images]]
+    tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
     for number, shape in enumerate(trace.card.layers):
         combine = trace.layer(number, items).combine[:, shape.special :]
         best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
-        colours = expert_colours(shape.experts)
+        colours = drawing.expert_colours(shape.experts)
         grids = best.unflatten(1, shape.grid).numpy()
         tiles.append(
             [patch_experts_tile(*pair, colours) for pair in zip(images, grids, strict=True)]
         )
     names = ["Image", *(f"Layer {number}" for number in range(1, len(tiles)))]
     caption = "The expert with the largest weight in each patch."
-    labels = SheetLabels("Experts of patches", names, caption=caption)
-    return sheet(tiles, labels, IMAGE_SIZE, IMAGE_SIZE)
+    labels = drawing.SheetLabels("Experts of patches", names, caption=caption)
+    return drawing.sheet(tiles, labels, IMAGE_SIZE, IMAGE_SIZE)

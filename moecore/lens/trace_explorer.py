@@ -20,29 +20,12 @@ from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
-from moecore.measure.exploring.expert_gallery import (
-    RARE,
-    WORDS,
-    ExpertProfile,
-    LayerGallery,
-    largest_shares,
-)
+from moecore.measure.exploring import expert_gallery
 from moecore.measure.exploring.expert_overlay_data import CROP, encode_thumbnails
-from moecore.measure.exploring.watched import spread_places
-from moecore.nn.routing_traces import (
-    ImageTraces,
-    coarse_patch_indices,
-    encode_top_experts,
-    finest_layout,
-    record_on_finer_grid,
-)
-from moecore.report.page.explorer_page import (
-    PARTNERS,
-    PageHead,
-    intern_texts,
-    render_explorer,
-    roles_answers,
-)
+from moecore.measure.routing_metrics.epochs import spread_places
+from moecore.nn import routing_traces
+from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
+from moecore.report.page import explorer_page
 
 MAX_BYTES = 3_000_000  # of the page
 DIVISORS = (1, 2, 4, 8, 16)  # of the numbers of items and examples, until the page is small enough
@@ -58,7 +41,7 @@ NOT_EXPLORABLE = (
 class ExploredLayer(NamedTuple):
     """The experts of one MoE layer, and their examples: most probable, and random ones."""
 
-    profiles: list[ExpertProfile]
+    profiles: list[expert_gallery.ExpertProfile]
     places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None for texts
     examples: list[tuple[list[analyses.Example], list[analyses.Example]]]
 
@@ -69,7 +52,10 @@ class TraceExplorer:
     def __init__(self, trace: Trace, items: int | None = None) -> None:
         """Read up to ``items`` items, evenly spread; None: all."""
         self.trace = trace
-        self.parts = split_places_by_file(trace, items)
+        places = evenly_spaced_indices(trace.items, items)
+        ends = np.cumsum([chunk.items for chunk in trace.card.chunks])
+        by_file = np.split(places, np.searchsorted(places, ends[:-1]))
+        self.parts = [part for part in by_file if len(part)]
         shapes = trace.card.layers
         size = finest_layout([shape.layout() for shape in shapes]).grid  # one pixel per patch
         pictures, labels = (trace.beside(name, np.arange(1)) for name in ("pictures", "labels"))
@@ -83,26 +69,6 @@ class TraceExplorer:
         self.numbers = {name: count_numbers(trace, name, self.parts) for name in NUMBERED}
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
-    def page_data(
-        self,
-        numbers: analyses.TraceNumbers,
-        name: str,
-        pool: dict[str, int],
-        items: int,
-        examples: int,
-    ) -> dict[str, Any]:
-        """Return the page's data of the trace; packed texts are indices into ``pool``."""
-        answers = roles_answers([layer.roles for layer in numbers.layers], min(examples, PARTNERS))
-        for answer, layer in zip(answers, self.layers, strict=True):
-            answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
-            if not self.has_pictures:
-                answer["contexts"] = [
-                    [example.words for example in probable[:examples] + random[:examples]]
-                    for probable, random in layer.examples
-                ]
-        model = intern_texts(self.result(items, examples).model_dump(mode="json"), pool)
-        return {"name": name, "model": model, "known": {"layers": answers, "open": []}}
-
     def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
         """Return the explorer's result with up to ``items`` items, and ``examples`` per expert."""
         trace, fine = self.trace, self.fine
@@ -113,9 +79,9 @@ class TraceExplorer:
         layers = []
         for number, layout in enumerate(self.layouts):
             record = analyses.record_of_layer(trace.layer(number, places))
-            record = record_on_finer_grid(record, layout, self.fine)
+            record = routing_traces.record_on_finer_grid(record, layout, self.fine)
             shown_record = record.map_tensors(lambda field: field[:, shown_tokens])
-            layers.append(encode_top_experts(shown_record))
+            layers.append(routing_traces.encode_top_experts(shown_record))
         pictures, labels, tokens = (
             trace.beside(name, places) for name in ("pictures", "labels", "tokens")
         )
@@ -125,7 +91,7 @@ class TraceExplorer:
             label="clean",
             picture=None if pictures is None else encode_thumbnails(pictures / 255),
             origins=None,
-            trace=ImageTraces(answers=empty, values=empty, layers=layers),
+            trace=routing_traces.ImageTraces(answers=empty, values=empty, layers=layers),
         )
         texts, item_labels, kinds = None, empty, None
         if tokens is not None and self.is_text:
@@ -181,33 +147,32 @@ class TraceExplorer:
 
     def _profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
-    ) -> list[ExpertProfile]:
+    ) -> list[expert_gallery.ExpertProfile]:
         """Return the profiles of experts from load (E,), places and uses (see ``add_uses``)."""
         counts = torch.from_numpy(self.numbers["tokens"])
-        common = (counts >= RARE).nonzero().flatten()
+        common = (counts >= expert_gallery.RARE).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
         labels = uses["labels"][1:].double()
         labels /= labels.sum(dim=0).clamp(min=1)
         peaks = torch.zeros(len(load)) if places is None else places.flatten(1).amax(dim=1)
         profiles = []
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
-            label_shares = largest_shares(labels[:, expert])
-            word_shares = largest_shares(shares_by_word[:, expert], WORDS)
-            names = analyses.words_of_tokens(
-                self.trace, [int(common[place]) for place, _ in word_shares]
+            label_shares = expert_gallery.largest_shares(labels[:, expert])
+            kinds = [(label + 1, part) for label, part in label_shares]
+            word_shares = expert_gallery.largest_shares(
+                shares_by_word[:, expert], expert_gallery.WORDS
             )
-            profiles.append(
-                ExpertProfile(
-                    load=round(share, 5),
-                    classes=() if self.has_kinds else label_shares,
-                    kinds=[(label + 1, part) for label, part in label_shares]
-                    if self.has_kinds
-                    else (),
-                    words=list(zip(names, [part for _, part in word_shares], strict=True)),
-                    peak=round(float(peaks[expert]), 4),
-                    favourites=(),
-                )
+            words = [int(common[place]) for place, _ in word_shares]
+            names = analyses.words_of_tokens(self.trace, words)
+            profile = expert_gallery.ExpertProfile(
+                load=round(share, 5),
+                classes=() if self.has_kinds else label_shares,
+                kinds=kinds if self.has_kinds else (),
+                words=list(zip(names, [part for _, part in word_shares], strict=True)),
+                peak=round(float(peaks[expert]), 4),
+                favourites=(),
             )
+            profiles.append(profile)
         return profiles
 
 
@@ -218,20 +183,29 @@ class ExploredTrace(NamedTuple):
     numbers: analyses.TraceNumbers
 
 
-def render_traces(ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None = None) -> str:
-    """Return the page of one trace, or of two compared ones; large pages show fewer items."""
-    page = ""
-    for divisor in DIVISORS:
-        page = _render_part(ours, head, theirs, ITEMS // divisor, analyses.EXAMPLES // divisor)
-        if len(page.encode()) <= MAX_BYTES:
-            break
-    return page
+def page_data(
+    side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
+) -> dict[str, Any]:
+    """Return the page's data of a trace; packed texts are indices into ``pool``."""
+    explorer = side.explorer
+    roles = [layer.roles for layer in side.numbers.layers]
+    answers = explorer_page.roles_answers(roles, min(examples, explorer_page.PARTNERS))
+    for answer, layer in zip(answers, explorer.layers, strict=True):
+        answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
+        if not explorer.has_pictures:
+            answer["contexts"] = [
+                [example.words for example in probable[:examples] + random[:examples]]
+                for probable, random in layer.examples
+            ]
+    result = explorer.result(items, examples).model_dump(mode="json")
+    model = explorer_page.intern_texts(result, pool)
+    return {"name": name, "model": model, "known": {"layers": answers, "open": []}}
 
 
-def _render_part(
-    ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None, items: int, examples: int
+def render_traces(
+    ours: ExploredTrace, head: explorer_page.PageHead, theirs: ExploredTrace | None = None
 ) -> str:
-    pool: dict[str, int] = {}
+    """Return the page of one trace, or of two compared ones; large pages show fewer items."""
     trace = ours.explorer.trace
     names, sides, matches = [trace.card.model], [ours], []
     if theirs is not None:
@@ -249,14 +223,22 @@ def _render_part(
         "cells": 1,
         "source": "trace",
         "kinds": {"name": "label", "first": 0},
-        "methods": [
-            side.explorer.page_data(side.numbers, name, pool, items, examples)
-            for name, side in zip(names, sides, strict=True)
-        ],
+        "methods": [],
         "matches": matches,
     }
-    text = json.dumps([phase], ensure_ascii=False).encode()
-    return render_explorer(encode_arrays(np.frombuffer(text, np.uint8)), pool, head)
+    page = ""
+    for divisor in DIVISORS:
+        pool: dict[str, int] = {}
+        phase["methods"] = [
+            page_data(side, name, pool, ITEMS // divisor, analyses.EXAMPLES // divisor)
+            for name, side in zip(names, sides, strict=True)
+        ]
+        text = json.dumps([phase], ensure_ascii=False).encode()
+        encoded = encode_arrays(np.frombuffer(text, np.uint8))
+        page = explorer_page.render_explorer(encoded, pool, head)
+        if len(page.encode()) <= MAX_BYTES:
+            break
+    return page
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:
@@ -264,13 +246,6 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
     layouts = [layer.layout() for layer in layers]
     rows = {layout for layout in layouts if len(layout.grid) == 1}
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
-
-
-def split_places_by_file(trace: Trace, items: int | None) -> list[np.ndarray]:
-    """Return indices of up to ``items`` items, evenly spread, split by file of the trace."""
-    places = evenly_spaced_indices(trace.items, items)
-    ends = np.cumsum([chunk.items for chunk in trace.card.chunks])
-    return [part for part in np.split(places, np.searchsorted(places, ends[:-1])) if len(part)]
 
 
 def count_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -296,7 +271,7 @@ def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
         uses.index_add_(0, rows, chosen.flatten(0, 1).int())
 
 
-def gallery_of_layer(layer: ExploredLayer, number: int) -> LayerGallery:
+def gallery_of_layer(layer: ExploredLayer, number: int) -> expert_gallery.LayerGallery:
     """Return a layer's experts with up to ``number`` words, and examples of each kind."""
     examples = [probable[:number] + random[:number] for probable, random in layer.examples]
     experts = []
@@ -310,7 +285,7 @@ def gallery_of_layer(layer: ExploredLayer, number: int) -> LayerGallery:
         axes = tuple(range(1, layer.places.ndim))
         peaks = layer.places.amax(dim=axes, keepdim=True).clamp(min=1e-9)
         places = encode_thumbnails(layer.places / peaks)
-    return LayerGallery(
+    return expert_gallery.LayerGallery(
         experts=experts,
         places=places,
         crops=encode_thumbnails(torch.stack(crops) / 255, CROP) if crops else None,

@@ -340,9 +340,13 @@ def write_trace(
     """
     folder = Path(folder)
     if not isinstance(model, str):
-        allowed = "a text, the model's name"
-        raise UserError.at("name", found=type(model).__name__, allowed=allowed)
-    check_vocabulary(vocabulary)
+        raise UserError.at("name", found=type(model).__name__, allowed="a text, the model's name")
+    wrong: list[Any] = [vocabulary]
+    if isinstance(vocabulary, list | tuple):
+        wrong = [word for word in vocabulary if not isinstance(word, str)]
+    if wrong:
+        value = f"{type(wrong[0]).__name__} {str(wrong[0])[:40]}"
+        raise UserError.at("vocabulary", found=value, allowed="a list of words, as texts")
     if folder.exists() and not (folder / CARD).is_file():
         raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
     with whole_folder(folder) as temporary:
@@ -359,15 +363,6 @@ def write_trace(
             vocabulary=vocabulary,
         )
         write_json(temporary / CARD, card.model_dump(mode="json"))
-
-
-def check_vocabulary(vocabulary: Any) -> None:
-    wrong = [vocabulary]
-    if isinstance(vocabulary, list | tuple):
-        wrong = [word for word in vocabulary if not isinstance(word, str)]
-    if wrong:
-        value = f"{type(wrong[0]).__name__} {str(wrong[0])[:40]}"
-        raise UserError.at("vocabulary", found=value, allowed="a list of words, as texts")
 
 
 class TraceWriter:
@@ -415,7 +410,14 @@ class TraceWriter:
         """Write the batches in memory, if any, as one file."""
         if not self._batches:
             return
-        tensors = {name: join_batches(name, self._batches) for name in self._batches[0]}
+        tensors = {}
+        for name in self._batches[0]:
+            parts = [batch[name] for batch in self._batches]
+            if name.endswith((".experts", ".weights")):
+                widest = max(part.shape[-1] for part in parts)
+                filler = -1 if name.endswith(".experts") else 0
+                parts = [pad(part, (0, widest - part.shape[-1]), value=filler) for part in parts]
+            tensors[name] = torch.cat(parts)
         path = self.folder / f"{len(self.chunks):05d}.safetensors"
         write_tensors(path, tensors)
         items = len(tensors["0.probs"])
@@ -472,17 +474,6 @@ def arrange_layers(
             raise UserError(f"layouts: {error}") from None
         layers.append(LayerShape(tokens=tokens, experts=experts, k=0, special=special, grid=grid))
     return layers
-
-
-def join_batches(name: str, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Concatenate the tensors ``name`` of batches, padding experts and weights to equal width."""
-    tensors = [batch[name] for batch in batches]
-    if not name.endswith((".experts", ".weights")):
-        return torch.cat(tensors)
-    widest = max(tensor.shape[-1] for tensor in tensors)
-    filler = -1 if name.endswith(".experts") else 0
-    padded = [pad(tensor, (0, widest - tensor.shape[-1]), value=filler) for tensor in tensors]
-    return torch.cat(padded)
 
 
 def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from moecore.measure.exploring.expert_gallery import (
     word_numbers,
 )
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
-from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
+from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics.two_view_agreement import (
     Preset,
     TwoViewAugmentation,

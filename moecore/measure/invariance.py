@@ -12,8 +12,12 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines, transform_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
-from moecore.measure.routing_metrics.imed import class_expert_probs, imed_between, imed_by_image
-from moecore.measure.routing_metrics.layer_metrics import expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import (
+    class_expert_probs,
+    expert_agreement,
+    imed_between,
+    imed_by_image,
+)
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches

@@ -16,14 +16,7 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.routing_metrics.layer_metrics import (
-    changes_by_image,
-    iou_by_image,
-    processing_change_by_layer,
-    routing_change_by_layer,
-)
-from moecore.measure.under_attack.audit import (
+from moecore.measure.attack_audit import (
     AttackRow,
     AuditSettings,
     Curve,
@@ -31,6 +24,13 @@ from moecore.measure.under_attack.audit import (
     attack_gallery,
     run_audit,
     worst_case,
+)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
+from moecore.measure.routing_metrics.layer_metrics import (
+    changes_by_image,
+    choice_iou,
+    processing_change_by_layer,
+    routing_change_by_layer,
 )
 from moecore.measure.values import SCORE, Metric, OnPage, PartStore, Place, Values
 from moecore.statistics.intervals import Interval
@@ -306,7 +306,7 @@ def routing_change_items(
     layers = list(zip(before, after, strict=True))
     if not layers:
         return {}
-    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
+    processed = [1 - choice_iou(a.combine != 0, b.combine != 0).mean(-1) for a, b in layers]
     return {
         name: torch.stack(changes).mean(dim=0).tolist()
         for name, changes in zip(CHANGES, (changes_by_image(before, after), processed), strict=True)

@@ -21,7 +21,6 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.routing_metrics.barred_experts import (
     TOLERANCE,
     bar_experts,
@@ -31,6 +30,7 @@ from moecore.measure.routing_metrics.barred_experts import (
     removable_expert_count,
     subset_regret,
 )
+from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer

@@ -39,9 +39,7 @@ class Linear(Plain):
 
 
 class Curved(Plain):
-    """Logits of strongly bent functions of the pixels, so that the gradient's sign turns inside a
-    small ball.
-    """
+    """Strongly bent logits: the gradient's sign turns inside a small ball."""
 
     def __init__(self, pixels: int, classes: int = 3, seed: int = 0) -> None:
         super().__init__()
@@ -55,9 +53,7 @@ class Curved(Plain):
 
 
 class Smooth(Plain):
-    """A gentle classifier of ``classes`` classes with one layer of routing over 4 experts, one
-    token a row of pixels.
-    """
+    """A gentle classifier with one layer of routing over 4 experts, one token a row of pixels."""
 
     def __init__(self, side: int = 4, classes: int = 4, seed: int = 0) -> None:
         super().__init__()
@@ -69,19 +65,15 @@ class Smooth(Plain):
     def forward(self, images: Tensor) -> ModelOutput:
         logits = (images[:, 0] - 0.5) @ self.router
         probs = logits.softmax(dim=-1)
-        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(
-            -1, probs.topk(2, dim=-1).indices, True
-        )
+        best = probs.topk(2, dim=-1).indices
+        chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, best, True)
         record = RoutingRecord(logits, probs, probs.square(), chosen, torch.where(chosen, probs, 0))
-        return ModelOutput(
-            torch.tanh((images.flatten(1) - 0.5) @ self.first) @ self.second, (record,)
-        )
+        prediction = torch.tanh((images.flatten(1) - 0.5) @ self.first) @ self.second
+        return ModelOutput(prediction, (record,))
 
 
 class Blind(Plain):
-    """Another model behind a rounding of its images to 1/1000: nearly the same logits, and no
-    gradient.
-    """
+    """A model behind a rounding of its images to 1/1000: nearly the same logits, no gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -92,26 +84,13 @@ class Blind(Plain):
 
 
 def vit(router: dict | None, number: int = 3, seed: int = 0) -> nn.Module:
-    """A tiny ViT of 8 × 8 grey pixels and 4 classes with large weights, in evaluation mode; dense
-    without a router.
-    """
+    """A tiny ViT of 8 × 8 grey pixels with large weights, to evaluate; dense without a router."""
     torch.manual_seed(seed)
-    image = ImageSpec(
-        channels=1,
-        size=8,
-        task=CLASSES,
-        mean=(0.5,),
-        std=(0.3,),
-    )
-    moe = (
-        None
-        if router is None
-        else MoESettings(
-            router=router,
-            experts={"kind": "mlp", "number": number, "hidden_ratio": 1.0},
-            blocks=(0, 1),
-        )
-    )
+    image = ImageSpec(channels=1, size=8, task=CLASSES, mean=(0.5,), std=(0.3,))
+    experts = {"kind": "mlp", "number": number, "hidden_ratio": 1.0}
+    moe = None
+    if router is not None:
+        moe = MoESettings(router=router, experts=experts, blocks=(0, 1))
     model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe).eval()
     for name, parameter in model.named_parameters():
         parameter.data *= 8 if parameter.ndim > 1 and "embed" not in name else 1

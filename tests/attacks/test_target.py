@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.attack_setup import Target, bfloat16_model, draw_image_indices
+from moecore.attacks.attack_setup import BFloat16Model, Target, draw_image_indices
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
@@ -17,12 +17,7 @@ from tests.attacks.test_attacks import case, named
 from tests.attacks.test_attacks import run as attacked
 
 BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)
-ATTACKS = [
-    Fgsm(),
-    Pgd(steps=3, form="strong"),
-    BALANCE,
-    Apgd(steps=5),
-]
+ATTACKS = [Fgsm(), Pgd(steps=3, form="strong"), BALANCE, Apgd(steps=5)]
 
 
 def target(batch: int = 5, images: int = 13, **changes) -> Target:
@@ -32,9 +27,8 @@ def target(batch: int = 5, images: int = 13, **changes) -> Target:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=named)
 def test_some_images_are_attacked_as_among_all(attack):
-    only = torch.tensor(
-        [1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1]
-    ).bool()  # of batch 0 one, of batch 1 two, of batch 2 two
+    # of batch 0 one, of batch 1 two, of batch 2 two
+    only = torch.tensor([1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1]).bool()
     whole, some = target().attacked(attack, 0.1), target(only=only).attacked(attack, 0.1)
     if attack.together:  # each image matters to the others of its group
         assert torch.equal(some, whole)
@@ -45,18 +39,15 @@ def test_some_images_are_attacked_as_among_all(attack):
 
 
 def test_the_seed_draws_the_starts():
-    attack = Pgd(steps=1, form="strong")
-    assert not torch.equal(
-        target(seed=0).attacked(attack, 0.1), target(seed=1).attacked(attack, 0.1)
-    )
+    first, other = (target(seed=seed).attacked(ATTACKS[1], 0.1) for seed in (0, 1))
+    assert not torch.equal(first, other)
 
 
 def test_bytes_are_divided_by_255():
     pixels = (torch.rand(6, 1, 4, 4) * 255).to(torch.uint8)
     given = target(images=6)._replace(images=pixels.numpy())
-    assert torch.equal(given.attacked(Fgsm(), 0.0), pixels.float() / 255) and torch.equal(
-        given.clean_images(), pixels.float() / 255
-    )
+    for images in (given.attacked(Fgsm(), 0.0), given.clean_images()):
+        assert torch.equal(images, pixels.float() / 255)
 
 
 def test_bf16_rounds_the_attack_and_not_the_score():
@@ -71,27 +62,20 @@ def test_bf16_rounds_the_attack_and_not_the_score():
     attacked = half.attacked(Pgd(steps=2), 0.05)
     assert set(dtypes) == {torch.bfloat16} and attacked.dtype == torch.float32
     dtypes.clear()
-    assert half.predict_images(attacked)[0].dtype == torch.float32 and set(dtypes) == {
-        torch.float32
-    }
+    assert half.predict_images(attacked)[0].dtype == torch.float32
+    assert set(dtypes) == {torch.float32} and model.training
     hook.remove()
-    assert (
-        (attacked - images).abs().max() <= 0.05 + 1e-6
-        and (attacked != images).any()
-        and model.training
-    )
+    assert (attacked - images).abs().max() <= 0.05 + 1e-6 and (attacked != images).any()
     assert torch.equal(half.predict_images(attacked)[0], full.predict_images(attacked)[0])
     with torch.no_grad():
-        assert bfloat16_model(model.eval())(images).prediction.dtype == torch.float32
+        assert BFloat16Model(model.eval())(images).prediction.dtype == torch.float32
 
 
 def test_a_subset_is_drawn_once_in_order():
     some = draw_image_indices(20, 8, seed=3)
     assert len(set(some)) == 8 and (np.diff(some) > 0).all()
-    assert (
-        draw_image_indices(20, 8, 4).tolist() != some.tolist()
-        and len(draw_image_indices(20, 99, 0)) == 20
-    )
+    assert draw_image_indices(20, 8, 4).tolist() != some.tolist()
+    assert len(draw_image_indices(20, 99, 0)) == 20
 
 
 def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():
@@ -153,25 +137,23 @@ class Regressor(nn.Module):
 WEIGHT = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0, 0.25, 1.0, -4.0])
 VOLUMES = torch.full((2, 1, 2, 2, 2), 0.5)
 LABELS = torch.tensor([-10.0, 10.0])  # ŷ is −0.625: too high for the first, too low for the second
+STEPS = 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign()
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
-    "attack",
-    [
-        Fgsm(),
-        Pgd(steps=5),
-        Pgd(steps=5, form="strong"),
-        Apgd(steps=10),
-        Pgd(steps=5, objective="balance"),
-    ],
+    "attack", [Fgsm(), Pgd(steps=5), Pgd(steps=5, form="strong"), Apgd(steps=10), BALANCE]
 )
-def test_an_attack_on_volumes_reaches_the_optimum(attack):
-    # ŷ is a line in the voxels: the error of the first grows with w, that of the second against it,
-    # each voxel by ε.
-    expected = 0.5 + 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign()
-    assert torch.allclose(
-        run(attack, Regressor(WEIGHT), VOLUMES, LABELS, 0.1).flatten(1), expected, atol=1e-6
-    )
+def test_an_attack_on_volumes_reaches_the_optimum(attack, inside):
+    """The first's error grows with w, the second's against it; ``inside`` leaves the background."""
+    volumes = VOLUMES.clone()
+    if inside:
+        volumes[0, 0, 0], volumes[1, 0, :, 1] = 0, 0
+        attack = attack.model_copy(update={"inside": True})
+    found = run(attack, Regressor(WEIGHT), volumes, LABELS, 0.1)
+    assert (found[volumes == 0] == 0).all()
+    expected = volumes.flatten(1) + STEPS * (volumes != 0).flatten(1)
+    assert torch.allclose(found.flatten(1), expected, atol=1e-6)
 
 
 def test_the_gradient_is_the_error_s():
@@ -179,31 +161,15 @@ def test_the_gradient_is_the_error_s():
     assert torch.allclose(found, torch.stack([WEIGHT, -WEIGHT]))
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [Fgsm(inside=True), Pgd(steps=5, form="strong", inside=True), Apgd(steps=10, inside=True)],
-)
-def test_inside_leaves_the_background(attack):
-    volumes = VOLUMES.clone()
-    volumes[0, 0, 0], volumes[1, 0, :, 1] = 0, 0
-    there = (volumes != 0).flatten(1)
-    found = run(attack, Regressor(WEIGHT), volumes, LABELS, 0.1)
-    assert (found[volumes == 0] == 0).all()
-    expected = volumes.flatten(1) + 0.1 * torch.tensor([1.0, -1.0])[:, None] * WEIGHT.sign() * there
-    assert torch.allclose(found.flatten(1), expected, atol=1e-6)
-
-
 def test_the_model_never_sees_a_changed_background():
     volumes, seen = VOLUMES.clone(), []
     volumes[:, :, 0] = 0
     model = Regressor(WEIGHT)
-    model.register_forward_hook(
-        lambda module, inputs, output: seen.append(inputs[0].detach().clone())
-    )
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
     run(Pgd(steps=3, form="strong", inside=True), model, volumes, LABELS, 0.2)
-    assert len(seen) == 3 and all(
-        (images[:, :, 0] == 0).all() and not torch.equal(images, volumes) for images in seen
-    )
+    assert len(seen) == 3
+    for images in seen:
+        assert (images[:, :, 0] == 0).all() and not torch.equal(images, volumes)
 
 
 def test_without_inside_the_background_is_attacked():

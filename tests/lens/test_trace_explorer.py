@@ -99,11 +99,7 @@ def test_a_trace_of_the_first_format_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("layouts", "pictures", "problem"),
     [
-        (
-            [(1, (2, 3))],
-            BYTES,
-            r"layouts: found 1 special tokens and a grid .2, 3.; allowed: tog",
-        ),
+        ([(1, (2, 3))], BYTES, r"layouts: found 1 special tokens and a grid .2, 3.; allowed: tog"),
         ([(1, (2, 2))] * 2, BYTES, "layouts: found 2; allowed: one for all, or one of each of 1"),
         ([3], BYTES, "layouts: found 3; allowed: pairs"),
         ([(1, (2, 2))], BYTES.float(), "found pictures of shape .* torch.float32; allowed:"),

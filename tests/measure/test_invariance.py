@@ -13,7 +13,7 @@ from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
 from moecore.measure.base import MeasuredModel
 from moecore.measure.invariance import Invariance
-from moecore.measure.routing_metrics.imed import (
+from moecore.measure.routing_metrics.layer_metrics import (
     imed_between,
     imed_by_image,
     imed_matrix,

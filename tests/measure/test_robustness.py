@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from moecore.measure.attack_audit import AttackedGallery
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
@@ -12,7 +13,6 @@ from moecore.measure.robustness import (
     check_attack_settings,
     target_on_drawn_images,
 )
-from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import robustness as stage

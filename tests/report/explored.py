@@ -8,8 +8,8 @@ import numpy as np
 from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer, Result
-from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.router_regret import RouterRegret
+from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles
 from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.nn.predict import predict_in_batches

@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.measure import calibration
+from moecore.measure import attack_audit, calibration
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     encode_expert_overlays,
@@ -25,7 +25,6 @@ from moecore.measure.robustness import METRICS, put_scores
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.under_attack import audit
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.study_results import Measured
 from moecore.study.stages import MEASURED_STAGES
@@ -288,16 +287,20 @@ def attacked(number: int, seed: int, routed: bool) -> Found:
     curves = {"fgsm": _rows(number, seed, 0.5, 10), "pgd-10": _rows(number, seed, 1.0, 0)}
     changes = dict.fromkeys(curves, [0.5 * epsilon * 255 / 8 for epsilon in EPSILONS])
     lines = (
-        audit.AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
-        audit.AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
-        audit.AuditLine(name="transfer attack", holds=None, text="no second model"),
+        attack_audit.AuditLine(
+            name="deterministic model", holds=True, text="two passes agree bitwise"
+        ),
+        attack_audit.AuditLine(
+            name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"
+        ),
+        attack_audit.AuditLine(name="transfer attack", holds=None, text="no second model"),
     )
     facts = {"audit": lines, "attacked": pictured()}
     return found_under_attack(curves, TASK, 200, changes if routed else {}, **facts)
 
 
 def found_under_attack(
-    curves: Mapping[str, Sequence[audit.ScoresAtEpsilon]],
+    curves: Mapping[str, Sequence[attack_audit.ScoresAtEpsilon]],
     task: Task,
     images: int,
     changes: Mapping[str, Sequence[float]],
@@ -316,27 +319,29 @@ def found_under_attack(
             out.put("processing_change", change / 2, **at)
             for layer in range(1, layers + 1):
                 out.put("routing_change_layer", change, **at, layer=layer)
-    put_scores("worst", audit.worst_case(curves, task, images), images, out)
+    put_scores("worst", attack_audit.worst_case(curves, task, images), images, out)
     out.facts |= {"task": task, "images": images, "attacked": None, **facts}
     return out.found()
 
 
-def pictured() -> audit.AttackedGallery:
+def pictured() -> attack_audit.AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
         {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return audit.AttackedGallery(attack="pgd-10", rows=rows)
+    return attack_audit.AttackedGallery(attack="pgd-10", rows=rows)
 
 
-def _rows(number: int, seed: int, strength: float, first: int) -> list[audit.ScoresAtEpsilon]:
+def _rows(
+    number: int, seed: int, strength: float, first: int
+) -> list[attack_audit.ScoresAtEpsilon]:
     made = []
     for epsilon in EPSILONS:
         right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
         hits = (torch.arange(200) - first) % 200 < right
-        made.append(audit.ScoresAtEpsilon.of(epsilon, TASK, hits))
+        made.append(attack_audit.ScoresAtEpsilon.of(epsilon, TASK, hits))
     return made
 
 

@@ -3,7 +3,7 @@
 N images, T tokens per image, P patches, E experts, K classes, D true kinds of tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class FavouritePatch(Config):
     """A patch of a test image."""
 
     image: int  # index in the split
-    patch: int  # on the finest grid of all layers
+    patch: int  # on the finest grid of all layers, the first that it covers
     probability: float  # of the expert
 
 
@@ -88,30 +88,19 @@ def expert_galleries_by_layer(
     model: Model, gallery: GalleryImages, favourites: int
 ) -> list[LayerGallery]:
     """Return the profiles of every MoE layer's experts, with at most ``favourites`` each."""
-    chunks = list(zip(*iterate_expert_use(model, gallery), strict=True))
-    labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
-    layers = []
-    fine = finest_layout(model.layouts)
-    for layer, layout in zip(chunks, model.layouts, strict=True):
-        use = ExpertUseByImage(*(torch.cat(field) for field in zip(*layer, strict=True)))
-        at_place = use.at_place.sum(dim=0)[coarse_patch_indices(layout, fine)]
-        places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
-        profiles = _profile_experts(use, labels, gallery, places, layout, favourites)
-        layers.append(profiles if layout == fine else _move_to_grid(profiles, layout, fine))
-    return layers
-
-
-def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[ExpertUseByImage]]:
-    """Yield the use of every layer's experts, CHUNK images at a time."""
+    uses: list[list[ExpertUseByImage]] = [[] for _ in model.layouts]  # by layer and chunk
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
         _, records = predict_in_batches(model, images, CHUNK, prediction=False)
-        yield [
-            expert_use_by_image(
-                record, layout.special, one_hot_kinds(images, layout, model.image.truth)
-            )
-            for record, layout in zip(records, model.layouts, strict=True)
-        ]
+        for chunks, record, layout in zip(uses, records, model.layouts, strict=True):
+            kinds = one_hot_kinds(images, layout, model.image.truth)
+            chunks.append(expert_use_by_image(record, layout.special, kinds))
+    fine = finest_layout(model.layouts)
+    layers = []
+    for chunks, layout in zip(uses, model.layouts, strict=True):
+        use = ExpertUseByImage(*map(torch.cat, zip(*chunks, strict=True)))
+        layers.append(_profile_experts(use, gallery, layout, fine, favourites))
+    return layers
 
 
 def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor:
@@ -119,8 +108,7 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
     if not kinds:
         tokens = layout.special + prod(layout.grid)
         return torch.zeros(len(images), tokens, 0, dtype=torch.bool)
-    by_token = token_kinds(torch.from_numpy(images), layout)
-    return by_token[..., None] == torch.arange(1, kinds + 1)
+    return token_kinds(torch.from_numpy(images), layout)[..., None] == torch.arange(1, kinds + 1)
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
@@ -136,30 +124,24 @@ def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> E
     return ExpertUseByImage(counts, highest, patch, at_place, of_kind)
 
 
-def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
-    """Return each class's share of an expert's choices, (E, K); None without classes.
-
-    counts: (N, E), choices in each image. An image of several classes counts for each of them.
-    """
-    members = task.by_class(labels)
-    if members is None:
-        return None
-    rows, classes = members
-    summed = torch.zeros(task.outputs, counts.shape[1], dtype=torch.float64)
-    summed.index_add_(0, classes.long(), counts[rows].double())
-    return (summed / summed.sum(dim=0).clamp(min=1)).T
-
-
 def _profile_experts(
     use: ExpertUseByImage,
-    labels: Tensor,
     gallery: GalleryImages,
-    places: Tensor,
     layout: TokenLayout,
+    fine: TokenLayout,
     max_favourites: int,
 ) -> LayerGallery:
+    labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
+    covering = coarse_patch_indices(layout, fine)
+    at_place = use.at_place.sum(dim=0)[covering]
+    places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
     counts = use.chosen.sum(dim=0)
-    shares = class_shares(use.chosen, labels, gallery.task)
+    shares = None
+    if members := gallery.task.by_class(labels):
+        rows, classes = members  # an image of several classes counts for each of them
+        shares = torch.zeros(gallery.task.outputs, len(counts), dtype=torch.float64)
+        shares.index_add_(0, classes.long(), use.chosen[rows].double())
+        shares = (shares / shares.sum(dim=0).clamp(min=1)).T
     kinds = use.of_kind.sum(dim=0).double().T
     kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
     peaks = places.flatten(1).amax(dim=1)
@@ -168,23 +150,22 @@ def _profile_experts(
     experts = []
     crops = []
     for expert in range(number):
-        order = use.highest[:, expert].sort(descending=True, stable=True).indices
-        favourites = [
-            FavouritePatch(
-                image=int(gallery.places[row]),
-                patch=int(use.patch[row, expert]),
-                probability=round(float(use.highest[row, expert]), 4),
-            )
-            for row in order[:max_favourites].tolist()
-            if use.highest[row, expert] >= 0
-        ]
-        crops += [_crop_favourite(gallery, favourite, layout) for favourite in favourites]
-        classes = () if shares is None else largest_shares(shares[expert])
-        load = float(counts[expert] / counts.sum().clamp(min=1))
+        ordered = use.highest[:, expert].sort(descending=True, stable=True)
+        best = zip(*(field[:max_favourites].tolist() for field in ordered), strict=True)
+        favourites = []
+        for probability, row in best:
+            if probability < 0:
+                break
+            image, patch = int(gallery.places[row]), int(use.patch[row, expert])
+            (pixels,) = image_batches(gallery.split.images[image][None], 1)
+            crops.append(patch_crop(pixels[0, : gallery.channels], patch, layout))
+            first = int((covering == patch).nonzero()[0])
+            probability = round(probability, 4)
+            favourites.append(FavouritePatch(image=image, patch=first, probability=probability))
         experts.append(
             ExpertProfile(
-                load=round(load, 5),
-                classes=classes,
+                load=round(float(counts[expert] / counts.sum().clamp(min=1)), 5),
+                classes=() if shares is None else largest_shares(shares[expert]),
                 kinds=[(index + 1, share) for index, share in largest_shares(kinds[expert])],
                 peak=round(float(peaks[expert]), 4),
                 favourites=favourites,
@@ -198,32 +179,10 @@ def _profile_experts(
     )
 
 
-def _move_to_grid(layer: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> LayerGallery:
-    """Move favourites of a coarser layer to the first patch of the finest grid that they cover."""
-    covering = coarse_patch_indices(layout, fine)
-
-    def move(favourite: FavouritePatch) -> FavouritePatch:
-        first = int((covering == favourite.patch).nonzero()[0])
-        return favourite.model_copy(update={"patch": first})
-
-    experts = [
-        expert.model_copy(update={"favourites": tuple(map(move, expert.favourites))})
-        for expert in layer.experts
-    ]
-    return layer.model_copy(update={"experts": tuple(experts)})
-
-
 def largest_shares(shares: Tensor, number: int = CLASSES) -> tuple[tuple[int, float], ...]:
     """Return index and value of the ``number`` largest nonzero shares, largest first."""
     order = shares.sort(descending=True, stable=True).indices[:number].tolist()
     return tuple((index, round(float(shares[index]), 4)) for index in order if shares[index] > 0)
-
-
-def _crop_favourite(
-    gallery: GalleryImages, favourite: FavouritePatch, layout: TokenLayout
-) -> Tensor:
-    (image,) = image_batches(gallery.split.images[favourite.image][None], 1)
-    return patch_crop(image[0, : gallery.channels], favourite.patch, layout)
 
 
 WORDS = 8  # per expert
@@ -294,9 +253,7 @@ Read = list[tuple[str, list[int]]]  # words with their experts, largest weight f
 def find_two_towers(model: Model) -> TwoTowerModel | None:
     """Return the two-tower model, without its guide; None for other models."""
     student = model.model if isinstance(model, GuidedModel) else model
-    if isinstance(student, TwoTowerModel):
-        return student
-    return None
+    return student if isinstance(student, TwoTowerModel) else None
 
 
 @torch.no_grad()

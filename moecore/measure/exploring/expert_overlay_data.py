@@ -15,10 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics.two_view_agreement import (
-    TwoViewAugmentation,
-    draw_two_views,
-)
+from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.nn.correspondence import match_patches
 
 SIDE = 96  # pixels; larger images are shrunk
@@ -39,18 +36,12 @@ class EncodedPicture(Config):
 
 def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
     """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
-    small = shrink_pixels(pixels, side)
-    data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
-    return EncodedPicture(shape=data.shape, pixels=encode_arrays(data))
-
-
-def shrink_pixels(pixels: Tensor, side: int) -> Tensor:
-    """Average pixels over areas, so that the longest axis has at most ``side`` pixels."""
     size = pixels.shape[2:]
-    if max(size) <= side:
-        return pixels
-    small = [max(1, round(length * side / max(size))) for length in size]
-    return interpolate(pixels, small, mode=MODES[len(size)])
+    if max(size) > side:
+        small = [max(1, round(length * side / max(size))) for length in size]
+        pixels = interpolate(pixels, small, mode=MODES[len(size)])
+    data = np.rint(pixels.clamp(0, 1).numpy() * 255).astype(np.uint8)
+    return EncodedPicture(shape=data.shape, pixels=encode_arrays(data))
 
 
 def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
@@ -129,7 +120,17 @@ def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...
 
     records: fields (N, T, E), T a square number of patches after at most two other tokens.
     """
-    grids = [_expert_grids(record) for record in records] if len(images) else []
+    grids = []
+    for record in records if len(images) else ():
+        tokens = record.combine.shape[1]
+        side = math.isqrt(tokens)
+        if tokens - side * side > PREFIX:
+            raise UserError(
+                f"routing: {tokens} tokens are no square grid of patches after at most {PREFIX} "
+                "other tokens; set routing.overlays to 0"
+            )
+        best = _best_experts(record.combine)[:, tokens - side * side :]
+        grids.append(best.reshape(-1, side, side).numpy())
     return _encode_overlays(images, records, grids)
 
 
@@ -144,24 +145,18 @@ def overlay_middle_slices(
     depth = layout.size[2] // layout.grid[2]
     slices = volumes[..., row * depth + depth // 2]
     images = np.rint(np.clip(np.asarray(slices, np.float32), 0, 1) * 255).astype(np.uint8)
-    grids = [
-        _best_experts(record.combine[:, layout.special :])
-        .reshape(-1, *layout.grid)[..., row]
-        .numpy()
-        for record in records
-    ]
-    return _encode_overlays(
-        _upright_planes(images), records, [_upright_planes(grid) for grid in grids]
-    )
+    grids = []
+    for record in records:
+        best = _best_experts(record.combine[:, layout.special :]).reshape(-1, *layout.grid)
+        grids.append(_upright_planes(best[..., row].numpy()))
+    return _encode_overlays(_upright_planes(images), records, grids)
 
 
 def evenly_spaced_overlays(
     images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: TokenLayout
 ) -> Overlays:
     """Return ``number`` images with their patches' experts; of volumes, middle slices."""
-    indices = np.array([], int)
-    if number:
-        indices = evenly_spaced_indices(len(images), number)
+    indices = evenly_spaced_indices(len(images), number) if number else np.array([], int)
     few = tuple(layer.map_tensors(lambda field: field[indices]) for layer in records)
     if images.ndim == 5:
         return overlay_middle_slices(images[indices], few, layout)
@@ -189,19 +184,6 @@ def _encode_overlays(
 def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
     """Return expert indices (rows, columns) of one grid; −1 if no expert processed the patch."""
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
-
-
-def _expert_grids(record: RoutingRecord) -> np.ndarray:
-    """Return the expert index of each patch, (N, rows, columns), −1 for none."""
-    weights = record.combine
-    tokens = weights.shape[1]
-    side = math.isqrt(tokens)
-    if tokens - side * side > PREFIX:
-        raise UserError(
-            f"routing: {tokens} tokens are no square grid of patches after at most {PREFIX} other "
-            "tokens; set routing.overlays to 0"
-        )
-    return _best_experts(weights)[:, tokens - side * side :].reshape(-1, side, side).numpy()
 
 
 def _best_experts(weights: Tensor) -> Tensor:

@@ -85,10 +85,11 @@ def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
         is_dropped = find_ranked_choice(record, rank)
         if way != "reroute":
             combine = drop_weights(record.combine, is_dropped, way == "renormalised")
-            chosen = record.chosen & ~is_dropped
-            return reweigh_router_plan(plan, combine), record._replace(
-                chosen=chosen, combine=combine
-            )
+            if isinstance(plan, ProjectionDispatchPlan):
+                plan = plan._replace(plan=reweigh_plan(plan.plan, combine))
+            else:
+                plan = reweigh_plan(plan, combine)
+            return plan, record._replace(chosen=record.chosen & ~is_dropped, combine=combine)
         router.barred = is_dropped
         try:
             return router.forward(*inputs)  # calling the router would run this hook again
@@ -119,15 +120,6 @@ def drop_weights(combine: Tensor, is_dropped: Tensor, is_renormalised: bool) -> 
         return weights
     total, rest = combine.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True)
     return torch.where(rest > 0, weights * total / rest, weights)
-
-
-def reweigh_router_plan(
-    plan: SparsePlan | ProjectionDispatchPlan, combine: Tensor
-) -> SparsePlan | ProjectionDispatchPlan:
-    """Return the plan with weights from (B, T, E); experts process the same tokens."""
-    if isinstance(plan, ProjectionDispatchPlan):
-        return plan._replace(plan=reweigh_plan(plan.plan, combine))
-    return reweigh_plan(plan, combine)
 
 
 def reweigh_plan(plan: SparsePlan, combine: Tensor) -> SparsePlan:

@@ -17,12 +17,8 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.measure.base import SEED
+from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.barred_experts import find_own_model
-from moecore.measure.routing_metrics.layer_metrics import (
-    expert_counts,
-    linearize_mean,
-    max_load_violation,
-)
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio
@@ -77,7 +73,7 @@ def pair_lift_by_image(chosen: Tensor) -> Tensor:
 
     if int(chosen.sum(dim=-1).max()) < 2:
         raise UserError("coactivation: no token chose two experts; allowed: routers of k ≥ 2")
-    return linearize_mean(mean_lift, rows)
+    return layer_metrics.linearize_mean(mean_lift, rows)
 
 
 def _divisors(counts: Tensor) -> Tensor:
@@ -144,20 +140,20 @@ def window_consistency(
 SMALLEST_QUANTILE = 0.01  # of the margins
 
 
-def mean_batch_violation(chosen: Tensor, images: int, seed: int = 0) -> float:
+def mean_batch_violation(chosen: Tensor, images: int) -> float:
     """Return the mean MaxVio over batches of ``images``; it decreases with their size."""
     # Shuffled, as a split may be sorted by class.
-    order = np.random.default_rng(seed).permutation(len(chosen))
+    order = np.random.default_rng(0).permutation(len(chosen))
     # An incomplete last batch is left out, unless it is the only one.
     used = order[: max(images, len(chosen) // images * images)]
-    batches = [expert_counts(part) for part in chosen[torch.from_numpy(used)].split(images)]
-    return float(np.mean([max_load_violation(counts) for counts in batches if counts.any()]))
+    batches = map(layer_metrics.expert_counts, chosen[torch.from_numpy(used)].split(images))
+    violations = [layer_metrics.max_load_violation(counts) for counts in batches if counts.any()]
+    return float(np.mean(violations))
 
 
-def chance_violation(choices: int, experts: int, draws: int = 200, seed: int = 0) -> float:
-    """Return the mean MaxVio of ``choices`` uniform random choices among experts."""
-    random = np.random.default_rng(seed)
-    counts = random.multinomial(choices, [1 / experts] * experts, draws)
+def chance_violation(choices: int, experts: int) -> float:
+    """Return the mean MaxVio of ``choices`` uniform random choices among experts; of 200 draws."""
+    counts = np.random.default_rng(0).multinomial(choices, [1 / experts] * experts, 200)
     return float((counts.max(axis=1) * experts / choices - 1).mean())
 
 
@@ -187,11 +183,9 @@ def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray]
     if not is_known.any():
         return {}, {}
     sums, tokens = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
-    smallest = np.quantile(margins[is_known].numpy(), SMALLEST_QUANTILE)
-    return (
-        {"margin": linearize_ratio(sums.numpy(), tokens.numpy())},
-        {"smallest_margin": float(smallest)},
-    )
+    by_image = linearize_ratio(sums.numpy(), tokens.numpy())
+    smallest = float(np.quantile(margins[is_known].numpy(), SMALLEST_QUANTILE))
+    return {"margin": by_image}, {"smallest_margin": smallest}
 
 
 LAYER_INPUTS = frozenset({"basis", "outputs"})  # a router's inputs that the layer itself provides
@@ -222,9 +216,7 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, EarlyChoices]]:
     early: dict[str, EarlyChoices] = {}
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
-    def choose_early(
-        name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord
-    ) -> None:
+    def choose_early(name: str, layer: MoEFeedForward, tokens: Tensor, _: RoutingRecord) -> None:
         choices = early.setdefault(name, EarlyChoices([]))
         index = list(early).index(name)
         latest[name] = tokens
@@ -254,9 +246,12 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
 
     early_choice: share of a token's experts that are among its early ones; by chance k / E.
     early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
-    correlation of the loads, left out if either is constant. early_hottest: share of the hottest
-    experts that both have. Loads may agree although no token does.
+    correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:
+    share of the hottest experts that both have (ties: lowest index). Loads may agree although no
+    token does.
     """
+    from scipy.stats import spearmanr  # slow to import
+
     shared = (predicted & chosen).sum(dim=-1).double()
     number = chosen.sum(dim=-1).double()
     # Tokens that chose no expert are left out.
@@ -266,9 +261,13 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     early_rows = predicted.sum(dim=1).double().numpy()
     rows = chosen.sum(dim=1).double().numpy()
     early_counts, counts = early_rows.sum(axis=0), rows.sum(axis=0)
-    of_layer = {"early_hottest": hottest_overlap(early_counts, counts)}
+    hottest = max(1, len(counts) // EXPERTS_PER_HOT)
+    early_set, own_set = (
+        set(np.argsort(-load, kind="stable")[:hottest]) for load in (early_counts, counts)
+    )
+    of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
-        of_layer["early_load_rank"] = rank_correlation(early_counts, counts)
+        of_layer["early_load_rank"] = float(spearmanr(early_counts, counts).statistic)
     return Predictability(
         {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)},
         {
@@ -289,18 +288,3 @@ def linearize_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     cosine = first @ second
     # cos + ∂cos · (x − mean); ∂cos is orthogonal to the means
     return cosine + ours @ (second - cosine * first) + theirs @ (first - cosine * second)
-
-
-def rank_correlation(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return Spearman's correlation of counts (E,), with mean ranks for ties."""
-    from scipy.stats import spearmanr  # slow to import
-
-    return float(spearmanr(ours, theirs).statistic)
-
-
-def hottest_overlap(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return the share of the hottest experts by counts (E,) that both have; ties: lowest index."""
-    number = max(1, len(ours) // EXPERTS_PER_HOT)
-    our_hottest = set(np.argsort(-ours, kind="stable")[:number])
-    their_hottest = set(np.argsort(-theirs, kind="stable")[:number])
-    return len(our_hottest & their_hottest) / number

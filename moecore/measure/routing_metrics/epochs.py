@@ -1,6 +1,8 @@
 """Stability of the choice of experts: between two views of an image (PRC), and over epochs (TGR).
 
-B images, P pairs of corresponding tokens per image, E experts; N images of the epochs, T tokens.
+The routing after each epoch is stored next to the checkpoint, so that a resumed training reports
+all epochs; nothing is selected by it. B images, P pairs of corresponding tokens per image, E
+experts; N images of the epochs, T tokens.
 """
 
 import math
@@ -13,31 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.data.prepared import Prepared
-from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
-from moecore.measure.routing_metrics.imed import class_expert_probs
-from moecore.measure.routing_metrics.layer_metrics import expert_agreement, kept_choices
-from moecore.measure.routing_metrics.regions import (
-    probed_epochs,
-    read_epoch_tissue_routing,
-    write_epoch_tissue_routing,
-)
+from moecore.data.prepared import Prepared, evenly_spaced_indices
+from moecore.measure.routing_metrics import layer_metrics, regions
+from moecore.nn import routing_traces
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
-from moecore.nn.routing_traces import finest_layout, spread_to_one_grid
 from moecore.statistics.comparisons import encode_item_values, linearize_ratio
-from moecore.training.outcome import Settling
-
-
-class MatchRatios(NamedTuple):
-    """Shares of pairs that choose the same, 0 to 1."""
-
-    top1: float  # best expert
-    top2_ordered: float  # best and second in this order
-    top2_sets: float  # two best as a set
+from moecore.training.outcome import EpochTissueRouting, Settling, WatchedEpoch
 
 
 def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
@@ -52,8 +39,10 @@ def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> 
             found=f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts",
             allowed="at least one pair and two experts",
         )
-    ours = _two_best(probs_1)
-    theirs = _two_best(probs_2)
+    # topk does not define the order of ties
+    ours, theirs = (
+        probs.argsort(dim=-1, descending=True, stable=True)[..., :2] for probs in (probs_1, probs_2)
+    )
     ordered = ours == theirs
     sets = ordered.all(-1) | (ours == theirs.flip(-1)).all(-1)
     return torch.stack(
@@ -61,11 +50,11 @@ def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> 
     )
 
 
-def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> MatchRatios:
-    """Return the match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
+def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> list[float]:
+    """Return the share of all pairs for each column of ``match_counts_by_image`` (PRC, table 4)."""
     counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
-    return MatchRatios(*(count / pairs for count in counts.tolist()))
+    return [count / pairs for count in counts.tolist()]
 
 
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
@@ -74,32 +63,18 @@ def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list
     first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
     ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
     """
-    epochs = _check_epochs(first_experts)
-    return {
-        "with_final": [_agreeing_share(experts, epochs[-1]) for experts in epochs],
-        "consecutive": [_agreeing_share(before, after) for before, after in pairwise(epochs)],
-    }
-
-
-def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    epochs = [np.asarray(experts) for experts in first_experts]
-    shapes = sorted({experts.shape for experts in epochs})
-    if len(shapes) != 1 or epochs[0].size == 0:
+    shapes = sorted({experts.shape for experts in first_experts})
+    if len(shapes) != 1 or first_experts[0].size == 0:
         raise UserError.at(
             "consistency",
-            found=f"{len(epochs)} epochs with choices of shape {shapes}",
+            found=f"{len(first_experts)} epochs with choices of shape {shapes}",
             allowed="at least one epoch, all of one shape (images, tokens)",
         )
-    return epochs
-
-
-def _two_best(probs: Tensor) -> Tensor:
-    # topk does not define the order of ties
-    return probs.argsort(dim=-1, descending=True, stable=True)[..., :2]
-
-
-def _agreeing_share(ours: np.ndarray, theirs: np.ndarray) -> float:
-    return float((ours == theirs).mean())
+    final, pairs = first_experts[-1], pairwise(first_experts)
+    return {
+        "with_final": [float((experts == final).mean()) for experts in first_experts],
+        "consecutive": [float((before == after).mean()) for before, after in pairs],
+    }
 
 
 def expert_truth_tables(
@@ -131,6 +106,11 @@ def expert_purity(table: np.ndarray) -> float:
     return float(table.max(axis=1).sum() / table.sum()) if table.any() else math.nan
 
 
+def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
+    """Return the mean ``expert_purity`` of the layers' tables (E, D)."""
+    return float(np.mean([expert_purity(table) for table in tables]))
+
+
 def purity_by_image(tables: np.ndarray) -> np.ndarray:
     """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,).
 
@@ -141,27 +121,19 @@ def purity_by_image(tables: np.ndarray) -> np.ndarray:
     return linearize_ratio(right, tables.sum(axis=(1, 2)))
 
 
-def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
-    """Return the mean purity of the layers' tables (E, D)."""
-    return float(np.mean([expert_purity(table) for table in tables]))
-
-
 def purity_by_epoch(
     first: Sequence[np.ndarray], kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[float]:
     """Return the layers' mean purity after each epoch; first: per epoch first experts (N, L, T)."""
-    return [
-        purity_over_layers(
-            [
-                expert_truth_tables(layer, kinds, expert_count, kind_count).sum(axis=0)
-                for layer in epoch.astype(np.int64).swapaxes(0, 1)
-            ]
-        )
-        for epoch in first
-    ]
+    purities = []
+    for epoch in first:
+        layers = epoch.astype(np.int64).swapaxes(0, 1)
+        counts = [expert_truth_tables(layer, kinds, expert_count, kind_count) for layer in layers]
+        purities.append(purity_over_layers([tables.sum(axis=0) for tables in counts]))
+    return purities
 
 
-IMAGES = 500  # of the validation split
+VALIDATION_IMAGES = 500  # of the validation split
 
 
 class EpochWatch(NamedTuple):
@@ -182,10 +154,10 @@ class EpochWatch(NamedTuple):
         """
         if self.model.moe is None:
             return None
-        images = self.data.validation.images[:IMAGES]
-        labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
+        images = self.data.validation.images[:VALIDATION_IMAGES]
+        labels = torch.from_numpy(np.array(self.data.validation.labels[:VALIDATION_IMAGES]))
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
-        on_one_grid = spread_to_one_grid(records, self.model.layouts)
+        on_one_grid = routing_traces.spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in on_one_grid], dim=1)
         chosen = np.stack([record.chosen.numpy() for record in on_one_grid], axis=1)
         tensors = {
@@ -193,10 +165,13 @@ class EpochWatch(NamedTuple):
             # (N, layers, T, bytes of E bits)
             "chosen": torch.from_numpy(np.packbits(chosen, axis=-1)),
         }
-        maps = routing_maps_by_class(records, labels, self.data)
-        if maps is not None:
-            tensors["maps"] = maps.float()
-        write_tensors(_epoch_path(self.folder, epoch), tensors)
+        if members := self.data.task.by_class(labels):
+            # An image of several classes counts for each of them.
+            rows, classes = members
+            routed = [record._replace(probs=record.probs[rows]) for record in records]
+            maps = layer_metrics.class_expert_probs(routed, classes, self.data.task.outputs)
+            tensors["maps"] = maps.float()  # (K, layers, E)
+        write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
         if epoch in probed_epochs(self.epochs):
             write_epoch_tissue_routing(
                 self.folder, epoch, self.model, self.data, self.experts, self.seed
@@ -205,40 +180,46 @@ class EpochWatch(NamedTuple):
             write_epoch_trace(self.folder, epoch, self.model, self.data)
         if epoch == 1:
             return None
-        before, _ = read_tensors(_epoch_path(self.folder, epoch - 1))
+        before, _ = read_tensors(self.folder / f"epochs/{epoch - 1:04d}.safetensors")
         return float((tensors["first"] == before["first"]).double().mean())
 
     def collect_settling(self) -> Settling:
         """Return the stored routing of all epochs; raise UserError if a file is missing."""
         if self.model.moe is None:
             return Settling()
-        epochs = range(1, self.epochs + 1)
-        stored = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
+        epochs = self.epochs
+        names = [f"epochs/{epoch:04d}.safetensors" for epoch in range(1, epochs + 1)]
+        stored = [read_tensors(self.folder / name)[0] for name in names]
         first = [tensors["first"].numpy() for tensors in stored]
         agreement = agreement_over_epochs([experts.reshape(len(experts), -1) for experts in first])
         people = self.data.validation.people
         if people is not None:
-            people = people[:IMAGES]
+            people = people[:VALIDATION_IMAGES]
         saturation = saturation_by_image([tensors["chosen"].numpy() for tensors in stored])
-        half = encode_item_values(saturation[(self.epochs - 1) // 2], people)
-        mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in stored[epoch - 1]]
+        half = encode_item_values(saturation[(epochs - 1) // 2], people)
+        purity = []
+        if kind_count := self.model.image.truth:
+            images = torch.from_numpy(np.array(self.data.validation.images[:VALIDATION_IMAGES]))
+            kinds = token_kinds(images, routing_traces.finest_layout(self.model.layouts)).numpy()
+            number = self.model.experts_and_router.experts.choices
+            purity = purity_by_epoch(first, kinds, number, kind_count)
+        maps = {}
+        for epoch in sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs}):
+            if "maps" in stored[epoch - 1]:
+                # Pages show three digits; five decimals limit the size with many classes.
+                rows = stored[epoch - 1]["maps"].tolist()
+                maps[str(epoch)] = [[[round(x, 5) for x in layer] for layer in row] for row in rows]
         is_text = self.data.task.long
         return Settling(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
             agreement_items=agreement_items(first, people) | {"saturation_half": half},
-            purity=self._purity(first) if self.model.image.truth else (),
-            class_maps={str(epoch): _round_maps(stored[epoch - 1]["maps"]) for epoch in mapped},
-            region_routing=read_epoch_tissue_routing(self.folder, self.data, self.epochs),
-            watched=() if is_text else read_epoch_traces(self.folder, self.data, self.epochs),
+            purity=purity,
+            class_maps=maps,
+            region_routing=read_epoch_tissue_routing(self.folder, self.data, epochs),
+            watched=() if is_text else read_epoch_traces(self.folder, self.data, epochs),
         )
-
-    def _purity(self, first: Sequence[np.ndarray]) -> list[float]:
-        images = torch.from_numpy(np.array(self.data.validation.images[:IMAGES]))
-        kinds = token_kinds(images, finest_layout(self.model.layouts)).numpy()
-        number = self.model.experts_and_router.experts.choices
-        return purity_by_epoch(first, kinds, number, self.model.image.truth)
 
 
 def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -251,7 +232,10 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
         return torch.from_numpy(np.unpackbits(packed, axis=-1)).bool()
 
     final = unpack(chosen[-1])
-    return [kept_choices(unpack(packed), final).mean(dim=(1, 2)).numpy() for packed in chosen]
+    return [
+        layer_metrics.kept_choices(unpack(packed), final).mean(dim=(1, 2)).numpy()
+        for packed in chosen
+    ]
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
@@ -260,34 +244,32 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
     With the final epoch, and between consecutive epochs; the latter also as mean over training.
     first: per epoch, (N, L, T) integers.
     """
-    epochs = len(first)
+    last = len(first) - 1
 
     def encode_agreement(*pairs: tuple[int, int]) -> str:
         same = [(first[epoch] == first[other]).mean(axis=(1, 2)) for epoch, other in pairs]
         return encode_item_values(np.mean(same, axis=0), people)
 
-    packed = {}
-    for name, index in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
-        packed[f"with_final_{name}"] = encode_agreement((index, epochs - 1))
-    if epochs == 1:
+    packed = {
+        "with_final_quarter": encode_agreement((last // 4, last)),
+        "with_final_half": encode_agreement((last // 2, last)),
+    }
+    if last == 0:
         return packed
-    pairs = [(epoch, epoch + 1) for epoch in range(epochs - 1)]
-    for name, index in (
-        ("quarter", (epochs - 2) // 4),
-        ("half", (epochs - 2) // 2),
-        ("last", epochs - 2),
-    ):
-        packed[f"consecutive_{name}"] = encode_agreement(pairs[index])
-    return packed | {"consecutive_mean": encode_agreement(*pairs)}
+    pairs = [(epoch, epoch + 1) for epoch in range(last)]
+    return packed | {
+        "consecutive_quarter": encode_agreement(pairs[(last - 1) // 4]),
+        "consecutive_half": encode_agreement(pairs[(last - 1) // 2]),
+        "consecutive_last": encode_agreement(pairs[-1]),
+        "consecutive_mean": encode_agreement(*pairs),
+    }
 
 
 def finetuning_agreement(
-    before: Sequence[RoutingRecord],
-    after: Sequence[RoutingRecord],
-    people: np.ndarray | None = None,
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord], people: np.ndarray | None
 ) -> Settling:
     """Return the agreement of the routing before and after fine-tuning, per layer."""
-    same = expert_agreement(before, after)
+    same = layer_metrics.expert_agreement(before, after)
     if not same:
         return Settling(routing_agreement_before_after=())
     by_image = torch.stack(same)
@@ -296,30 +278,93 @@ def finetuning_agreement(
     return Settling(routing_agreement_before_after=means, agreement_items=items)
 
 
-def shown_epochs(epochs: int) -> list[int]:
-    """Return the epochs, from 1, whose class maps are shown: first, after each third, last."""
-    return sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
+TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 
 
-def routing_maps_by_class(
-    records: Sequence[RoutingRecord], labels: Tensor, data: Prepared
-) -> Tensor | None:
-    """Return class maps (K, layers, E); None if labels are not classes.
+def probed_epochs(epochs: int) -> tuple[int, ...]:
+    """Return the first, middle and last of ``epochs``, from 1, without duplicates."""
+    return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
-    An image of several classes counts for each of them.
+
+def write_epoch_tissue_routing(
+    folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
+) -> None:
+    """Write the routing on single tissues after ``epoch``; nothing for data without tissue maps.
+
+    seed: of the random control, the same at all epochs.
     """
-    members = data.task.by_class(labels)
-    if members is None:
-        return None
-    rows, classes = members
-    chosen = [record._replace(probs=record.probs[rows]) for record in records]
-    return class_expert_probs(chosen, classes, data.task.outputs)
+    tissues = data.card.get("regions")
+    if not tissues:
+        return
+    chosen = evenly_spaced_indices(len(data.validation.labels), TISSUE_VOLUMES)
+    volumes = np.array(data.validation.images[chosen])
+    maps = np.array(data.regions("validation")[chosen])
+    rows = regions.region_rows(model, volumes, maps, tissues, experts, seed)
+    routing = EpochTissueRouting(epoch=epoch, rows=rows)
+    write_json(folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 
 
-def _round_maps(maps: Tensor) -> list:
-    # Pages show three digits; five decimals limit the size of results with many classes.
-    return [[[round(value, 5) for value in layer] for layer in row] for row in maps.tolist()]
+def read_epoch_tissue_routing(
+    folder: Path, data: Prepared, epochs: int
+) -> tuple[EpochTissueRouting, ...]:
+    """Return what ``write_epoch_tissue_routing`` wrote; () for data without tissue maps."""
+    if not data.card.get("regions"):
+        return ()
+    contents = [read_json(folder / f"regions/{epoch:04d}.json") for epoch in probed_epochs(epochs)]
+    return tuple(EpochTissueRouting.model_validate(content) for content in contents)
 
 
-def _epoch_path(folder: Path, epoch: int) -> Path:
-    return folder / "epochs" / f"{epoch:04d}.safetensors"
+# The explorer shows the routing of its first test images after some epochs.
+IMAGES = 32  # the largest number in the explorer
+VOLUMES = 6  # fewer, as volumes are large
+MAX_EPOCHS = 12
+
+
+def spread_places(total: int, number: int) -> list[int]:
+    """Return ``number`` evenly spread indices below ``total``, or all.
+
+    A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
+    is start, middle, quarters, and so on.
+    """
+    places: dict[int, None] = {}
+    step = 0
+    while len(places) < min(number, total):
+        places.setdefault(int(f"{step:b}"[::-1], 2) * total >> step.bit_length())
+        step += 1
+    return list(places)
+
+
+def explorer_image_indices(data: Prepared, number: int) -> list[int]:
+    """Return indices in the test split of the first images that the explorer shows."""
+    images = data.test.images
+    limit = VOLUMES if images.ndim == 5 else IMAGES
+    return spread_places(len(images), min(number, limit))
+
+
+def watched_epochs(epochs: int) -> tuple[int, ...]:
+    """Return at most MAX_EPOCHS of ``epochs``, from 1, evenly spread, with the last."""
+    spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
+    return tuple(np.unique(spread).tolist())
+
+
+def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
+    """Write predictions and routing of the explorer's images after ``epoch``."""
+    images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
+    prediction, records = predict_in_batches(model, images, batch=IMAGES)
+    traces = routing_traces.build_image_traces(prediction, records, data.task, model.layouts)
+    write_json(folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
+
+
+def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
+    """Return what ``write_epoch_trace`` wrote; raise UserError if an epoch is missing."""
+    places = explorer_image_indices(data, IMAGES)
+    return tuple(
+        WatchedEpoch(
+            epoch=epoch,
+            images=places,
+            trace=routing_traces.ImageTraces.model_validate(
+                read_json(folder / f"traces/{epoch:04d}.json")
+            ),
+        )
+        for epoch in watched_epochs(epochs)
+    )

@@ -125,13 +125,12 @@ def expert_information(
     pairs = chosen.nonzero()
     table = _count_table(chosen, pairs, labels)
     tokens = np.bincount(labels[labels >= 0], minlength=table.shape[1])
-    common = tokens >= min_tokens
+    common = tokens >= min_tokens  # labels with enough tokens, (K,)
     nulls = []
     for permuted_labels in permuted:
         counts = _count_table(chosen, pairs, permuted_labels)
-        nulls.append(
-            (mutual_information(counts), largest_expert_shares(counts, tokens, common).sum())
-        )
+        shares = counts[:, common].max(axis=0) / tokens[common]
+        nulls.append((mutual_information(counts), shares.sum()))
     null, null_share = np.array(nulls).T
     information = mutual_information(table)
     shares = table.sum(axis=0)[table.sum(axis=0) > 0] / table.sum()
@@ -144,14 +143,6 @@ def expert_information(
         excess_by_image=_information_by_image(table, pairs, labels, len(chosen)) - chance,
         specialisation=_specialisation(chosen, labels, table, common, null_share),
     )
-
-
-def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) -> np.ndarray:
-    """Return, for each common label, the largest share of its tokens that one expert has.
-
-    table: (E, K) counts; tokens: (K,), per label; common: (K,) bool, labels with enough tokens.
-    """
-    return table[:, common].max(axis=0) / tokens[common]
 
 
 def permute_images(
@@ -171,13 +162,6 @@ def check_exchangeable(images: int) -> None:
             found=f"{images} images or texts, which are permuted to measure chance",
             allowed=f"{MIN_IMAGES} and more",
         )
-
-
-def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield ``number`` permutations of labels (B, T) among the tokens of each image."""
-    random = np.random.default_rng(seed)
-    for _ in range(number):
-        yield random.permuted(labels, axis=1)
 
 
 def _count_table(
@@ -208,11 +192,7 @@ def _information_by_image(
 
 
 def _specialisation(
-    chosen: np.ndarray,
-    labels: np.ndarray,
-    table: np.ndarray,
-    common: np.ndarray,
-    null: np.ndarray,
+    chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> Specialisation | None:
     """Return the specialisation; null: per permutation, the sum of shares over common labels."""
     number = int(common.sum())
@@ -220,7 +200,7 @@ def _specialisation(
         return None
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
     shares = np.zeros(len(common))
-    shares[common] = largest_expert_shares(table, tokens, common)
+    shares[common] = table[:, common].max(axis=0) / tokens[common]
     image, token = ((labels >= 0) & common[labels]).nonzero()
     label = labels[image, token]
     is_with_most = chosen[image, token, table.argmax(axis=0)[label]]
@@ -250,10 +230,7 @@ class LabelInformation(Config):
 
 
 def label_information(
-    chosen: Tensor,
-    layout: TokenLayout,
-    labels: dict[str, Tensor],
-    people: np.ndarray | None = None,
+    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: np.ndarray | None = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
     """Return the information about each kind of label with two or more values, and its items."""
     rows, values = {}, {}
@@ -263,18 +240,16 @@ def label_information(
         is_counted = (token_labels >= 0) & patches.any(axis=-1)
         if len(np.unique(token_labels[is_counted])) < 2:
             continue
+        permuted = permute_images(token_labels, PERMUTATIONS, SEED, people)
         if name == "position":  # the same in all images, so permuted within each image
-            permuted = permute_positions(token_labels, PERMUTATIONS, SEED)
-        else:
-            permuted = permute_images(token_labels, PERMUTATIONS, SEED, people)
+            random = np.random.default_rng(SEED)
+            permuted = (random.permuted(token_labels, axis=1) for _ in range(PERMUTATIONS))
         result = expert_information(patches, token_labels, permuted, RARE)
         values[f"information_{name}"] = result.excess_by_image / result.label_entropy
         shares = None
         if special := result.specialisation:
             values[f"specialisation_{name}"] = special.excess_by_image
-            shares = LabelSpecialisation(
-                share=special.share, chance=special.chance, labels=special.labels
-            )
+            shares = LabelSpecialisation.model_validate(special, from_attributes=True)
         rows[name] = LabelInformation(
             information=result.information,
             chance=result.chance,

@@ -5,7 +5,6 @@ All from the pass of ``Routing``. N images, T tokens per image, E experts, k cho
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -18,37 +17,9 @@ from moecore.core.encoded_values import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
+from moecore.measure.routing_metrics import choice_patterns, expert_information, expert_similarity
 from moecore.measure.routing_metrics.barred_experts import find_own_model
-from moecore.measure.routing_metrics.choice_patterns import (
-    EarlyChoices,
-    chance_violation,
-    choice_predictability,
-    choose_one_layer_early,
-    conditional_coactivation,
-    count_coactivation,
-    cumulative_load_shares,
-    follow_up_shares,
-    margin_values,
-    mean_batch_violation,
-    pair_lift_by_image,
-    window_consistency,
-)
-from moecore.measure.routing_metrics.expert_information import (
-    LabelInformation,
-    image_labels_by_kind,
-    label_information,
-    token_labels_by_kind,
-)
-from moecore.measure.routing_metrics.expert_similarity import (
-    CountedImages,
-    EncodedChoices,
-    KeptTokens,
-    PairAgreement,
-    Similarity,
-    compare_encoded_choices,
-    expert_similarity,
-    keep_layer_tokens,
-)
+from moecore.measure.routing_metrics.expert_similarity import EncodedChoices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
@@ -235,14 +206,15 @@ class ExpertRoles(MeasuredPart):
 class WatchedPass(NamedTuple):
     """Data of a pass in addition to its records, by names of layers."""
 
-    tokens: dict[str, KeptTokens]
-    early: dict[str, EarlyChoices]
+    tokens: dict[str, expert_similarity.KeptTokens]
+    early: dict[str, choice_patterns.EarlyChoices]
 
 
 @contextmanager
-def watch_experts(model: Model, images: CountedImages) -> Iterator[WatchedPass]:
+def watch_experts(model: Model, images: expert_similarity.CountedImages) -> Iterator[WatchedPass]:
     """Collect what ``put_roles`` needs of the pass over these images inside the ``with``."""
-    with keep_layer_tokens(model, images) as tokens, choose_one_layer_early(model) as early:
+    early_choices = choice_patterns.choose_one_layer_early(model)
+    with expert_similarity.keep_layer_tokens(model, images) as tokens, early_choices as early:
         yield WatchedPass(tokens, early)
 
 
@@ -261,29 +233,30 @@ def put_roles(
     test = subject.data.test
     images = np.array(test.images[indices])
     people = test.people_at(indices)
-    similarities = [
-        expert_similarity(tokens.outputs(len(images)), people) for tokens in watched.tokens.values()
+    similarity = [
+        expert_similarity.expert_similarity(tokens.outputs(len(images)), people)
+        for tokens in watched.tokens.values()
     ]
     predicted = [choices.chosen(len(images)) for choices in watched.early.values()]
     scores = selection_scores(subject.model, list(watched.early), records)
-    classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[indices])))
-
-    @cache
-    def labels_on_grid(layout: TokenLayout) -> dict[str, Tensor]:
-        return classes | token_labels_by_kind(subject, indices, images, layout)
-
+    labels = torch.from_numpy(np.array(test.labels[indices]))
+    classes = expert_information.image_labels_by_kind(subject, labels)
+    labels_on_grid = {
+        layout: classes | expert_information.token_labels_by_kind(subject, indices, images, layout)
+        for layout in dict.fromkeys(subject.model.layouts)
+    }
     layers: list[RolesLayer] = []
     by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-        labels = dict(labels_on_grid(layout))
-        inputs = RoleInputs(people, similarities[index], predicted[index], scores=scores[index])
+        layer_labels = dict(labels_on_grid[layout])
+        inputs = RoleInputs(people, similarity[index], predicted[index], scores=scores[index])
         if index > 0:
             before = record_on_finer_grid(
                 records[index - 1], subject.model.layouts[index - 1], layout
             )
-            labels["layer_before"] = first_choices(before)
+            layer_labels["layer_before"] = first_choices(before)
             inputs = inputs._replace(before=before.chosen)
-        layer, values = measure_layer_roles(record, layout, labels, settings, inputs)
+        layer, values = measure_layer_roles(record, layout, layer_labels, settings, inputs)
         layers.append(layer)
         by_image.append(values)
     out.people = people
@@ -291,7 +264,8 @@ def put_roles(
     for name in by_image[-1]:
         if all(name in values for values in by_image[1:]):
             metric, at = metric_and_place(name)
-            out.put(metric, mean_over_layers_with_name(by_image, name), **at)
+            having = [values[name] for values in by_image if name in values]
+            out.put(metric, np.mean(having, axis=0), **at)
     put_without_items(layers, out)
     out.facts["roles"] = {"images": len(images), "batch": settings.batch, "layers": layers}
 
@@ -328,7 +302,7 @@ class RolesLayer(Config):
     # P(b chosen here | a chosen in the layer before), rows a, and P(a there | b here), rows b
     after: tuple[tuple[float, ...], ...] = ()
     before: tuple[tuple[float, ...], ...] = ()
-    labels: dict[str, LabelInformation]
+    labels: dict[str, expert_information.LabelInformation]
     values: dict[str, float]
     chances: dict[str, float]
     coverage: tuple[float, ...]  # share of the choices that the m most used experts have
@@ -349,9 +323,10 @@ def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
     return tuple(EncodedChoices.model_validate(layer["kept"]) for layer in layers)
 
 
-def compare_seeds(ours: Found, theirs: Found) -> PairAgreement:
+def compare_seeds(ours: Found, theirs: Found) -> expert_similarity.PairAgreement:
     """Return the agreement of two seeds; results are cached."""
-    return compare_encoded_choices(read_encoded_choices(ours), read_encoded_choices(theirs))
+    choices = read_encoded_choices(ours), read_encoded_choices(theirs)
+    return expert_similarity.compare_encoded_choices(*choices)
 
 
 ByImage = dict[str, np.ndarray]  # name → one value per image, (N,)
@@ -361,13 +336,10 @@ class RoleInputs(NamedTuple):
     """Inputs of a layer's analysis in addition to its record; None if not available."""
 
     people: np.ndarray | None = None  # (N,), the person of each image
-    similarity: Similarity | None = None
+    similarity: expert_similarity.Similarity | None = None
     predicted: Tensor | None = None  # (N, T, E) bool, choices from the tokens of the layer before
     before: Tensor | None = None  # (N, T, E') bool, choices of the tokens in the layer before
     scores: Tensor | None = None  # (N, T, E), that decide the choice; None: the probabilities
-
-
-NO_INPUTS = RoleInputs()
 
 
 def measure_layer_roles(
@@ -375,7 +347,7 @@ def measure_layer_roles(
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    inputs: RoleInputs = NO_INPUTS,
+    inputs: RoleInputs,
 ) -> tuple[RolesLayer, ByImage]:
     """Return one layer's roles, and its metrics per image; consistency_2: of windows of two.
 
@@ -384,22 +356,26 @@ def measure_layer_roles(
     chosen = record.chosen
     counts = expert_counts(chosen)
     tokens, experts = chosen[..., 0].numel(), len(counts)
-    information, by_image = label_information(chosen, layout, labels, inputs.people)
-    consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
+    information, by_image = expert_information.label_information(
+        chosen, layout, labels, inputs.people
+    )
+    consistency, chances = choice_patterns.window_consistency(
+        chosen[:, layout.special :], settings.windows
+    )
     by_image |= consistency
-    extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
+    extra = {"batch_violation": choice_patterns.mean_batch_violation(chosen, settings.batch)}
     in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
-    chances["batch_violation"] = chance_violation(in_batch, experts)
+    chances["batch_violation"] = choice_patterns.chance_violation(in_batch, experts)
     if int(chosen.sum(dim=-1).max()) > 1:
-        by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
+        by_image["pair_lift"] = choice_patterns.pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
     scores = record.probs if inputs.scores is None else inputs.scores
-    margins, smallest = margin_values(scores, record.chosen)
+    margins, smallest = choice_patterns.margin_values(scores, chosen)
     by_image |= margins
     extra |= smallest
     if inputs.predicted is not None:
-        predictability = choice_predictability(inputs.predicted, chosen)
+        predictability = choice_patterns.choice_predictability(inputs.predicted, chosen)
         by_image |= predictability.by_image
         chances |= predictability.chances
         extra |= predictability.of_layer
@@ -409,31 +385,33 @@ def measure_layer_roles(
         chances |= similarity.chances
         matrices = {"cka": similarity.cka.tolist(), "cosine": similarity.cosine.tolist()}
     if inputs.before is not None:
-        matrices["after"] = follow_up_shares(inputs.before, chosen).tolist()
-        matrices["before"] = follow_up_shares(chosen, inputs.before).tolist()
-    few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
+        matrices["after"] = choice_patterns.follow_up_shares(inputs.before, chosen).tolist()
+        matrices["before"] = choice_patterns.follow_up_shares(chosen, inputs.before).tolist()
+    coactivation = choice_patterns.count_coactivation(chosen).sum(dim=0)
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
-        together=conditional_coactivation(count_coactivation(chosen).sum(dim=0)).tolist(),
+        together=choice_patterns.conditional_coactivation(coactivation).tolist(),
         labels=information,
         values={name: float(values.mean()) for name, values in by_image.items()} | extra,
         chances=chances,
-        coverage=cumulative_load_shares(counts).tolist(),
+        coverage=choice_patterns.cumulative_load_shares(counts).tolist(),
         **matrices,
-        kept=EncodedChoices(
-            shape=(len(few), *chosen.shape[1:]),
-            bits=encode_arrays(np.packbits(chosen[few].numpy())),
-            people=people_numbers(inputs.people, few),
-        ),
+        kept=encode_some_choices(chosen, inputs.people),
     )
     return layer, by_image
 
 
-def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | None:
-    """Return a number for the person of each image in ``few``; None if no person has several."""
-    if people is None or indices_by_person(people) is None:
-        return None
-    return np.unique(people, return_inverse=True)[1][few].tolist()
+def encode_some_choices(chosen: Tensor, people: np.ndarray | None) -> EncodedChoices:
+    """Return the choices (N, T, E) of some images, evenly spread, to compare seeds."""
+    few = evenly_spaced_indices(len(chosen), max(2, STORED_TOKENS // chosen.shape[1]))
+    numbers = None
+    if people is not None and indices_by_person(people) is not None:
+        numbers = np.unique(people, return_inverse=True)[1][few].tolist()
+    return EncodedChoices(
+        shape=(len(few), *chosen.shape[1:]),
+        bits=encode_arrays(np.packbits(chosen[few].numpy())),
+        people=numbers,
+    )
 
 
 def selection_scores(
@@ -450,8 +428,3 @@ def selection_scores(
         else:
             scores.append(score_record(record.map_tensors(lambda field: field.to(device))).cpu())
     return scores
-
-
-def mean_over_layers_with_name(layers: list[ByImage], name: str) -> np.ndarray:
-    """Return the mean over the layers with this name: all, or all except the first, (N,)."""
-    return np.mean([layer[name] for layer in layers if name in layer], axis=0)

@@ -28,6 +28,7 @@ from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import first_half, permuted_orders
 from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
 
+DRAWS = 20  # permutations of chance_agreement
 MIN_TOKENS_PER_DIMENSION = 10  # with few tokens, CKA is near 1 for any two experts
 
 NAMES = ("expert_cka", "expert_cosine")
@@ -150,9 +151,7 @@ class ExpertOutputs(NamedTuple):
     def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
         """Return the outputs with images in another order (N,)."""
         return self._replace(
-            values=self.values[order],
-            centred=self.centred[order],
-            by_image=self.by_image[order],
+            values=self.values[order], centred=self.centred[order], by_image=self.by_image[order]
         )
 
     def similarities(self, other: "ExpertOutputs") -> Tensor:
@@ -231,10 +230,8 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
             allowed="two of one shape",
         )
     experts = ours.shape[-1]
-    fit, rest = (
-        [side[images].reshape(-1, experts) for side in (ours, theirs)]
-        for images in (is_fit, ~is_fit)
-    )
+    fit = [side[is_fit].reshape(-1, experts) for side in (ours, theirs)]
+    rest = [side[~is_fit].reshape(-1, experts) for side in (ours, theirs)]
     partners = match_experts(indicator_correlation(*fit))
     correlation = indicator_correlation(*rest)[np.arange(experts), partners].mean()
     shared = rest[0] & rest[1][:, partners]
@@ -265,31 +262,17 @@ def matched_agreement_by_image(
     }
 
 
-class ChanceAgreement(NamedTuple):
-    """Mean ``seed_agreement`` over permutations of the second training's images."""
-
-    correlation: float
-    overlap: float
-
-
 def chance_agreement(
-    ours: np.ndarray,
-    theirs: np.ndarray,
-    is_fit: np.ndarray,
-    draws: int = 20,
-    seed: int = 0,
-    people: np.ndarray | None = None,
-) -> ChanceAgreement:
-    """Return the mean agreement with the second training's images (or people) permuted.
+    ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, people: np.ndarray | None = None
+) -> tuple[float, float]:
+    """Return mean correlation and overlap with the second training's images (people) permuted.
 
     Matched and compared like the real one; it measures what experts share by position alone.
     """
-    orders = permuted_orders(len(theirs), draws, seed, people)
+    orders = permuted_orders(len(theirs), DRAWS, 0, people)
     nulls = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
-    return ChanceAgreement(
-        float(np.mean([null.correlation for null in nulls])),
-        float(np.mean([null.overlap for null in nulls])),
-    )
+    correlations, overlaps = zip(*((null.correlation, null.overlap) for null in nulls), strict=True)
+    return float(np.mean(correlations)), float(np.mean(overlaps))
 
 
 class PairAgreement(NamedTuple):
@@ -307,14 +290,10 @@ def compare_encoded_choices(
     """Return the agreement of two models' layers on the same images."""
     people = None if ours[0].people is None else np.array(ours[0].people)
     is_fit = first_half(ours[0].shape[0], people)
-    layers = [
-        (decode_choices(our_layer), decode_choices(their_layer))
-        for our_layer, their_layer in zip(ours, theirs, strict=True)
-    ]
-    agreements = [seed_agreement(*layer, is_fit) for layer in layers]
-    nulls = [chance_agreement(*layer, is_fit, people=people) for layer in layers]
-    return PairAgreement(
-        float(np.mean([agreement.correlation for agreement in agreements])),
-        float(np.mean([agreement.overlap for agreement in agreements])),
-        float(np.mean([null.correlation for null in nulls])),
-    )
+    layers = []
+    for our_layer, their_layer in zip(ours, theirs, strict=True):
+        choices = decode_choices(our_layer), decode_choices(their_layer)
+        agreement = seed_agreement(*choices, is_fit)
+        chance, _ = chance_agreement(*choices, is_fit, people)
+        layers.append((agreement.correlation, agreement.overlap, chance))
+    return PairAgreement(*(float(np.mean(values)) for values in zip(*layers, strict=True)))

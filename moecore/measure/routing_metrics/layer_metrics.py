@@ -1,12 +1,13 @@
 """Routing metrics: pure functions of one MoE layer's tensors, or of several layers' records.
 
-B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
+B images, T tokens per image, E experts. Probabilities and masks are (B, T, E). IMED is a distance
+of two maps of experts that accounts for neighbours; a map has its experts row by row.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,14 +15,6 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.nn.experts.base import map_shape
 from moecore.statistics.comparisons import linearize_ratio
-
-
-class Confidence(NamedTuple):
-    """Highest, second and remaining probability of a token, mean over tokens (PRC, table 5)."""
-
-    highest: float
-    second: float
-    others: float
 
 
 def expert_counts(chosen: Tensor) -> Tensor:
@@ -79,12 +72,14 @@ def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
     return float((counts < below * counts.mean()).double().mean())
 
 
-def routing_confidence(probs: Tensor) -> Confidence:
-    """Return how confident the router is, from probs (B, T, E)."""
+def routing_confidence(probs: Tensor) -> dict[str, float]:
+    """Return the highest, second and remaining probability, mean over tokens (PRC, table 5)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
-    return Confidence(
-        highest=float(ordered[0]), second=float(ordered[1:2].sum()), others=float(ordered[2:].sum())
-    )
+    return {
+        "confidence_highest": float(ordered[0]),
+        "confidence_second": float(ordered[1:2].sum()),
+        "confidence_others": float(ordered[2:].sum()),
+    }
 
 
 def mean_token_entropy(probs: Tensor) -> float:
@@ -98,17 +93,8 @@ def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
     return (ours == theirs).double().mean(dim=-1)
 
 
-def choice_iou(before: Tensor, after: Tensor) -> float:
-    """Return the mean over tokens of |before ∩ after| / |before ∪ after|, 1 if both are empty."""
-    return float(_token_iou(before, after).mean())
-
-
-def iou_by_image(before: Tensor, after: Tensor) -> Tensor:
-    """Return ``choice_iou`` of each image, (B,) fp64."""
-    return _token_iou(before, after).mean(-1)
-
-
-def _token_iou(before: Tensor, after: Tensor) -> Tensor:
+def choice_iou(before: Tensor, after: Tensor) -> Tensor:
+    """Return |before ∩ after| / |before ∪ after| of each token, (B, T); 1 if both are empty."""
     _check_same_shape(before, after)
     common = (before & after).sum(-1).double()
     either = (before | after).sum(-1).double()
@@ -145,14 +131,16 @@ def routing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
     """Return 1 − IoU of the experts chosen before capacity, per layer."""
-    return [1 - choice_iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+    pairs = zip(before, after, strict=True)
+    return [1 - float(choice_iou(a.chosen, b.chosen).mean()) for a, b in pairs]
 
 
 def changes_by_image(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[Tensor]:
     """Return ``routing_change_by_layer`` of each image: per layer (N,) fp64."""
-    return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+    pairs = zip(before, after, strict=True)
+    return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in pairs]
 
 
 def expert_agreement(
@@ -178,21 +166,14 @@ def processing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
     """Return 1 − IoU of the experts that processed a token (under capacity), per layer."""
-    return [
-        1 - choice_iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)
-    ]
+    pairs = zip(before, after, strict=True)
+    return [1 - float(choice_iou(a.combine != 0, b.combine != 0).mean()) for a, b in pairs]
 
 
 def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over MoE layers of each metric that all of them have."""
     shared = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in shared}
-
-
-def mean_over_layers(values: Sequence[float | None]) -> float | None:
-    """Return the mean of one value per layer; None if a layer has no value."""
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) / len(numbers) if len(numbers) == len(values) else None
 
 
 def _check_counts(counts: Tensor) -> None:
@@ -216,16 +197,14 @@ _MIN_WEIGHT = 1e-6
 
 def fallback_rate(scores: Tensor, threshold: float) -> float:
     """Return the share of tokens without an eligible expert: they use top-k (§6, figure S3)."""
-    return below_k_eligible_rate(scores, threshold, 1)
-
-
-def below_k_eligible_rate(scores: Tensor, threshold: float, k: int) -> float:
-    """Return the share of tokens with fewer than ``k`` eligible experts (Algorithm 1, line 13)."""
-    return float(below_k_eligible_flags(scores, threshold, k).mean())
+    return float(below_k_eligible_flags(scores, threshold, 1).mean())
 
 
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
-    """Return 1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64."""
+    """Return 1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64.
+
+    Algorithm 1, line 13.
+    """
     return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
 
@@ -234,21 +213,15 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
 
     In [0, 1): mean over the tokens with an eligible expert; None without such a token.
     """
-    eligible = _eligible_experts(scores, threshold)
-    # (tokens with an eligible expert, E)
-    weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)[eligible.any(dim=-1)]
-    if not len(weights):
-        return None
-    return float(_share_beyond(weights, k).mean())
+    tails, has_eligible = _eligible_tails(scores, threshold, k)
+    return float(tails[has_eligible].mean()) if has_eligible.any() else None
 
 
-def eligible_tail_sums_by_image(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return each image's sum of ``eligible_tail_mass``, and its number of tokens; (B,) fp64."""
+def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+    """Return eq. 12 of each token, and whether it has an eligible expert, else NaN; (B, T)."""
     eligible = _eligible_experts(scores, threshold)
-    is_eligible = eligible.any(dim=-1)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
-    tail = _share_beyond(weights, k).where(is_eligible, 0)
-    return tail.sum(dim=-1), is_eligible.sum(dim=-1).double()
+    return _share_beyond(weights, k), eligible.any(dim=-1)
 
 
 def tail_of_probs(probs: Tensor, k: int) -> float:
@@ -301,11 +274,8 @@ def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
     border = (at_row_end | at_column_end).flatten()
     cells = torch.full_like(load, 1 / len(load))
     values = {}
-    for place, is_there in (
-        ("border", border),
-        ("corner", (at_row_end & at_column_end).flatten()),
-        ("inner", ~border),
-    ):
+    corner = (at_row_end & at_column_end).flatten()
+    for place, is_there in (("border", border), ("corner", corner), ("inner", ~border)):
         for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
             if is_there.any() and shares.any():
                 values[f"{place}_{name}"] = float(shares[is_there].sum())
@@ -347,9 +317,7 @@ def measure_layer_use(
     """
     counts = expert_counts(layer.chosen)
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
-    values: dict[str, float | None] = dict(
-        map_border_shares(load_shares(counts), mass / mass.sum())
-    )
+    values = map_border_shares(load_shares(counts), mass / mass.sum())
     if counts.any():
         values["load_cv2"] = load_cv2(counts)
         values["max_violation"] = max_load_violation(counts)
@@ -357,13 +325,14 @@ def measure_layer_use(
         values["entropy"] = normalised_load_entropy(counts)
     by_image = choices_by_image(layer.chosen)
     values |= {name: float(numbers.mean()) for name, numbers in by_image.items()}
-    confidence = routing_confidence(layer.probs)._asdict()
-    values |= {f"confidence_{name}": value for name, value in confidence.items()}
+    values |= routing_confidence(layer.probs)
     by_token = _token_metrics(layer, threshold, k)
     values |= {name: float(numbers.mean()) for name, numbers in by_token.items()}
     if threshold is not None and k is not None:
-        values["tail_mass"] = eligible_tail_mass(layer.logits, threshold, k)
-    return {name: value for name, value in values.items() if value is not None}
+        tail_mass = eligible_tail_mass(layer.logits, threshold, k)
+        if tail_mass is not None:
+            values["tail_mass"] = tail_mass
+    return values
 
 
 def measure_layer_use_by_image(
@@ -377,23 +346,19 @@ def measure_layer_use_by_image(
     ordered = layer.probs.double().sort(dim=-1, descending=True).values.mean(dim=1)
     experts = counts.shape[1]
     by_token = _token_metrics(layer, threshold, k)
-
-    def cv2(mean: Tensor) -> Tensor:
-        return experts * mean.square().sum() / mean.sum().square() - 1
-
-    def violation(mean: Tensor) -> Tensor:
-        return experts * mean.max() / mean.sum() - 1
-
-    def entropy(mean: Tensor) -> Tensor:
-        return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
-
     metrics = {}
     if counts.any():
-        metrics["load_cv2"] = linearize_mean(cv2, counts)
-        metrics["max_violation"] = linearize_mean(violation, counts)
+        metrics["load_cv2"] = linearize_mean(
+            lambda mean: experts * mean.square().sum() / mean.sum().square() - 1, counts
+        )
+        metrics["max_violation"] = linearize_mean(
+            lambda mean: experts * mean.max() / mean.sum() - 1, counts
+        )
         metrics["entropy"] = torch.ones(len(counts), dtype=torch.float64)
         if experts > 1:
-            metrics["entropy"] = linearize_mean(entropy, counts)
+            metrics["entropy"] = linearize_mean(
+                lambda mean: torch.special.entr(mean / mean.sum()).sum() / math.log(experts), counts
+            )
     metrics |= {
         "confidence_highest": ordered[:, 0],
         "confidence_second": ordered[:, 1:2].sum(dim=1),
@@ -403,8 +368,88 @@ def measure_layer_use_by_image(
         **{name: numbers.mean(dim=1) for name, numbers in by_token.items()},
     }
     if threshold is not None and k is not None:
-        tail, tokens = eligible_tail_sums_by_image(layer.logits, threshold, k)
-        if tokens.any():
-            ratio = linearize_ratio(tail.numpy(), tokens.numpy())
+        tails, has_eligible = _eligible_tails(layer.logits, threshold, k)
+        if has_eligible.any():
+            sums, tokens = tails.where(has_eligible, 0).sum(dim=-1), has_eligible.sum(dim=-1)
+            ratio = linearize_ratio(sums.numpy(), tokens.double().numpy())
             metrics["tail_mass"] = torch.from_numpy(ratio)
     return metrics
+
+
+SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
+
+
+def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
+    """Return G (E, E) fp64, G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
+
+    Wang et al. (2005), eq. 8. Positive definite.
+    """
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    places = torch.stack([row.flatten(), column.flatten()], dim=1).double()
+    squared = (places[:, None] - places[None]).square().sum(dim=-1)
+    return torch.exp(-squared / (2 * sigma**2)) / (2 * math.pi * sigma**2)
+
+
+def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
+    """Return the squared distance d² = (u − v)ᵀ G (u − v) of maps (…, E), (…) fp64 ≥ 0.
+
+    Two distant one-hot maps have d² = 1/π = 0.318, two adjacent ones (1 − exp(−1/2))/π = 0.125.
+    """
+    if before.shape != after.shape:
+        shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
+        raise ValueError(f"IMED of maps of shapes {shapes}; they must be equal")
+    change = before.double() - after.double()
+    weights = imed_matrix(*map_shape(change.shape[-1]), sigma).to(change.device)
+    return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
+
+
+def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
+    """Return each image's mean of d (not of d²) over tokens and layers, (N,) fp64.
+
+    before, after: probs (N, T, E) per MoE layer.
+    """
+    layers = [squared_imed(u, v) for u, v in zip(before, after, strict=True)]
+    return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
+
+
+def partner_images(images: int, seed: int) -> Tensor:
+    """Return another image for each of N images, (N,) int64: the next on a random circle.
+
+    No image is its own partner and each is a partner once: all methods compare the same N pairs.
+    """
+    if images < 2:
+        raise ValueError(f"pairs of different images among {images}; two are needed")
+    circle = np.random.default_rng(seed).permutation(images)
+    partner = torch.empty(images, dtype=torch.int64)
+    partner[torch.from_numpy(circle)] = torch.from_numpy(np.roll(circle, -1))
+    return partner
+
+
+def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
+    """Return each image's ``imed_by_image`` to its partner, without a transform; (N,) fp64.
+
+    The reference for IMED under a transform: a router that does not distinguish images has small
+    distances of both kinds. probs: (N, T, E) per MoE layer.
+    """
+    partners = partner_images(len(probs[0]), seed)
+    return imed_by_image(probs, tuple(layer[partners] for layer in probs))
+
+
+def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
+    """Return each expert's mean clean probability per class, (K, layers, E) fp64.
+
+    NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
+    """
+    if not records:
+        raise UserError("class maps: the model has no MoE layers")
+    if any(len(record.probs) != len(labels) for record in records):
+        routed = f"{len(records[0].probs)} images were routed"
+        raise UserError(f"class maps: {routed}, but there are {len(labels)} labels")
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        extremes = f"labels {int(labels.min())} to {int(labels.max())}"
+        raise UserError.at("class maps", found=extremes, allowed=f"0 to {classes - 1}")
+    members = torch.nn.functional.one_hot(labels.long(), classes).double()  # (N, K)
+    counts = members.sum(dim=0)[:, None]
+    return torch.stack(
+        [members.T @ record.probs.double().mean(dim=1) / counts for record in records], dim=1
+    )

@@ -4,19 +4,17 @@ ERMoE-ba, supplement §3. N volumes, R tissues, D × H × W voxels, T tokens, E 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
-from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.training.outcome import EpochTissueRouting, TissueRoutingRow
+from moecore.training.outcome import TissueRoutingRow
 from moecore.training.single_tissue_volumes import keep_only_tissue
 
 BEST = 2  # experts named per tissue, as in figure S1
@@ -94,43 +92,3 @@ def _region_row(
         experts=[(experts[index], float(scores[index])) for index in best],
         share=dict(zip(experts, share.tolist(), strict=True)),
     )
-
-
-VOLUMES = 24  # of the validation split, evenly spread over it
-
-
-def probed_epochs(epochs: int) -> tuple[int, ...]:
-    """Return the first, middle and last of ``epochs``, from 1, without duplicates."""
-    return tuple(sorted({1, (epochs + 1) // 2, epochs}))
-
-
-def write_epoch_tissue_routing(
-    folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
-) -> None:
-    """Write the routing on single tissues after ``epoch``; nothing for data without tissue maps.
-
-    seed: of the random control, the same at all epochs.
-    """
-    regions = data.card.get("regions")
-    if not regions:
-        return
-    chosen = evenly_spaced_indices(len(data.validation.labels), VOLUMES)
-    volumes = np.array(data.validation.images[chosen])
-    maps = np.array(data.regions("validation")[chosen])
-    rows = region_rows(model, volumes, maps, regions, experts, seed)
-    routing = EpochTissueRouting(epoch=epoch, rows=rows)
-    write_json(_regions_path(folder, epoch), routing.model_dump(mode="json"))
-
-
-def read_epoch_tissue_routing(
-    folder: Path, data: Prepared, epochs: int
-) -> tuple[EpochTissueRouting, ...]:
-    """Return what ``write_epoch_tissue_routing`` wrote; () for data without tissue maps."""
-    if not data.card.get("regions"):
-        return ()
-    contents = [read_json(_regions_path(folder, epoch)) for epoch in probed_epochs(epochs)]
-    return tuple(EpochTissueRouting.model_validate(content) for content in contents)
-
-
-def _regions_path(folder: Path, epoch: int) -> Path:
-    return folder / "regions" / f"{epoch:04d}.json"

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.routing_metrics.layer_metrics import (
-    eligible_tail_mass,
-    expert_counts,
-    fallback_rate,
-    load_cv2,
-    mean_over_layers,
-    tail_of_probs,
-)
+from moecore.measure.routing_metrics import layer_metrics
+from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.measure.values import Chart, Metric, Values
-from moecore.nn.backbones.base_model import BackboneModel, Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
@@ -63,19 +57,17 @@ def copy_with_router(model: Model, router: Router) -> Model:
     ``model`` and the global RNG do not change; a guided model's copy shares its guide. ``router``
     is of the model's own kind.
     """
-    if isinstance(model, GuidedModel):
-        guided = GuidedModel(_replace_routers(model.model, router), model.guide)
-        guided.training = model.training  # train() would also set the guide's mode
-        return guided
-    return _replace_routers(model, router)
-
-
-def _replace_routers(model: Model, router: Router) -> BackboneModel:
-    moe = model.experts_and_router.model_copy(update={"router": router})
+    own = find_own_model(model)
+    moe = own.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
-        other = model.config.build(model.image, moe)
-    other.load_state_dict(model.state_dict())
-    return other.to(model_device(model)).train(model.training)
+        other = own.config.build(own.image, moe)
+    other.load_state_dict(own.state_dict())
+    other.to(model_device(own)).train(own.training)
+    if not isinstance(model, GuidedModel):
+        return other
+    guided = GuidedModel(other, model.guide)
+    guided.training = model.training  # train() would also set the guide's mode
+    return guided
 
 
 def copy_with_k(model: Model, k: int) -> Model | None:
@@ -108,12 +100,11 @@ def sweep_threshold(
     if not isinstance(router, Eigenbasis):
         return {}
     k = model.experts_and_router.experts.scale_k(router.k)
-    outcomes = {}
-    for threshold in thresholds:
-        changed = router.model_copy(update={"threshold": threshold})
-        other = copy_with_router(model, changed)
-        outcomes[threshold] = setting_numbers(other, k, sample, batch)
-    return outcomes
+    routers = {value: router.model_copy(update={"threshold": value}) for value in thresholds}
+    return {
+        threshold: setting_numbers(copy_with_router(model, changed), k, sample, batch)
+        for threshold, changed in routers.items()
+    }
 
 
 def score_threshold(router: Any) -> float | None:
@@ -151,19 +142,19 @@ def routing_means_over_layers(
     with a threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if
     no token has an eligible expert.
     """
-    counts = [expert_counts(record.chosen) for record in records]
-    by_layer: dict[str, Sequence[float | None]] = {
-        "load_cv2": [load_cv2(load) if load.any() else None for load in counts]
-    }
-    if threshold is None:
-        by_layer["tail_mass"] = [tail_of_probs(record.probs, k) for record in records]
-    else:
-        by_layer["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
-        by_layer["tail_mass"] = [
-            eligible_tail_mass(record.logits, threshold, k) for record in records
-        ]
-    means = {name: mean_over_layers(values) for name, values in by_layer.items()}
-    return {name: mean for name, mean in means.items() if mean is not None}
+    layers: list[Numbers] = []
+    for record in records:
+        layer: dict[str, float | None] = {}
+        counts = layer_metrics.expert_counts(record.chosen)
+        if counts.any():
+            layer["load_cv2"] = layer_metrics.load_cv2(counts)
+        if threshold is None:
+            layer["tail_mass"] = layer_metrics.tail_of_probs(record.probs, k)
+        else:
+            layer["fallback"] = layer_metrics.fallback_rate(record.logits, threshold)
+            layer["tail_mass"] = layer_metrics.eligible_tail_mass(record.logits, threshold, k)
+        layers.append({name: value for name, value in layer.items() if value is not None})
+    return layer_metrics.average_layers(layers)
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
@@ -172,9 +163,11 @@ def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
     fallback: threshold → share. A side without another threshold has no slope.
     """
     slopes: Numbers = {}
+    if TRAINED_THRESHOLD not in fallback:
+        return slopes
     for side, end in (("below", min), ("above", max)):
-        other = end(fallback, default=TRAINED_THRESHOLD)
-        if TRAINED_THRESHOLD in fallback and other != TRAINED_THRESHOLD:
+        other = end(fallback)
+        if other != TRAINED_THRESHOLD:
             rise = fallback[other] - fallback[TRAINED_THRESHOLD]
             slopes[f"fallback_slope_{side}"] = rise / (other - TRAINED_THRESHOLD)
     return slopes

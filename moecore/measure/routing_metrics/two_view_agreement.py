@@ -16,10 +16,7 @@ from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
-    AffineRanges,
-    CropRanges,
     ViewSettings,
     ViewsWithAffines,
     make_random_views,
@@ -61,46 +58,31 @@ class TwoViewAugmentation(Config):
     )
 
 
-def _colour_range(name: Literal["brightness", "contrast"]) -> TwoViewAugmentation:
-    """Return a change of brightness or contrast by 0.55 or 1.45, half of RandAugment's range."""
-    return TwoViewAugmentation(
-        name=name,
-        views=ViewSettings(randaugment=RandAugment(operations=1, magnitude=5, names=(name,))),
-    )
-
-
+HALF = {"operations": 1, "magnitude": 5}  # of RandAugment's range: a factor of 0.55 or 1.45
+AFFINE = {"degrees": 10, "translate": 0.1, "scale": (0.9, 1.1)}
 # PRC names no augmentation for table 4; its fine-tuning uses crop and flip, its pretraining
 # RandAugment (table 1). The ranges are ours.
 PRESETS = {
-    "identity": TwoViewAugmentation(name="identity"),
-    "noise": TwoViewAugmentation(name="noise", noise=0.05),
-    "shift": TwoViewAugmentation(name="shift", views=ViewSettings(shift=2)),
-    "flip": TwoViewAugmentation(name="flip", views=ViewSettings(flip=True)),
-    "crop": TwoViewAugmentation(name="crop", views=ViewSettings(crop=CropRanges())),
-    "rotation": TwoViewAugmentation(
-        name="rotation", views=ViewSettings(affine=AffineRanges(degrees=15))
-    ),
-    "affine": TwoViewAugmentation(
-        name="affine",
-        views=ViewSettings(
-            affine=AffineRanges(degrees=10, translate=0.1, scale=(0.9, 1.1), shear=10)
-        ),
-    ),
-    "brightness": _colour_range("brightness"),
-    "contrast": _colour_range("contrast"),
-    "randaugment": TwoViewAugmentation(
-        name="randaugment", views=ViewSettings(randaugment=RandAugment())
-    ),
-    "erasing": TwoViewAugmentation(name="erasing", views=ViewSettings(erasing=1.0)),
+    name: TwoViewAugmentation.model_validate({"name": name, **changes})
+    for name, changes in {
+        "identity": {},
+        "noise": {"noise": 0.05},
+        "shift": {"views": {"shift": 2}},
+        "flip": {"views": {"flip": True}},
+        "crop": {"views": {"crop": {}}},
+        "rotation": {"views": {"affine": {"degrees": 15}}},
+        "affine": {"views": {"affine": AFFINE | {"shear": 10}}},
+        "brightness": {"views": {"randaugment": HALF | {"names": ["brightness"]}}},
+        "contrast": {"views": {"randaugment": HALF | {"names": ["contrast"]}}},
+        "randaugment": {"views": {"randaugment": {}}},
+        "erasing": {"views": {"erasing": 1.0}},
+    }.items()
 }
 
 # Presets of volumes; the others, and shear, are for flat images only.
 OF_VOLUMES = {
     **{name: PRESETS[name] for name in ("identity", "noise", "shift", "flip", "rotation")},
-    "affine": TwoViewAugmentation(
-        name="affine",
-        views=ViewSettings(affine=AffineRanges(degrees=10, translate=0.1, scale=(0.9, 1.1))),
-    ),
+    "affine": TwoViewAugmentation.model_validate({"name": "affine", "views": {"affine": AFFINE}}),
 }
 
 
@@ -153,12 +135,7 @@ def draw_two_views(
                     noise = noise * (pixels != 0)
                 pixels = (pixels + noise).clamp(0, 1)
             views.append(ViewsWithAffines(pixels, affines))
-    return ViewsWithAffines(
-        *(
-            torch.cat([getattr(chunk, field) for views in both for chunk in views])
-            for field in ViewsWithAffines._fields
-        )
-    )
+    return ViewsWithAffines(*map(torch.cat, zip(*both[0], *both[1], strict=True)))
 
 
 TEXT = 3  # dimensions of blocks of text, (N, C, M), which have neither views nor pictures
@@ -172,13 +149,10 @@ def view_match_shares(
     """Return SHARES per MoE layer (PRC, table 4), and the same per image, (N,); {} for text."""
     if images.ndim == TEXT:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
-    augmentation = TwoViewAugmentation(name="views", views=views)
-    pictures = draw_two_views(images, augmentation, SEED)
-    _, records = predict_in_batches(model, pictures.images, batch)
-    paired = token_pairs_by_layer(pictures.affines, model.layouts, special=False)
+    pictures = draw_two_views(images, TwoViewAugmentation(name="views", views=views), SEED)
     return [
-        (layer_match_shares(record, *pairs), match_ratios_by_image(record, *pairs))
-        for record, pairs in zip(records, paired, strict=True)
+        (layer_match_shares(*layer), match_ratios_by_image(*layer))
+        for layer in records_with_pairs(model, pictures, batch)
     ]
 
 
@@ -186,32 +160,37 @@ def augmented_row(
     model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return SHARES → one value per image, (N,), and the mean over layers with its interval."""
-    _, records = predict_in_batches(model, views.images, batch)
-    paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
-    pairs = list(zip(records, paired, strict=True))
-    means = average_layers([layer_match_shares(record, *pair) for record, pair in pairs])
-    images = mean_items_over_layers(
-        [match_ratios_by_image(record, *pair) for record, pair in pairs]
-    )
-    limits = match_intervals(records, paired, people)
+    layers = records_with_pairs(model, views, batch)
+    means = average_layers([layer_match_shares(*layer) for layer in layers])
+    images = mean_items_over_layers([match_ratios_by_image(*layer) for layer in layers])
+    limits = match_intervals(layers, people)
     return {
         name: (images[name], Interval(mean, *limits.get(name, ()))) for name, mean in means.items()
     }
 
 
-def choice_ranking_scores(record: RoutingRecord) -> Tensor:
-    """Return scores (B, T, E) that rank experts: chosen ones first, by logit."""
+def records_with_pairs(
+    model: Model, views: ViewsWithAffines, batch: int
+) -> list[tuple[RoutingRecord, TokenPairs, TokenLayout]]:
+    """Return each MoE layer's record of both views, fields (2N, T, E), and its pairs of tokens."""
+    _, records = predict_in_batches(model, views.images, batch)
+    paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
+    return [(record, *pairs) for record, pairs in zip(records, paired, strict=True)]
+
+
+def ranking_scores_of_pairs(
+    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
+) -> tuple[Tensor, Tensor]:
+    """Return scores (N, T, E) of both views that rank experts: chosen ones first, by logit."""
     # Logits, as an eigenbasis router clamps probs, which gives ties.
-    return chosen_first_scores(record.logits, record.chosen)
+    return token_pair_values(chosen_first_scores(record.logits, record.chosen), pairs, layout)
 
 
 def layer_match_shares(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, float]:
     """Return SHARES of one MoE layer; record: fields (2N, T, E), first views first."""
-    ratios = match_ratios(
-        *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
-    )
+    ratios = match_ratios(*ranking_scores_of_pairs(record, pairs, layout), pairs.found)
     switched = (switched_by_token(record, pairs, layout) * pairs.found).sum() / pairs.found.sum()
     return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
 
@@ -225,9 +204,8 @@ def match_ratios_by_image(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, Tensor]:
     """Return SHARES as one value per image, (N,), with the means of ``layer_match_shares``."""
-    counts = match_counts_by_image(
-        *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
-    ).double()
+    scores = ranking_scores_of_pairs(record, pairs, layout)
+    counts = match_counts_by_image(*scores, pairs.found).double()
     switched = (switched_by_token(record, pairs, layout) * pairs.found).sum(dim=1)
     number = pairs.found.sum(dim=1).double().numpy()
     sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
@@ -246,19 +224,16 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 
 
 def match_intervals(
-    records: tuple[RoutingRecord, ...],
-    paired: Sequence[tuple[TokenPairs, TokenLayout]],
-    people: np.ndarray | None = None,
+    layers: Sequence[tuple[RoutingRecord, TokenPairs, TokenLayout]], people: np.ndarray | None
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return bootstrap limits by NAMES, over images or people: an image's pairs are dependent.
 
     Each layer's pairs are weighted as if there were as many as in the last layer.
     """
-    number = paired[-1][0].found.sum(dim=1)
+    number = layers[-1][1].found.sum(dim=1)
     by_layer = []
-    for record, (pairs, layout) in zip(records, paired, strict=True):
-        values = token_pair_values(choice_ranking_scores(record), pairs, layout)
-        hits = match_counts_by_image(*values, pairs.found)
+    for record, pairs, layout in layers:
+        hits = match_counts_by_image(*ranking_scores_of_pairs(record, pairs, layout), pairs.found)
         share = number / pairs.found.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
@@ -267,14 +242,11 @@ def match_intervals(
     counts, number = counts[has_pairs], number[has_pairs]
     people = None if people is None else people[has_pairs]
 
-    def match_interval(hits: np.ndarray) -> Interval:
-        return bootstrap_interval(
-            lambda resample: float(hits[resample].sum() / number[resample].sum()),
-            len(number),
-            lowest=0.0,
-            highest=1.0,
-            people=people,
-        )
+    def limits(hits: np.ndarray) -> tuple[float | None, float | None]:
+        def share(resample: np.ndarray) -> float:
+            return float(hits[resample].sum() / number[resample].sum())
 
-    intervals = {name: match_interval(counts[:, column]) for column, name in enumerate(NAMES)}
-    return {name: (interval.low, interval.high) for name, interval in intervals.items()}
+        interval = bootstrap_interval(share, len(number), lowest=0.0, highest=1.0, people=people)
+        return interval.low, interval.high
+
+    return {name: limits(counts[:, column]) for column, name in enumerate(NAMES)}

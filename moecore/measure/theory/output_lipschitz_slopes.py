@@ -12,25 +12,14 @@ from torch import Tensor
 from moecore.core.streams import derived_seed
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
-from moecore.nn.layers.layer_lipschitz_bound import (
-    LemmaTerms,
-    frozen_double_copy,
-    lemma_1_terms,
-    row_jacobians,
-    why_lemma_fails,
-)
+from moecore.nn.layers import layer_lipschitz_bound
+from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 
 
 def put_lemma(
-    model: Model,
-    images: np.ndarray,
-    tokens: int,
-    batch: int,
-    seed: int,
-    device: str,
-    out: Values,
+    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str, out: Values
 ) -> None:
     """Put violations of Lemma 1 and the router's share of its bound, at some tokens per layer.
 
@@ -60,7 +49,7 @@ def why_lemma_undefined(model: Model) -> str | None:
         return "experts.zero_computation: some experts are no networks"
     if "previous" in model.moe.router.wants:
         return f"router {model.moe.router.kind}: its logits also depend on the layer before"
-    return why_lemma_fails(model.moe.router.kind)
+    return layer_lipschitz_bound.why_lemma_fails(model.moe.router.kind)
 
 
 def lemma_terms_by_layer(
@@ -70,8 +59,8 @@ def lemma_terms_by_layer(
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     inputs = layer_tokens(model, images, tokens, batch, seed, device)
     return [
-        LemmaTerms(*(term.cpu() for term in lemma_1_terms(layer, layer_inputs)))
-        for layer, layer_inputs in zip(layers, inputs, strict=True)
+        LemmaTerms(*(term.cpu() for term in layer_lipschitz_bound.lemma_1_terms(layer, tokens)))
+        for layer, tokens in zip(layers, inputs, strict=True)
     ]
 
 
@@ -82,23 +71,20 @@ def layer_tokens(
     if not isinstance(model, BackboneModel):
         raise TypeError("layer_tokens: a guided model has no encoding block by block")
     blocks = model.experts_and_router.indices(model.depth)
-    with (
-        eval_mode(model),
-        torch.no_grad(),
-        torch.autocast(torch.device(device).type, enabled=False),
-    ):
+    no_autocast = torch.autocast(torch.device(device).type, enabled=False)
+    with eval_mode(model), torch.no_grad(), no_autocast:
         encoded = [
             model.encode(pixels, EncodeOptions("mlp_input", blocks)).features
             for pixels in image_batches(images, batch, device)
         ]
-    layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]
-    return [layer[_token_places(len(layer), tokens, seed).to(layer.device)] for layer in layers]
-
-
-def _token_places(count: int, tokens: int, seed: int) -> Tensor:
-    """Draw indices of tokens below ``count``; the same in layers with as many tokens."""
-    generator = np.random.default_rng(derived_seed("measured_tokens", seed))
-    return torch.from_numpy(np.sort(generator.permutation(count)[:tokens]))
+    drawn = []
+    for layer in zip(*encoded, strict=True):
+        layer_inputs = torch.cat(layer).flatten(0, 1)
+        # Layers with as many tokens get the same places.
+        generator = np.random.default_rng(derived_seed("measured_tokens", seed))
+        places = np.sort(generator.permutation(len(layer_inputs))[:tokens])
+        drawn.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
+    return drawn
 
 
 MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not count
@@ -148,26 +134,23 @@ def slopes_at(
     the ascent; halvings: of its best pair, to a distance of at most 2·radius/2^halvings. The model
     and the global random state do not change.
     """
-    exact = frozen_double_copy(model)
+    exact = layer_lipschitz_bound.frozen_double_copy(model)
     device = model_device(exact)
     chunks = []
     with eval_mode(exact), torch.autocast(device.type, enabled=False):
         for pixels, targets in zip(
             image_batches(images, batch, device), labels.split(batch), strict=True
         ):
-            targets = targets.to(pixels.device)
-            chunks.append(_batch_slopes(exact, pixels.double(), targets, radius, steps, halvings))
+            pixels = pixels.double()
+            jacobians = layer_lipschitz_bound.row_jacobians(
+                lambda images: exact(images).prediction, pixels
+            )
+            local, direction = top_singular_pair(jacobians)
+            best = find_steepest_pair(exact, pixels, direction.view_as(pixels), radius, steps)
+            pair, crossed, jump = bisect_pair(exact, best, halvings)
+            margin = margin_slope(jacobians, targets.to(pixels.device))
+            chunks.append((local, margin, pair.ratio, crossed, jump))
     return LipschitzSlopes(*(torch.cat(field).cpu() for field in zip(*chunks, strict=True)))
-
-
-def _batch_slopes(
-    model: Model, images: Tensor, labels: Tensor, radius: float, steps: int, halvings: int
-) -> LipschitzSlopes:
-    jacobians = row_jacobians(lambda pixels: model(pixels).prediction, images)
-    local, direction = top_singular_pair(jacobians)
-    best = find_steepest_pair(model, images, direction.view_as(images), radius, steps)
-    pair, crossed, jump = bisect_pair(model, best, halvings)
-    return LipschitzSlopes(local, margin_slope(jacobians, labels), pair.ratio, crossed, jump)
 
 
 def top_singular_pair(jacobians: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +187,12 @@ def find_steepest_pair(
         before = clean
         current = project_to_l2_ball(images + sign * radius * direction, images, radius)
         for _ in range(steps + 1):
-            logits, gradient = _logits_and_gradient(model, current, clean)
+            with torch.enable_grad():
+                leaf = current.detach().requires_grad_(True)
+                logits = model(leaf).prediction
+                # The squared distance has the same direction, and a gradient at 0.
+                (gradient,) = torch.autograd.grad((logits - clean).square().sum(), leaf)
+            logits = logits.detach()
             best = _steeper_pair(best, images, current, logits - clean, MIN_DISTANCE * radius)
             best = _steeper_pair(best, previous, current, logits - before, MIN_DISTANCE * radius)
             previous = current
@@ -253,18 +241,6 @@ def project_to_l2_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
     change = points - centre
     shrink = (radius / _lengths(change).clamp_min(radius)).view(-1, 1, 1, 1)
     return (centre + change * shrink).clamp(0, 1)
-
-
-def _logits_and_gradient(model: Model, images: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (B, K), and the gradient of their squared distance from ``clean``.
-
-    Squared, it has the same direction and exists at 0.
-    """
-    with torch.enable_grad():
-        leaf = images.detach().requires_grad_(True)
-        logits = model(leaf).prediction
-        (gradient,) = torch.autograd.grad((logits - clean).square().sum(), leaf)
-    return logits.detach(), gradient
 
 
 def _steeper_pair(

@@ -75,15 +75,11 @@ def worst_case(
     """Return one row per epsilon: each image's worst score over all attacks; () without attacks."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
-    return tuple(
-        ScoresAtEpsilon.of(rows[0].epsilon, task, worst_scores(task, rows, images), people)
-        for rows in zip(*curves.values(), strict=True)
-    )
-
-
-def worst_scores(task: Task, rows: Sequence[ScoresAtEpsilon], images: int) -> Tensor:
-    """Return each image's worst score of these rows; (N,)."""
-    return reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
+    worst = []
+    for rows in zip(*curves.values(), strict=True):
+        scores = reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
+        worst.append(ScoresAtEpsilon.of(rows[0].epsilon, task, scores, people))
+    return tuple(worst)
 
 
 class AttackedPictures(Config):
@@ -145,24 +141,18 @@ def is_share(task: Task) -> bool:
 
 def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
     """Return whether ``score`` is equal to ``other`` or worse."""
-    if task.score.better == "higher":
-        return score <= other
-    return score >= other
+    return score <= other if task.score.better == "higher" else score >= other
 
 
 def format_score(task: Task, value: float) -> str:
     """Return a score as text."""
-    if task.score.form == "share":
-        return f"{value:.1%}"
-    return f"{value:.4g}"
+    return f"{value:.1%}" if task.score.form == "share" else f"{value:.4g}"
 
 
 def worse_limit(task: Task, interval: Interval) -> float:
     """Return the limit of an interval on the side of worse scores."""
     low, high = interval_limits(interval)
-    if task.score.better == "higher":
-        return low
-    return high
+    return low if task.score.better == "higher" else high
 
 
 def format_score_interval(task: Task, interval: Interval) -> str:
@@ -236,10 +226,8 @@ def check_deterministic(target: Target) -> AuditLine:
         first = predict()
         second = predict()
     is_equal = torch.equal(first, second)
-    if is_equal:
-        outcome = "are bit-equal"
-    else:
-        outcome = f"differ by up to {float((first - second).abs().max()):.3g}"
+    difference = float((first - second).abs().max())
+    outcome = "are bit-equal" if is_equal else f"differ by up to {difference:.3g}"
     text = f"two forward passes over {len(first)} images {outcome}"
     return AuditLine(name="deterministic", holds=is_equal, text=text)
 
@@ -357,25 +345,21 @@ def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
     """Check that no iterative attack has a better score in a larger, thus enclosing, ball."""
-    failed = []
-    judged = []
-    for attack in attacks:
-        rows = curves.get(attack.name)
-        if attack.kind not in ITERATIVE_ATTACKS or not attack.climbs_task or rows is None:
-            continue
-        judged.append(attack.name)
-        if not all(
-            is_equal_or_worse(task, after.score, before.score) for before, after in pairwise(rows)
-        ):
-            failed.append(attack.name)
+    climbers = [attack for attack in attacks if attack.climbs_task and attack.name in curves]
+    judged = [attack.name for attack in climbers if attack.kind in ITERATIVE_ATTACKS]
+    failed = dict.fromkeys(
+        name
+        for name in judged
+        for before, after in pairwise(curves[name])
+        if not is_equal_or_worse(task, after.score, before.score)
+    )
     if not judged:
         reason = "neither pgd nor apgd on the task's loss is among the attacks"
         return unevaluated_audit_line("larger_epsilon", reason)
     score = task.score.label
+    text = f"the {score} never gets better ({', '.join(judged)})"
     if failed:
         text = f"the {score} gets better in a larger ball under {', '.join(failed)}"
-    else:
-        text = f"the {score} never gets better ({', '.join(judged)})"
     return AuditLine(name="larger_epsilon", holds=not failed, text=text)
 
 

@@ -16,7 +16,7 @@ from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
-    below_k_eligible_rate,
+    below_k_eligible_flags,
     choice_iou,
     choices_by_image,
     dead_expert_share,
@@ -45,17 +45,14 @@ def record(chosen: torch.Tensor, combine: torch.Tensor | None = None) -> Routing
     return RoutingRecord(weights, weights, weights, chosen, weights)
 
 
-def test_kept_choices_by_hand():
+def test_counts_and_kept_choices_by_hand():
     """Fixture E1: 0 and 1 in another order, one of two, both; no choice; fewer, more."""
+    assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
     before = masks("xx..", "x.x.", ".x.x", "....", "x...", "xx..", "x...")
     after = masks("xx..", "..xx", ".x.x", "....", "....", "x...", "xx..")
     kept = kept_choices(before, after)[0]
     assert kept.tolist() == [1, 0.5, 1, 1, 0, 1, 0.5]
     assert 1 - float(kept[:3].mean()) == pytest.approx(0.166667, abs=1e-6)
-
-
-def test_counts_by_hand():
-    assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
 
 
 def test_places_and_kinds_by_hand():
@@ -73,18 +70,14 @@ def test_places_and_kinds_by_hand():
         ([5, 5, 5, 5], 0.0, 1.0),
         ([20, 0, 0, 0], 3.0, 0.0),  # E − 1
         ([10, 10, 0, 0], 1.0, 0.5),  # ln 2 / ln 4
-        (
-            [3, 1],
-            0.25,
-            (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(2),
-        ),  # population: variance 1, mean 2
+        ([3, 1], 0.25, 0.75 * math.log2(4 / 3) + 0.25 * 2),  # population: variance 1, mean 2
         ([7], 0.0, 1.0),
     ],
 )
 def test_load_and_entropy_by_hand(counts, cv2, entropy):
-    assert load_cv2(torch.tensor(counts)) == pytest.approx(cv2) and normalised_load_entropy(
-        torch.tensor(counts)
-    ) == pytest.approx(entropy)
+    counts = torch.tensor(counts)
+    assert load_cv2(counts) == pytest.approx(cv2)
+    assert normalised_load_entropy(counts) == pytest.approx(entropy)
 
 
 def test_violation_and_dead_experts_by_hand():
@@ -106,8 +99,8 @@ def test_choices_a_token_by_hand():
 
 def test_confidence_by_hand():
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
-    assert tuple(routing_confidence(probs)) == pytest.approx((0.6, 0.25, 0.15))
-    assert tuple(routing_confidence(torch.ones(1, 2, 1))) == (1, 0, 0)
+    assert [*routing_confidence(probs).values()] == pytest.approx((0.6, 0.25, 0.15))
+    assert [*routing_confidence(torch.ones(1, 2, 1)).values()] == [1, 0, 0]
 
 
 def test_agreement_by_hand():
@@ -128,26 +121,17 @@ def test_the_first_choice_is_the_most_probable_of_the_chosen():
     assert order.tolist() == [[[2, 1, 0], [1, 2, 0], [0, 1, 2]]]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ("xx..", "xx..", 1.0),
-        ("xx..", "x.x.", 1 / 3),
-        ("xx..", "..xx", 0.0),
-        ("....", "....", 1.0),
-        ("....", "x...", 0.0),
-        ("xx..", "x...", 0.5),
-    ],
-)
-def test_iou_by_hand(before, after, expected):
-    assert choice_iou(masks(before), masks(after)) == pytest.approx(expected)
+def test_iou_by_hand():
+    before = masks("xx..", "xx..", "xx..", "....", "....", "xx..")
+    after = masks("xx..", "x.x.", "..xx", "....", "x...", "x...")
+    expected = [1, 1 / 3, 0, 1, 0, 0.5]
+    assert choice_iou(before, after)[0].tolist() == pytest.approx(expected)
 
 
 def test_change_of_choice_and_of_processing_differ_under_capacity():
-    chosen, weights = (
-        masks("xx..", "x.x."),
-        torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]]),
-    )  # the second token lost expert 2
+    """The second token lost expert 2."""
+    chosen = masks("xx..", "x.x.")
+    weights = torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]])
     full = record(chosen)
     assert routing_change_by_layer([full], [record(chosen, weights)]) == [0.0]
     assert processing_change_by_layer([full], [record(chosen, weights)]) == [0.25]
@@ -170,43 +154,26 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
 def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
     experts, given_counts = len(counts), torch.tensor(counts)
-    assert (
-        -1e-12 <= load_cv2(given_counts) <= experts - 1 + 1e-9
-        and -1e-12 <= normalised_load_entropy(given_counts) <= 1 + 1e-12
-    )
+    assert -1e-12 <= load_cv2(given_counts) <= experts - 1 + 1e-9
+    assert -1e-12 <= normalised_load_entropy(given_counts) <= 1 + 1e-12
     one = torch.zeros(experts, dtype=torch.long)
     one[experts // 2] = 7
     assert load_cv2(one) == pytest.approx(experts - 1) and load_cv2(torch.full((experts,), 3)) == 0
     # Slow: mean of squares / square of mean − 1.
-    mean = sum(counts) / experts
-    assert load_cv2(given_counts) == pytest.approx(
-        sum(c * c for c in counts) / experts / mean**2 - 1, abs=1e-9
-    )
-
-
-def shares(**at: float) -> torch.Tensor:
-    """16 experts on a map of 4 × 4: e5=0.3 gives the expert 5 a share of 0.3."""
-    found = torch.zeros(16, dtype=torch.float64)
-    for name, share in at.items():
-        found[int(name[1:])] = share
-    return found
+    slow = sum(c * c for c in counts) / experts / (sum(counts) / experts) ** 2 - 1
+    assert load_cv2(given_counts) == pytest.approx(slow, abs=1e-9)
 
 
 def test_places_on_the_map_by_hand():
-    # 0 3 12 15 are the corners; 5 6 9 10 lie inside
-    found = map_border_shares(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
-    expected = {
-        "border_load": 0.6,
-        "border_mass": 0.5,
-        "border_cells": 12 / 16,
-        "corner_load": 0.3,
-        "corner_mass": 0.0,
-        "corner_cells": 4 / 16,
-        "inner_load": 0.4,
-        "inner_mass": 0.5,
-        "inner_cells": 4 / 16,
-    }
-    assert found == pytest.approx(expected)
+    """16 experts on a map of 4 × 4: 0 3 12 15 are the corners; 5 6 9 10 lie inside."""
+    load, mass = torch.zeros(2, 16, dtype=torch.float64)
+    load[[0, 3, 4, 10]], mass[[5, 1]] = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), 0.5
+    expected = {"border": (0.6, 0.5, 0.75), "corner": (0.3, 0, 0.25), "inner": (0.4, 0.5, 0.25)}
+    found = map_border_shares(load, mass)
+    assert len(found) == 9
+    for place, values in expected.items():
+        names = [f"{place}_{name}" for name in ("load", "mass", "cells")]
+        assert [found[name] for name in names] == pytest.approx(values)
 
 
 @pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])
@@ -225,12 +192,12 @@ SCORES = torch.tensor(
 
 
 @st.composite
-def scores(draw):
-    tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    values = draw(
-        st.lists(st.floats(-1, 1, width=32), min_size=tokens * experts, max_size=tokens * experts)
-    )
-    return torch.tensor(values).view(1, tokens, experts)
+def scores(draw, lowest=-1.0, width=32):
+    """One image of some tokens and experts."""
+    tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    values, number = st.floats(lowest, 1, width=width), tokens * experts
+    drawn = draw(st.lists(values, min_size=number, max_size=number))
+    return torch.tensor(drawn).view(1, tokens, experts)
 
 
 def slow_tail_mass(scores, threshold, k):
@@ -245,7 +212,8 @@ def slow_tail_mass(scores, threshold, k):
 
 def test_rates_by_hand():
     assert fallback_rate(SCORES, 0.5) == 0.25
-    assert [below_k_eligible_rate(SCORES, 0.5, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    rates = [float(below_k_eligible_flags(SCORES, 0.5, k).mean()) for k in (1, 2, 3, 4)]
+    assert rates == [0.25, 0.5, 0.75, 1.0]
     assert fallback_rate(SCORES, -1.0) == 0 and fallback_rate(SCORES, 0.9) == 1
     assert fallback_rate(SCORES.expand(3, -1, -1), 0.5) == 0.25  # images count alike
 
@@ -258,9 +226,8 @@ def test_tail_mass_by_hand():
     assert eligible_tail_mass(SCORES, 0.5, 1) == pytest.approx((0.6 + 0.7 / 1.5) / 3)
     assert eligible_tail_mass(SCORES, 0.9, 1) is None
     # A negative threshold lets in scores that count 1e-6: 1e-6/(0.4 + 1e-6).
-    assert eligible_tail_mass(torch.tensor([[[-0.2, 0.4, -0.8]]]), -0.5, 1) == pytest.approx(
-        1e-6 / 0.400001
-    )
+    found = eligible_tail_mass(torch.tensor([[[-0.2, 0.4, -0.8]]]), -0.5, 1)
+    assert found == pytest.approx(1e-6 / 0.400001)
 
 
 @given(scores(), st.floats(-1, 1, width=32), st.integers(1, 6))
@@ -269,53 +236,30 @@ def test_bounds_and_definition(scores, threshold, k):
     sizes, mass = (scores > threshold).sum(-1), eligible_tail_mass(scores, threshold, k)
     assert (mass is None) == (fallback_rate(scores, threshold) == 1)
     assert mass == (None if mass is None else pytest.approx(slow_tail_mass(scores, threshold, k)))
-    assert mass is None or 0 <= mass < 1
-    assert mass is None or (mass == 0) == bool((sizes <= k).all())
-    assert (
-        fallback_rate(scores, threshold)
-        == below_k_eligible_rate(scores, threshold, 1)
-        <= below_k_eligible_rate(scores, threshold, k)
-        <= 1
-    )
-    order = torch.arange(scores.shape[-1]).flip(0)
+    if mass is not None:
+        assert 0 <= mass < 1 and (mass == 0) == bool((sizes <= k).all())
+    assert fallback_rate(scores, threshold) <= below_k_eligible_flags(scores, threshold, k).mean()
     # relabelled experts
-    assert eligible_tail_mass(scores[..., order], threshold, k) == (
-        None if mass is None else pytest.approx(mass)
-    )
-
-
-@st.composite
-def token_probs(draw):
-    tokens, experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    values = draw(
-        st.lists(st.floats(0.001, 1), min_size=tokens * experts, max_size=tokens * experts)
-    )
-    probs = torch.tensor(values).view(1, tokens, experts)
-    return probs / probs.sum(-1, keepdim=True)
-
-
-PROBS = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
+    relabelled = eligible_tail_mass(scores.flip(-1), threshold, k)
+    assert relabelled == (None if mass is None else pytest.approx(mass))
 
 
 def test_tail_of_probs_by_hand():
     # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
-    assert [tail_of_probs(PROBS, k) for k in (1, 2, 3, 4, 9)] == pytest.approx(
-        [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
-    )
+    probs = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
+    expected = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
+    assert [tail_of_probs(probs, k) for k in (1, 2, 3, 4, 9)] == pytest.approx(expected)
 
 
-@given(token_probs(), st.integers(1, 7), st.randoms(use_true_random=False))
+@given(scores(0.001, width=64), st.integers(1, 7))
 @settings(deadline=None)
-def test_bounds_of_the_tail_of_probs(probs, k, random):
+def test_bounds_of_the_tail_of_probs(weights, k):
+    probs = weights / weights.sum(-1, keepdim=True)
     experts = probs.shape[-1]
-    mass = tail_of_probs(probs, k)
-    assert 0 <= mass <= max(0, 1 - k / experts) + 1e-12
-    assert (mass == 0) == (k >= experts) and tail_of_probs(
-        torch.ones(1, 2, experts), k
-    ) == pytest.approx(max(0, 1 - k / experts))
+    mass, largest = tail_of_probs(probs, k), max(0, 1 - k / experts)
+    assert 0 <= mass <= largest + 1e-12 and (mass == 0) == (k >= experts)
+    assert tail_of_probs(torch.ones(1, 2, experts), k) == pytest.approx(largest)
     assert tail_of_probs(probs, k + 1) <= mass, "more experts leave less outside"
-    order = torch.tensor(random.sample(range(experts), experts))
-    assert tail_of_probs(probs[..., order], k) == pytest.approx(mass), "relabelled experts"
-    assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass), (
-        "eq. 12 where every expert is eligible"
-    )
+    assert tail_of_probs(probs.flip(-1), k) == pytest.approx(mass), "relabelled experts"
+    # eq. 12 where every expert is eligible
+    assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)

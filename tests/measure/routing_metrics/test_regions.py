@@ -15,14 +15,14 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
-from moecore.measure.exploring.watched import (
+from moecore.measure.routing_metrics.epochs import (
     explorer_image_indices,
     read_epoch_traces,
     spread_places,
     watched_epochs,
     write_epoch_trace,
 )
-from moecore.measure.routing_metrics.imed import class_expert_probs
+from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
 from moecore.measure.routing_metrics.regions import region_rows, shuffle_tissue_in_brain
 from moecore.measure.routing_metrics.sweeps import (
     SweepImages,
@@ -59,20 +59,13 @@ class Bright(nn.Module):
 
     def forward(self, images):
         cubes = torch.nn.functional.adaptive_max_pool3d(images, self.layout.grid).flatten(1)
-        first = torch.cat(
-            [torch.full((len(images), 1), 7.0), cubes], dim=1
-        )  # a special token that likes expert 0 very much
+        special = torch.full((len(images), 1), 7.0)  # a token that likes expert 0 very much
+        first = torch.cat([special, cubes], dim=1)
         scores = torch.stack([first, 1 - first, torch.full_like(first, 0.5)], dim=-1)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(
-            -1, scores.argmax(dim=-1, keepdim=True), True
-        )
-        return ModelOutput(
-            images.mean(dim=(1, 2, 3, 4))[:, None],
-            (
-                RoutingRecord(scores * 100, *[scores] * 2, ~chosen, scores),
-                RoutingRecord(scores, scores, scores, chosen, scores),
-            ),
-        )
+        chosen = torch.nn.functional.one_hot(scores.argmax(dim=-1), 3).bool()
+        layers = (scores * 100, ~chosen), (scores, chosen)
+        records = [RoutingRecord(logits, *[scores] * 2, mask, scores) for logits, mask in layers]
+        return ModelOutput(images.mean(dim=(1, 2, 3, 4))[:, None], tuple(records))
 
 
 def test_rows_by_hand():
@@ -85,23 +78,15 @@ def test_rows_by_hand():
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
     rows = {row.region: row for row in region_rows(Bright(), volumes, regions, ("a", "b"), NAMES)}
     assert list(rows) == ["a", "b", "random_a", "random_b"]
-    assert [name for name, _ in rows["a"].experts] == ["wm", "free_2"] and rows["a"].share == {
-        "wm": 1.0,
-        "gm": 0.0,
-        "free_2": 0.0,
-    }
-    assert [score for _, score in rows["a"].experts] == pytest.approx([0.9, 0.5], abs=1e-3)
-    assert [name for name, _ in rows["b"].experts] == ["gm", "free_2"] and rows["b"].share[
-        "gm"
-    ] == 1.0
-    assert rows["b"].experts[0][1] == pytest.approx(0.9, abs=1e-3)
+    for tissue, best in (("a", "wm"), ("b", "gm")):
+        names, scores = zip(*rows[tissue].experts, strict=True)
+        assert names == (best, "free_2") and scores == pytest.approx([0.9, 0.5], abs=1e-3)
+        assert rows[tissue].share == {name: float(name == best) for name in NAMES}
 
 
 def test_a_share_scales_the_voxels():
-    volume, share = (
-        torch.full((1, 1, 1, 1, 2), 0.8),
-        torch.tensor([[[[255, 51]]]], dtype=torch.uint8),
-    )
+    volume = torch.full((1, 1, 1, 1, 2), 0.8)
+    share = torch.tensor([[[[255, 51]]]], dtype=torch.uint8)
     torch.testing.assert_close(keep_only_tissue(volume, share).flatten(), torch.tensor([0.8, 0.16]))
     assert keep_only_tissue(volume.half(), share).dtype == torch.float16
 
@@ -110,15 +95,9 @@ def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
     found = shuffle_tissue_in_brain(share, brain, 3)
-    assert (
-        torch.equal(found[brain].sort().values, share[brain].sort().values)
-        and (found[~brain] == 0).all()
-    )
-    assert (
-        not torch.equal(found, share)
-        and torch.equal(found, shuffle_tissue_in_brain(share, brain, 3))
-        and not torch.equal(found, shuffle_tissue_in_brain(share, brain, 4))
-    )
+    assert torch.equal(found[brain].sort().values, share[brain].sort().values)
+    assert (found[~brain] == 0).all() and not torch.equal(found, share)
+    assert not torch.equal(found, shuffle_tissue_in_brain(share, brain, 4))
     two = shuffle_tissue_in_brain(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
@@ -128,22 +107,15 @@ def record_of(probs: torch.Tensor) -> RoutingRecord:
     return RoutingRecord(other, probs, other, other > 0, other)
 
 
-def test_means_over_images_and_tokens_by_hand():
-    probs = torch.tensor(
-        [[[1.0, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 0, 1]]]
-    )  # three images, two tokens
-    maps = class_expert_probs(
-        [record_of(probs), record_of(probs.flip(-1))], torch.tensor([1, 0, 1]), 2
-    )
-    assert maps.shape == (2, 2, 3) and maps.dtype == torch.float64
-    # class 0: image 1 alone; class 1: images 0 and 2, four tokens: twice expert 0, once 1, once 2
-    assert maps[:, 0].tolist() == [[0, 0, 1], [0.5, 0.25, 0.25]]
-    assert torch.equal(maps[:, 1], maps[:, 0].flip(-1))
-
-
-def test_a_class_without_images_is_nan():
-    maps = class_expert_probs([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
-    assert maps[1].isnan().all() and maps[[0, 2]].isfinite().all()
+def test_class_maps_by_hand():
+    # three images, two tokens; no image has class 1
+    probs = torch.tensor([[[1.0, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 0, 1]]])
+    layers = [record_of(probs), record_of(probs.flip(-1))]
+    maps = class_expert_probs(layers, torch.tensor([2, 0, 2]), 3)
+    assert maps.shape == (3, 2, 3) and maps.dtype == torch.float64
+    # class 0: image 1 alone; class 2: images 0 and 2, four tokens: twice expert 0, once 1, once 2
+    assert maps[::2, 0].tolist() == [[0, 0, 1], [0.5, 0.25, 0.25]] and maps[1].isnan().all()
+    assert torch.equal(maps[::2, 1], maps[::2, 0].flip(-1))
 
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
@@ -154,19 +126,13 @@ def test_views_are_functions_of_seed_and_place(kind):
     random = torch.get_rng_state()
     views = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(torch.get_rng_state(), random) and PRESETS[kind].name == kind
-    assert (
-        views.images.shape == (24, 1, 8, 8)
-        and views.affines.shape == (24, 3, 3)
-        and 0 <= views.images.min() <= views.images.max() <= 1
-    )
+    assert views.images.shape == (24, 1, 8, 8) and views.affines.shape == (24, 3, 3)
+    assert 0 <= views.images.min() <= views.images.max() <= 1
     again = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(views.images, again.images) and torch.equal(views.affines, again.affines)
-    others = [
-        draw_two_views(PICTURES, PRESETS[kind], 2, 7),
-        draw_two_views(PICTURES, PRESETS[kind], 1, 8),
-        draw_two_views(PICTURES, PRESETS[kind], 1),
-    ]
-    assert all(torch.equal(views.images, other.images) == (kind == "identity") for other in others)
+    for draws in ((2, 7), (1, 8), (1,)):
+        other = draw_two_views(PICTURES, PRESETS[kind], *draws)
+        assert torch.equal(views.images, other.images) == (kind == "identity")
     assert torch.equal(views.images[:12], views.images[12:]) == (kind == "identity")
     still = kind in ("identity", "noise", "brightness", "contrast", "erasing")
     assert torch.equal(views.affines, torch.eye(3).expand(24, 3, 3)) == still
@@ -174,32 +140,25 @@ def test_views_are_functions_of_seed_and_place(kind):
 
 def test_first_images_keep_their_views_when_there_are_more():
     images = np.random.default_rng(0).integers(0, 256, (130, 1, 8, 8), dtype=np.uint8)
-    few, many = (
-        draw_two_views(images[:100], PRESETS["crop"], 0),
-        draw_two_views(images, PRESETS["crop"], 0),
-    )
-    assert torch.equal(many.images[:100], few.images[:100]) and torch.equal(
-        many.affines[130:230], few.affines[100:]
-    )
+    few, many = (draw_two_views(part, PRESETS["crop"], 0) for part in (images[:100], images))
+    assert torch.equal(many.images[:100], few.images[:100])
+    assert torch.equal(many.affines[130:230], few.affines[100:])
     generator = generator_for(derived_seed("measured_views", 0), 100, 1)
     by_hand = make_random_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
-    assert torch.equal(many.images[230:], by_hand.images) and torch.equal(
-        many.affines[230:], by_hand.affines
-    )
+    assert torch.equal(many.images[230:], by_hand.images)
+    assert torch.equal(many.affines[230:], by_hand.affines)
 
 
 def test_noise_has_its_size_and_moves_nothing():
     grey = np.full((40, 1, 8, 8), 128, np.uint8)
     views = draw_two_views(grey, TwoViewAugmentation(name="noise", noise=0.1), 0)
     noise = views.images - 128 / 255
-    assert float(noise.std()) == pytest.approx(0.1, rel=0.04) and float(
-        noise.mean()
-    ) == pytest.approx(0, abs=0.006)
+    assert noise.std().item() == pytest.approx(0.1, rel=0.04) and abs(noise.mean()) < 0.006
     correlation = float((noise[:40] * noise[40:]).mean()) / 0.01
     assert abs(correlation) < 0.08, "the two views have draws of their own"
 
 
-def test_places_are_spread_and_stay():
+def test_places_are_spread_and_stay(tmp_path):
     assert spread_places(16, 8) == [0, 8, 4, 12, 2, 10, 6, 14]
     for total in (1, 2, 7, 50, 10_000):
         every = spread_places(total, 32)
@@ -207,9 +166,7 @@ def test_places_are_spread_and_stay():
         assert all(0 <= place < total for place in every)
         assert [spread_places(total, number) for number in (1, 5)] == [every[:1], every[:5]]
     assert sorted(spread_places(7, 99)) == list(range(7))
-
-
-def test_there_are_fewer_volumes_than_images(tmp_path):
+    # of volumes fewer than of images
     assert len(explorer_image_indices(images(), 32)) == 32
     assert len(explorer_image_indices(volumes(tmp_path).data, 32)) == 6
 
@@ -226,8 +183,10 @@ def test_watched_epochs():
 def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
-    for epoch, model in models.items():
-        write_epoch_trace(tmp_path, epoch, model.model, data)
+    write_epoch_trace(tmp_path, 1, models[1].model, data)
+    with pytest.raises(UserError, match="traces/0002.json: no such file"):
+        read_epoch_traces(tmp_path, data, 2)
+    write_epoch_trace(tmp_path, 2, models[2].model, data)
     found = read_epoch_traces(tmp_path, data, 2)
     assert [one.epoch for one in found] == [1, 2]
     where = explorer_image_indices(data, 32)
@@ -236,13 +195,6 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
         assert one.trace == build_image_traces(*seen, data.task)
     assert found[0].trace != found[1].trace
-
-
-def test_a_missing_epoch_is_named(tmp_path):
-    model = subject(images(), moe())
-    write_epoch_trace(tmp_path, 1, model.model, model.data)
-    with pytest.raises(UserError, match="traces/0002.json: no such file"):
-        read_epoch_traces(tmp_path, model.data, 2)
 
 
 IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
@@ -256,13 +208,10 @@ def test_the_same_setting_gives_the_same_model(name):
     model = tiny(name)
     other = copy_with_router(model, model.moe.router)
     assert other is not model and other.moe == model.moe and other.training == model.training
-    (ours, first), (theirs, second) = (
-        predict_in_batches(model, IMAGES, 12),
-        predict_in_batches(other, IMAGES, 12),
-    )
-    assert torch.equal(ours, theirs) and all(
-        torch.equal(a.combine, b.combine) for a, b in zip(first, second, strict=True)
-    )
+    ours, first = predict_in_batches(model, IMAGES, 12)
+    theirs, second = predict_in_batches(other, IMAGES, 12)
+    assert torch.equal(ours, theirs)
+    assert all(torch.equal(a.combine, b.combine) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", WITH_K)
@@ -271,9 +220,8 @@ def test_every_router_with_k_has_a_sweep_and_the_model_stays(name):
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     router, rows = model.moe.router, sweep_k(model, SAMPLE, (1, 2, 8, 9), 12)
     assert list(rows) == [1, 2, 8], "9 of 8 experts cannot be"
-    assert (
-        model.moe.router is router and model.training and torch.equal(torch.get_rng_state(), random)
-    )
+    assert model.moe.router is router and model.training
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     for row in rows.values():
         assert 0 <= row["load_cv2"] <= 7 + 1e-9 and 0 <= row["score"] <= 1
@@ -315,46 +263,35 @@ def test_no_row_depends_on_the_batch(name):
 
 
 SCORES = torch.tensor(
-    [
-        [[0.9, 0.6, 0.75, 0.1]],
-        [[0.8, 0.1, 0.2, 0.3]],
-        [[0.5, 0.4, 0.3, 0.2]],
-        [[0.1, 0.2, 0.9, 0.6]],
-    ]
+    [[0.9, 0.6, 0.75, 0.1], [0.8, 0.1, 0.2, 0.3], [0.5, 0.4, 0.3, 0.2], [0.1, 0.2, 0.9, 0.6]]
 )
 
 
 def record(scores: torch.Tensor, *chosen: str) -> RoutingRecord:
+    """A record of four images of one token."""
     mask = torch.tensor([[[mark == "x" for mark in token]] for token in chosen])
-    probs = scores / scores.sum(-1, keepdim=True)
-    return RoutingRecord(scores, probs, mask.float(), mask, probs * mask)
+    probs = (scores / scores.sum(-1, keepdim=True))[:, None]
+    return RoutingRecord(scores[:, None], probs, mask.float(), mask, probs * mask)
 
 
-FIRST = record(
-    SCORES, "x.x.", "x...", "xx..", "..xx"
-)  # counts 3, 1, 2, 1: mean 7/4, mean of squares 15/4
-SECOND = record(
-    torch.ones(4, 1, 4) / 5, *("xx..",) * 4
-)  # counts 4, 4, 0, 0; no preference, none above 0.5
+# counts 3, 1, 2, 1: mean 7/4, mean of squares 15/4
+FIRST = record(SCORES, "x.x.", "x...", "xx..", "..xx")
+# counts 4, 4, 0, 0; no preference, none above 0.5
+SECOND = record(torch.ones(4, 4) / 5, *("xx..",) * 4)
 
 
-def test_without_a_threshold():
+def test_means_of_a_sweep_without_and_with_a_threshold():
     means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
     assert means["tail_mass"] == pytest.approx(sum(tails) / 2)
     assert "fallback" not in means
-
-
-def test_with_a_threshold():
     means = routing_means_over_layers([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert means["fallback"] == 0.25
     assert means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
-
-
-def test_a_layer_without_eligible_experts_leaves_no_mean():
+    # a layer without eligible experts leaves no mean
     means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=0.5)
     assert "tail_mass" not in means
     assert means["fallback"] == (0.25 + 1) / 2

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from moecore.core.encoded_values import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
+from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.routing_metrics.epochs import (
-    MatchRatios,
     agreement_items,
     agreement_over_epochs,
     match_counts_by_image,
@@ -35,23 +35,16 @@ def shares(found: dict) -> dict[str, float]:
 
 
 class ByPixel(nn.Module):
-    """Each of the 4 × 4 patches of 2 × 2 pixels goes to the expert that its first pixel names:
-    level e / 16 is expert e, the second is e + 1.
-    """
+    """Each of 4 × 4 patches goes to expert e, where its first pixel has level 16 e; then e + 1."""
 
     layouts = (TokenLayout(0, (4, 4), (8, 8)),)
 
     def forward(self, images: Tensor) -> ModelOutput:
         expert = (images[:, 0, ::2, ::2].flatten(1) * 255 / 16).round().long() % 8
-        probs = (
-            nn.functional.one_hot(expert, 8) * 0.7
-            + nn.functional.one_hot((expert + 1) % 8, 8) * 0.2
-            + 0.1 / 8
-        )
-        chosen = nn.functional.one_hot(expert, 8).bool()
-        return ModelOutput(
-            images.flatten(1)[:, :2], (RoutingRecord(probs, probs, probs, chosen, probs * chosen),)
-        )
+        first, second = (nn.functional.one_hot((expert + by) % 8, 8) for by in (0, 1))
+        probs = first * 0.7 + second * 0.2 + 0.1 / 8
+        record = RoutingRecord(probs, probs, probs, first.bool(), probs * first)
+        return ModelOutput(images.flatten(1)[:, :2], (record,))
 
 
 def coded(count: int) -> np.ndarray:
@@ -68,8 +61,7 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     assert found == {**dict.fromkeys(NAMES, 1), "switch_fraction": 0}
     still = views._replace(affines=torch.eye(3).expand(500, 3, 3))
     unmatched = shares(augmented_row(ByPixel(), still, 64))
-    # Half of the pairs are compared at the wrong place, where one of eight experts matches by
-    # chance.
+    # Half of the pairs are at the wrong place, where one of eight experts matches by chance.
     assert unmatched["match_top1"] == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
 
 
@@ -101,11 +93,7 @@ def test_shares_by_hand():
     second[0, :, :, :2] = (second[0, :, :, :2] + 16) % 128
     second[1, :, :, :6] = (second[1, :, :, :6] + 16) % 128
     pixels = torch.from_numpy(np.concatenate([first, second])).float() / 255
-    found = augmented_row(
-        ByPixel(),
-        type(draw_two_views(first, PRESETS["identity"], 0))(pixels, torch.eye(3).expand(4, 3, 3)),
-        4,
-    )
+    found = augmented_row(ByPixel(), ViewsWithAffines(pixels, torch.eye(3).expand(4, 3, 3)), 4)
     assert [shares(found)[name] for name in NAMES] == [0.5, 0.5, 0.5]
     # Resamples of two images have 12/16, 8/16 or 4/16; reflected at 0.5 the limits stay.
     assert found["match_top1"][1].limits == (0.25, 0.75)
@@ -129,36 +117,29 @@ def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, 
     assert shares(found) == pytest.approx(shares(parts))
 
 
-OURS = torch.tensor(
-    [[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]
-)
+# Two best: ours always (0, 1), theirs (0, 1), (1, 0), (0, 2), (2, 1), (1, 2)
+OURS = torch.tensor([0.7, 0.2, 0.1]).expand(1, 5, 3)
 THEIRS = torch.tensor(
     [[[0.5, 0.3, 0.2], [0.2, 0.7, 0.1], [0.6, 0.1, 0.3], [0.1, 0.2, 0.7], [0.1, 0.7, 0.2]]]
 )
-# Two best, ours always (0, 1); theirs:  (0, 1)     (1, 0)           (0, 2)           (2, 1)
-# (1, 2)
 
 
 def test_ratios_by_hand():
-    assert match_ratios(OURS, THEIRS, torch.ones(1, 5, dtype=torch.bool)) == MatchRatios(
-        2 / 5, 1 / 5, 2 / 5
-    )
-    assert match_ratios(
-        OURS, THEIRS, torch.tensor([[False, True, True, True, False]])
-    ) == pytest.approx(MatchRatios(1 / 3, 0, 1 / 3))
+    """Best expert, best and second in this order, two best as a set."""
+    every = torch.ones(1, 5, dtype=torch.bool)
+    assert match_ratios(OURS, THEIRS, every) == [2 / 5, 1 / 5, 2 / 5]
+    some = torch.tensor([[False, True, True, True, False]])
+    assert match_ratios(OURS, THEIRS, some) == pytest.approx([1 / 3, 0, 1 / 3])
 
 
 def test_ties_go_to_the_lowest_index():
     even = torch.full((1, 1, 40), 1 / 40)
     low, found = torch.eye(40)[0] + 0.5 * torch.eye(40)[1], torch.ones(1, 1, dtype=torch.bool)
-    assert match_ratios(even, low.view(1, 1, 40), found) == MatchRatios(1, 1, 1)
+    assert match_ratios(even, low.view(1, 1, 40), found) == [1, 1, 1]
     tied_second = torch.tensor([[[0.5, 0.1, 0.2, 0.2]]])
-    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.3, 0.2]]]), found) == MatchRatios(
-        1, 1, 1
-    )
-    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.2, 0.3]]]), found) == MatchRatios(
-        1, 0, 0
-    )
+    for second, third, same in ((0.3, 0.2, [1, 1, 1]), (0.2, 0.3, [1, 0, 0])):
+        theirs = torch.tensor([[[0.4, 0.1, second, third]]])
+        assert match_ratios(tied_second, theirs, found) == same
 
 
 @given(st.integers(0, 1000), st.integers(2, 5))
@@ -167,14 +148,14 @@ def test_ordered_pairs_are_rarer_than_sets_and_than_best_ones(seed, experts):
     ours, theirs = torch.rand(2, 3, 6, experts, generator=generator)
     found = torch.rand(3, 6, generator=generator) < 0.7
     found[0, 0] = True
-    ratios = match_ratios(ours, theirs, found)
-    assert 0 <= ratios.top2_ordered <= min(ratios.top1, ratios.top2_sets) and max(ratios) <= 1
+    ratios = top1, top2_ordered, top2_sets = match_ratios(ours, theirs, found)
+    assert 0 <= top2_ordered <= min(top1, top2_sets) and max(ratios) <= 1
     assert match_ratios(theirs, ours, found) == ratios  # the views change places
     names = torch.randperm(experts, generator=generator)
     assert match_ratios(ours[..., names], theirs[..., names], found) == ratios
-    assert match_ratios(ours, ours, found) == (1, 1, 1)
+    assert match_ratios(ours, ours, found) == [1, 1, 1]
     if experts == 2:
-        assert ratios.top2_sets == 1 and ratios.top2_ordered == ratios.top1
+        assert top2_sets == 1 and top2_ordered == top1
 
 
 def test_epochs_by_hand():
@@ -190,10 +171,9 @@ def test_epochs_by_hand():
 def test_pairs_are_counted_image_by_image():
     ours, theirs = OURS.expand(2, -1, -1), torch.cat([THEIRS, THEIRS.roll(1, dims=1)])
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
-    # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1), of which the second and the
-    # third are there.
+    # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1); second and third are there.
     assert match_counts_by_image(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
-    assert match_ratios(ours, theirs, found) == MatchRatios(3 / 7, 2 / 7, 4 / 7)
+    assert match_ratios(ours, theirs, found) == [3 / 7, 2 / 7, 4 / 7]
 
 
 @pytest.mark.parametrize(("experts", "pairs"), [(1, True), (3, False)])
