@@ -26,7 +26,7 @@ from moecore.data.loader import (
 )
 from moecore.data.prepared import Prepared, Split
 from moecore.data.views.views import make_random_views, mix_images
-from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.regularizers.base import Regularizer
@@ -188,6 +188,11 @@ class TrainingJob(NamedTuple):
     def task(self) -> Task:
         return self.model.image.task
 
+    @property
+    def complete_model(self) -> Model:
+        """The model as it is used: alone, or with the teacher that its router needs."""
+        return attach_required_guide(self.model, self.guide)
+
     def updates(self, settings: Training) -> int:
         """Return the number of updates per epoch: as set, or one pass over the training data."""
         if settings.updates is not None:
@@ -311,8 +316,8 @@ def apply_adversarial(
     """Return the batch that a step learns from: attacked if training is adversarial."""
     if settings.adversarial is None:
         return batch
-    model = attach_required_guide(job.model, job.guide)
-    return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
+    generator = generator_for(seed, step, ATTACK)
+    return settings.adversarial.attacked(job.complete_model, job.task, batch, generator)
 
 
 class BatchPrefetcher:

@@ -134,10 +134,7 @@ def _is_collapsed(layer: LayerRouting | None) -> bool:
 
 
 def describe_point(point: RoutingPoint) -> str:
-    """Return a line on the most uneven layer, and a strip with a bar per expert of each layer.
-
-    A bar of half the height is an even load; a dot is an expert without a token.
-    """
+    """Return a line on the most uneven layer, and a strip of each: half a bar is an even load."""
     name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
     uneven = point.layers[name]
     values = {

@@ -46,11 +46,9 @@ class Adversarial(Config):
     )
 
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
-        """Return the batch (every view of it) with adversarial images, fp32 in [0, 1].
+        """Return the batch with images that maximise the task loss, fp32 in [0, 1].
 
-        model: is attacked as in use (no noise, no capacity, no autocast) and is not changed.
-        generator: on the CPU, for the random start. The attack maximises the task loss, without
-        regularizers.
+        The model is attacked as in use: no noise, no capacity, no autocast. generator: on the CPU.
         """
         attack = Pgd(steps=self.steps, form=self.form)
         generators: Generator | list[Generator] = generator
@@ -138,10 +136,7 @@ class Training(Config):
         None, description="learn from attacked images; null: from unchanged images"
     )
     updates: int | None = Field(
-        None,
-        ge=1,
-        le=10**9,
-        description="updates per epoch; null: one pass over the training data",
+        None, ge=1, le=10**9, description="updates per epoch; null: one pass over the training data"
     )
     shard: int = Field(
         1, ge=1, description="ranks that share parameters and optimizer state; 1: each has all"
@@ -175,18 +170,14 @@ class Training(Config):
             yield ("views", "flip"), f"{text}; allowed: false"
         if around.preview is not None:
             yield from self.views.pixel_misfits(around)
-            yield from self._unfit_for_sizes(around)
+            if around.preview.short_side is not None:
+                if self.views.crop is None:
+                    yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
+            elif self.views.shift >= min(around.preview.shape):
+                size = f"images of {around.preview.size} pixels"
+                text = f"found {self.views.shift}, but {around.data} has {size}"
+                yield ("views", "shift"), f"{text}; allowed: less than that"
             yield from self._unfit_for_number(around)
-
-    def _unfit_for_sizes(self, around: Surroundings) -> Misfits:
-        """Yield views that do not fit the sizes of the images."""
-        preview = around.preview
-        if preview.short_side is not None:
-            if self.views.crop is None:
-                yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
-        elif self.views.shift >= min(preview.shape):
-            text = f"found {self.views.shift}, but {around.data} has images of {preview.size}"
-            yield ("views", "shift"), f"{text} pixels; allowed: less than that"
 
     def _unfit_for_number(self, around: Surroundings) -> Misfits:
         """Yield a batch, or shots per class, larger than the number of images."""

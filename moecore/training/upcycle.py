@@ -23,7 +23,7 @@ from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
 from moecore.training import upcycling_kinds
-from moecore.training.artifacts import rescale_head
+from moecore.training.artifacts import adapt_head
 
 Settings = TypeVar("Settings")
 
@@ -34,19 +34,14 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config`` for a model that starts from ``dense``, with its pretrained windows.
-
-    A continuous position bias keeps counting in the windows it was trained with, unless ``config``
-    sets them.
-    """
+    """Return ``config``; a Swin gets the pretrained windows of ``dense`` unless it sets some."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
-    # Null on both sides, with equal windows, is exact, also for oblong windows.
-    same = theirs.pretrained_windows is None and config.depths == theirs.depths
-    if same and config.windows(image) == theirs.windows(dense.image):
-        return config
     if config.pretrained_windows is not None or config.depths != theirs.depths:
+        return config
+    # Null on both sides, with equal windows, is exact, also for oblong windows.
+    if theirs.pretrained_windows is None and config.windows(image) == theirs.windows(dense.image):
         return config
     learned = theirs.trained_on(dense.image).pretrained_windows
     return config.model_copy(update={"pretrained_windows": learned})
@@ -58,13 +53,11 @@ def upcycle_model(
 ) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts.
 
-    Shared layers are copied, positions interpolated to the model's grid. kind: granular cuts the
-    MLPs. Routers keep their random weights, as does the head if the classes differ. With
-    ``renormalise`` on the router the model then computes the same as ``dense``. Raises UserError
-    for weights that do not fit.
+    Routers keep their random weights, as does the head if the classes differ. With ``renormalise``
+    on the router the model then computes the same as ``dense``. Raises UserError for weights that
+    do not fit.
     """
     _check_settings(model, dense)
-    _check_positions(model, dense)
     weights = _adapted_weights(model, dense)
     state = model.state_dict()
     dense_modules = dict(dense.named_modules())
@@ -107,6 +100,15 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
             found=f"{name} {ours} in the model, {theirs} in the teacher",
             allowed="the same in both",
         )
+    if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
+        return
+    ours = model.config.trained_on(model.image).pretrained_windows
+    theirs = dense.config.trained_on(dense.image).pretrained_windows
+    if ours != theirs:  # a position bias would count in other windows than it learned
+        raise UserError(
+            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
+            "set model.pretrained_windows to the teacher's, or null"
+        )
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -126,12 +128,8 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
     """Return the teacher's weights for the model's images and task; no head for other answers."""
     ours, theirs = model.image, dense.image
-    weights = dict(dense.state_dict())
-    if theirs.answers != ours.answers:
-        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    elif theirs.task.head != ours.task.head:
-        weights |= rescale_head(weights, theirs.task.head, ours.task.head)
     try:
+        weights = adapt_head(dict(dense.state_dict()), theirs, ours)
         weights = model.adapt_weights(weights, dense.config, theirs)
     except ValueError as error:
         raise UserError(f"upcycle: {error}") from error
@@ -143,19 +141,6 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
             f"{model.config.kind}"
         )
     return weights | changed
-
-
-def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError if a position bias would count in other windows than it learned."""
-    if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
-        return
-    ours = model.config.trained_on(model.image).pretrained_windows
-    theirs = dense.config.trained_on(dense.image).pretrained_windows
-    if ours != theirs:
-        raise UserError(
-            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
-            "set model.pretrained_windows to the teacher's, or null"
-        )
 
 
 def check_no_shared_experts(layer: MoEFeedForward) -> None:

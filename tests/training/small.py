@@ -1,17 +1,13 @@
 """A tiny task for tests of the training loop, and steps with hand-made records."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from moecore.core.routing_records import (
-    Batch,
-    Guidance,
-    ModelOutput,
-    ObjectiveInputs,
-    RoutingRecord,
-)
+from moecore.core import routing_records
+from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec
@@ -81,6 +77,22 @@ def stop_training(job: TrainingJob, settings: Training, folder: Path, points: in
     checkpoint.wait()
 
 
+def assert_resumes(
+    make: Callable[[], TrainingJob], settings: Training, folder: Path, points: int
+) -> TrainingJob:
+    """A training that is stopped and resumed ends with the same bits; return one that was not."""
+    whole, resumed = make(), make()
+    expected = logged_points(iterate_training(whole, settings, 0, CPU))
+    stop_training(make(), settings, folder, points)
+    for value in resumed.learners.state_dict().values():
+        value.add_(1)  # all must come from the checkpoint
+    torch.rand(17)  # another process has another random state
+    again = logged_points(iterate_training(resumed, settings, 0, CPU, Checkpoint(folder)))
+    assert again == expected[-len(again) :] and len(again) < len(expected)
+    assert_same_weights(resumed, whole)
+    return whole
+
+
 def logged_points(metrics) -> list:
     """Return step and values of what was logged, but for the pace."""
     return [
@@ -102,17 +114,12 @@ def record(probs=None, load=None, logits=None):
     """
     fields = [None if field is None else torch.as_tensor(field) for field in (logits, probs, load)]
     blank = torch.full_like(next(field for field in fields if field is not None), float("nan"))
-    logits, probs, load = (blank if field is None else field for field in fields)
-    return RoutingRecord(logits, probs, load, blank, blank)
+    return RoutingRecord(*(blank if field is None else field for field in fields), blank, blank)
 
 
 def step(*records, guidance=None, progress=0.0):
     blank = torch.zeros(())
-    teacher = (
-        None
-        if guidance is None
-        else Guidance(blank, tuple(torch.as_tensor(probs) for probs in guidance))
-    )
-    return ObjectiveInputs(
-        Batch(blank, blank, blank), ModelOutput(blank, records), None, teacher, progress
-    )
+    batch, output = Batch(blank, blank, blank), ModelOutput(blank, records)
+    if guidance is not None:
+        guidance = routing_records.Guidance(blank, tuple(map(torch.as_tensor, guidance)))
+    return routing_records.ObjectiveInputs(batch, output, None, guidance, progress)

@@ -28,8 +28,8 @@ from moecore.training.guide import (
 from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.method import Method, TeacherRouter
+from moecore.training.phase_trainings import iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training
-from moecore.training.teachers.fit_router import iterate_router_fit
 from tests.training.small import (
     CPU,
     IMAGE,

@@ -56,8 +56,8 @@ class Prune(expert_reduction.ExpertReduction):
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
         """Return the remaining experts (M,) of a layer, sorted; UserError for unequal groups."""
-        order = order_of_pruning(use.reap if self.by == "reap" else use.counts)
-        experts = order[-self.number_left(moe) :].sort().values
+        order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
+        experts = order[-self.number_left(moe) :].sort().values  # of equals the highest stay
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
         if groups is not None:
             group = experts // (moe.experts.number // groups.number)
@@ -69,11 +69,6 @@ class Prune(expert_reduction.ExpertReduction):
                     allowed="null, or equally many of each",
                 )
         return experts
-
-
-def order_of_pruning(scores: Tensor) -> Tensor:
-    """Return the experts (E,) by score, lowest first; of equals the lowest index first."""
-    return torch.argsort(scores, stable=True)
 
 
 def select_expert_weights(
