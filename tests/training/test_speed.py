@@ -1,16 +1,9 @@
-"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
-``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
-that compile are from two that do not.
-"""
+"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps."""
 
 import copy
 import gzip
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -18,14 +11,11 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moecore.core.files import UserError
-from moecore.core.ranks import current_ranks, join_ranks, leave_ranks
-from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
-from moecore.training import loop
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
@@ -203,39 +193,3 @@ def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     assert list(iterate_traced_steps(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
     assert list(iterate_traced_steps(steps, None, "cpu")) == list(steps)
-
-
-def main(target: str) -> None:
-    """What each of two ranks does, with data parallelism and with sharded parameters."""
-    join_ranks()
-    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
-    apart = {}
-    for name, shard in {"vmoe": 1, "ermoe": 2}.items():
-        settings = SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
-        weights = []
-        for compile in ("off", "required"):
-            job = made(METHODS[name])
-            list(iterate_training(job, settings, 0, CPU._replace(compile=compile)))
-            weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
-        apart[name] = float((weights[1] - weights[0]).abs().max())
-    if current_ranks().first:
-        with open(target, "w", encoding="utf-8") as file:
-            json.dump(apart, file)
-    leave_ranks()
-
-
-def test_two_ranks_compile_their_blocks_and_learn_the_same(tmp_path):
-    words = [sys.executable, "-m", "moecore.run.local_ranks", "2"]
-    target = tmp_path / "apart.json"
-    subprocess.run(
-        [*words, "-m", "tests.training.test_speed", str(target)],
-        cwd=ROOT,
-        env=os.environ | {"MOECORE_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    apart = json.loads(target.read_text(encoding="utf-8"))
-    assert len(apart) == 2 and max(apart.values()) < 1e-4, apart
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
