@@ -153,8 +153,7 @@ class Task(Part, ABC):
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return the sum of a training batch's scores, on its device and unchecked.
 
-        For mixed images the label with the larger share counts. learned: (M,) int64, indices of the
-        images that represent the whole batch; None if each counts for itself.
+        learned: (M,) int64, images that represent the whole batch; None if each counts for itself.
         """
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
@@ -162,10 +161,7 @@ class Task(Part, ABC):
         return float(self.scores(prediction, labels).mean())
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """Return the mean of scores (N,) with its 95 % interval over images.
-
-        people: (N,), the person of each image; the interval is then over people.
-        """
+        """Return the mean of scores (N,) with its 95 % interval over images, or over ``people``."""
         mean = mean_share if self.score.form == "share" else bootstrap_mean
         return mean(scores.double().numpy(), people=people)
 

@@ -49,7 +49,6 @@ class ClassTask(Task):
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are classes, 0 … K−1."""
         check_label_range(labels, self.outputs, what)
 
 

@@ -85,9 +85,7 @@ class Regression(Task):
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         errors = (prediction[:, 0].float() - labels).abs()
-        if learned is not None:
-            errors = errors[learned]
-        return errors.mean() * len(labels)
+        return (errors if learned is None else errors[learned]).mean() * len(labels)
 
     def baseline_score(self, labels: Tensor) -> float:
         """Return the mean absolute error of the labels' median (mean of the two middle ones)."""
@@ -101,7 +99,6 @@ class Regression(Task):
         return (images,), np.float32
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are finite numbers, (N,)."""
         if labels.ndim != 1 or not np.isfinite(labels).all():
             raise UserError(f"{what} are not all numbers")
 

@@ -1,10 +1,9 @@
 """Checkpoints: a killed training run is resumed from the last one.
 
-Weights, optimizer and step are enough: views, order and noise are functions of (seed, step), so a
-resumed run ends bit-equal to an uninterrupted one on CPU. A thread writes the files during
-training, atomically and with a checksum; none is a pickle. The first rank writes one safetensors
-file, or, for sharded parameters, every rank its own (torch.distributed.checkpoint). Any number of
-ranks can read it.
+Weights, optimizer and step are enough: views, order and noise are functions of (seed, step). A
+thread writes the files, atomically and with a checksum; none is a pickle. The first rank writes one
+safetensors file, or, for sharded parameters, every rank its own (torch.distributed.checkpoint). Any
+number of ranks can read it.
 """
 
 import json
@@ -55,12 +54,9 @@ class Checkpoint:
         """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
 
         Raises UserError if the last checkpoint could not be written, or the inputs were edited.
-        After an edit of code nothing is written, because the new code may have computed the state.
-        After an edit of settings the state is written, so that the training resumes here once the
-        edit is undone.
         """
         self.wait()
-        if self.inputs is not None:
+        if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()
         tensors = sharded_state.collect_rank_state(model, optimizer)
         if any(sharded_state.is_sharded_tensor(value) for value in tensors.values()):
@@ -76,7 +72,7 @@ class Checkpoint:
             try:
                 self.inputs.refuse_edited_settings()
             except UserError:
-                self.wait()
+                self.wait()  # the training resumes here once the edit is undone
                 raise
 
     def wait(self) -> None:

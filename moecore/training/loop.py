@@ -1,8 +1,4 @@
-"""The training loop: a generator that yields metrics, without callbacks.
-
-Order, views, mixing and router noise are functions of (seed, step). So weights, optimizer and a
-step number are enough to resume a run, and the same seed gives the same run.
-"""
+"""The training loop: a generator that yields metrics, without callbacks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -43,15 +39,14 @@ class Metrics(NamedTuple):
 
     values: unweighted loss terms; mean score of the training images, and at the end of an epoch of
     the validation images (``train_<name>``, ``validation_<name>``, see ``Task.history_name``);
-    images per second; at the first point ``memory_mb``, the peak memory of a step
-    (``measure_peak``). routing: of each MoE layer since the last point, with a monitor.
+    images per second; at the first point ``memory_mb``, the peak memory of a step.
     """
 
     step: int
     steps: int
     epoch: float
     values: dict[str, float]
-    routing: dict[str, LayerTotals]
+    routing: dict[str, LayerTotals]  # of each MoE layer since the last point, with a monitor
 
 
 def iterate_training(

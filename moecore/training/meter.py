@@ -201,8 +201,7 @@ class Peak:
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
     """Yield a ``Peak`` that gets its size at the end.
 
-    CUDA: the caching allocator's maximum (``max_memory_allocated``), including other tensors of the
-    process. Otherwise: live tensors (``LiveBytes``), including ``tensors``.
+    CUDA: the allocator's maximum, with other tensors of the process. CPU: ``LiveBytes(tensors)``.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -215,11 +214,6 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Pe
     with LiveBytes(tensors) as live:
         yield peak
     peak.size = live.peak
-
-
-def peak_counting_method(device: torch.device) -> str:
-    """Return how ``measure_peak`` counts on a device."""
-    return "CUDA allocator" if device.type == "cuda" else "live tensors"
 
 
 def live_training_tensors(

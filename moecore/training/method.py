@@ -186,7 +186,15 @@ class Method(Config):
             allowed = "leave it out, or the regularizer router_kl or the router teacher_routed"
             yield ("teacher_router",), f"{text}; allowed: {allowed}"
         yield from self._idle_upcycling()
-        yield from self._unfit_for_data(around)
+        if self.distillation and (reason := around.lacks("distillation")):
+            text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
+            yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
+        if around.is_text and (self.views == 2 or self.guided or self.upcycle):
+            text = f"found a method that needs two views or a teacher, and {around.data} is text"
+            yield (), f"{text}; allowed: another method"
+        if around.is_text and self.permuted:
+            text = f"found true, but the label of a word is the next one ({around.data} is text)"
+            yield ("permuted",), f"{text}; allowed: false"
 
     def _idle_upcycling(self) -> Misfits:
         """Yield upcycling without experts, refused pieces, and initial weights without effect."""
@@ -202,18 +210,6 @@ class Method(Config):
             names = self.experts.start_settings
             for keys, text in changed_settings(self.experts, names, why, "upcycle: false"):
                 yield ("experts", *keys), text
-
-    def _unfit_for_data(self, around: Surroundings) -> Misfits:
-        """Yield settings that need views, classes or one label per image, if the data lack them."""
-        if self.distillation and (reason := around.lacks("distillation")):
-            text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
-            yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
-        if around.is_text and (self.views == 2 or self.guided or self.upcycle):
-            text = f"found a method that needs two views or a teacher, and {around.data} is text"
-            yield (), f"{text}; allowed: another method"
-        if around.is_text and self.permuted:
-            text = f"found true, but the label of a word is the next one ({around.data} is text)"
-            yield ("permuted",), f"{text}; allowed: false"
 
     @property
     def isolates(self) -> bool:

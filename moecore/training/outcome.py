@@ -64,10 +64,7 @@ class Settling(Config):
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A trained model's results on its data; the test split is evaluated once.
-
-    A pruned or merged model has 0 epochs, no curve, and the seconds that pruning or merging took.
-    """
+    """A model's results on its data; a pruned or merged one has 0 epochs and no curve."""
 
     task: Task
     test_score: Estimate

@@ -39,10 +39,7 @@ def build_unfitted_guide(
 def iterate_router_fit(
     guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train the guide's routers in place, without the task's loss (TGR-MoE, eq. 8).
-
-    Yields (step, loss terms) regularly and at the end.
-    """
+    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss terms)."""
     # Batches are drawn independently of the student's.
     fit_seed = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)

@@ -1,8 +1,7 @@
 """Speed of a training step: threads, precision, compiled blocks, and a trace of a few steps.
 
 Settings for the CPU took a ViT-Tiny step from 838 to 241 ms. Compilation and tracing do not change
-what a model learns, so they are set by the environment, like the device, and not in params.yaml.
-They belong to no stage's settings, and no stage reruns because of them.
+what a model learns, so the environment sets them, and no stage reruns because of them.
 """
 
 import ctypes
@@ -27,9 +26,8 @@ from moecore.core.torch_internals import allow_recompilations, compile_error_cla
 from moecore.data.thread_map import requested_threads
 from moecore.nn.layers.block import Block
 
-# oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts, rounded by
-# ``nn.dispatch.round_row_counts``, have some hundred shapes. With a cache of 128 each was compiled
-# again, and a step of a small Swin took 1.9 times as long.
+# oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts have some
+# hundred shapes: with a cache of 128 a step of a small Swin took 1.9 times as long.
 ONEDNN_CACHE_CAPACITY = "1024"
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -224,9 +222,8 @@ class CompiledBlocks:
         if compile == "off" or (compile == "tried" and steps < MIN_COMPILED_STEPS):
             return
         # Without fallback_random inductor draws other numbers than torch.
-        options: dict[str, Any] = {"options": {"fallback_random": True}}
-        if backend is not None:
-            options = {"backend": backend}
+        inductor: dict[str, Any] = {"options": {"fallback_random": True}}
+        options = inductor if backend is None else {"backend": backend}
         self.blocks = [
             module
             for model in models

@@ -1,8 +1,4 @@
-"""Settings of a training run, its optimizer and its adversarial steps.
-
-In adversarial training each step learns from images that an attack has changed (Madry et al., 2018;
-adversarial-moe, §4.2).
-"""
+"""Settings of a training run, its optimizer and its adversarial steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,12 +24,11 @@ from moecore.training.runtime import Precision
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
 DECAY = 0.05
-
 FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")  # ends of names without decay
 
 
 class Adversarial(Config):
-    """A PGD attack on the images of every step; the defaults are the paper's."""
+    """A PGD attack on the images of every step (Madry et al., 2018; adversarial-moe, §4.2)."""
 
     steps: int = Field(
         10, ge=1, description="PGD steps per batch; each costs as much as a training step"
@@ -78,7 +73,6 @@ class Adam(Config):
     decays: ClassVar[bool] = False
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer of parameter groups; their decay is 0."""
         return torch.optim.Adam(groups, lr=rate, fused=True)
 
 
@@ -90,7 +84,6 @@ class Sgd(Config):
     momentum: float = Field(0.9, ge=0, lt=1, description="μ; 0 for none")
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer of parameter groups; their decay is 0."""
         # torch's fused SGD does not take sharded parameters; fused Adam does.
         parameters = [parameter for group in groups for parameter in group["params"]]
         sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)

@@ -67,10 +67,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 def read_distributed_checkpoint(
     folder: Path, target_of: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a torch.distributed.checkpoint folder, full or sharded for this rank.
-
-    target_of: returns the tensor of this process that a name's values are for.
-    """
+    """Return the tensors of a torch.distributed.checkpoint folder, in the form of their targets."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -68,10 +68,9 @@ class TissueIsolationSchedule(NamedTuple):
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the expert of each token of views (B, C, D, H, W) in [0, 1]: int64 (B, T), or -1.
+        """Return the expert of each token of views (B, C, D, H, W), int64 (B, T): -1 for none.
 
-        region: (B,), from ``isolated``. Cubes that contain some of a volume's tissue belong to its
-        expert. Other cubes, special tokens and unchanged volumes: -1, none.
+        Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
         """
         brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
         has_tissue = brightest.flatten(1) > 0

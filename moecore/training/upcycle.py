@@ -1,8 +1,7 @@
 """Sparse upcycling: a dense checkpoint's MLP becomes every expert of an MoE block.
 
-Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP: see
-upcycling_kinds.py. An outside model (timm's ViT, DeiT, Swin) is upcycled in place and keeps its
-forward pass.
+Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP (upcycling_kinds.py).
+An outside model (timm's ViT, DeiT, Swin) is upcycled in place.
 """
 
 import json
@@ -154,15 +153,15 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
 
 def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError if a dense MLP has another activation than the layer that it becomes."""
-    if mlp is None:
-        return  # a missing MLP is refused by name later
     theirs = getattr(mlp, "activation", "gelu")
-    prefix = f"upcycle: the teacher's MLP at {name} has {theirs}"
-    if isinstance(layer, MoEFeedForward):
-        if (ours := getattr(layer.experts, "activation", "gelu")) != theirs:
-            raise UserError(f"{prefix}, the experts have {ours}; set experts.activation: {theirs}")
-    elif (ours := getattr(layer, "activation", "gelu")) != theirs:
-        raise UserError(f"{prefix}, the model's {ours}; set model.activation: {theirs}")
+    is_sparse = isinstance(layer, MoEFeedForward)
+    ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
+    if mlp is not None and ours != theirs:  # a missing MLP is refused by name later
+        owner, key = ("experts have", "experts") if is_sparse else ("model's", "model")
+        raise UserError(
+            f"upcycle: the teacher's MLP at {name} has {theirs}, the {owner} {ours}; set "
+            f"{key}.activation: {theirs}"
+        )
 
 
 def cut_mlp(

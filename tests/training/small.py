@@ -14,6 +14,7 @@ from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import batch_maker, iterate_training
 from moecore.training.method import Method
@@ -60,6 +61,15 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
         guide,
         method.views,
     )
+
+
+def made(method: Method) -> TrainingJob:
+    """A training of ``method``, with a teacher of another width if it needs one."""
+    guide = None
+    if method.guided:
+        torch.manual_seed(0)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
+    return task(method, guide=guide)
 
 
 def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:

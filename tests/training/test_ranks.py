@@ -38,7 +38,6 @@ from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
 from moecore.training import distributed_training, loop
 from moecore.training.distributed_training import check_expert_parallel
-from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
@@ -51,7 +50,7 @@ from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_tissue_isolation
-from tests.training.small import COMPETITION, CPU, IMAGE, task
+from tests.training.small import COMPETITION, CPU, IMAGE, made
 from tests.training.small import SETTINGS as SMALL_SETTINGS
 from tests.volumes import balls
 
@@ -164,14 +163,6 @@ def meshed_cases(size: int, mesh: str) -> list[str]:
     if mesh == "2":
         return [*FOUR[mesh], "bases", *TOGETHER]
     return [name for name in CASES if mesh == "1" or name not in (*TOGETHER, *WITHOUT_SHARDS)]
-
-
-def made(method: Method) -> TrainingJob:
-    torch.manual_seed(0)
-    guide = None
-    if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
-    return task(method, guide=guide)
 
 
 def cases():

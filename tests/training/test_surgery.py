@@ -24,12 +24,7 @@ from moecore.nn.routers.top_p import TopP
 from moecore.testing.check_helpers import IMAGE, small_data, small_vit
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.surgery.expert_reduction import ExpertUseSums, measure_expert_use
-from moecore.training.surgery.merge import (
-    Merge,
-    cluster_outputs,
-    cluster_shares,
-    merge_parameter,
-)
+from moecore.training.surgery.merge import Merge, cluster_outputs, cluster_shares, merge_parameter
 from moecore.training.surgery.prune import Prune
 
 IMAGES = torch.rand(6, 1, 8, 8)
@@ -127,14 +122,11 @@ def _never_choose(layer, dropped):
     """Have a layer's router see logits of −10⁴ for these experts: cosines of −1 from a basis."""
     router = layer.router
     if hasattr(router, "logits"):
-        router.logits = partial(_masked, router.logits, dropped)
+        logits = router.logits
+        router.logits = lambda tokens: logits(tokens).masked_fill(dropped, -1e4)
     else:
         decide = router.decide
         router.decide = lambda scores: decide(scores.masked_fill(dropped, -1.0))
-
-
-def _masked(logits, dropped, tokens):
-    return logits(tokens).masked_fill(dropped, -1e4)
 
 
 @pytest.mark.parametrize("fold", [True, False])
@@ -158,11 +150,7 @@ def test_equal_experts_merge_without_a_change(fold, tmp_path):
 @pytest.mark.parametrize(
     ("reduction", "moe", "message"),
     [
-        (
-            Prune(left=0.25),
-            settings(),
-            "prune.left: found 0.25, .* 1 of 4 .*leave 2 .*to 3",
-        ),
+        (Prune(left=0.25), settings(), "prune.left: found 0.25, .* 1 of 4 .*leave 2 .*to 3"),
         (Merge(left=0.8), settings(), "merge.left: found 0.8, which leaves 4 of 4.*allowed: .*2"),
         (Prune(), settings(NoisyTopK(k=3)), "prune.left: .*leaves 2 of 4.*leave 3"),
         (Prune(), settings(Hash()), "router.kind: found hash.*allowed: routers that learn"),

@@ -5,7 +5,7 @@ Use is measured on images of the training split. N tokens, E experts before, M a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,16 +85,11 @@ def watch_layers(
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
 
-    hooks = [
-        layer.router.register_forward_hook(make_hook(name, layer))
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoEFeedForward)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoEFeedForward):
+                hooks.enter_context(layer.router.register_forward_hook(make_hook(name, layer)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:

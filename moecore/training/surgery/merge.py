@@ -86,9 +86,8 @@ def cluster_outputs(
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Return the cluster (E,) int64 of each expert, and the distance of each joined pair.
 
-    means: (E, d) mean outputs, compared by Euclidean distance. The two nearest clusters are joined
-    until ``number`` remain; ties go to the lowest experts. Clusters are in the order of their
-    lowest experts.
+    The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
+    go to the lowest experts, by which clusters are ordered.
     """
     points = means.double()
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose precision at small distances
