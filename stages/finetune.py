@@ -1,7 +1,6 @@
 """Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
 
-``moecore.stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
-starts from the same model and learns from attacked images (adversarial-moe, §4.2).
+``moecore.stages.finetune adversarial vmoe 0``: on attacked images (adversarial-moe, §4.2).
 """
 
 from pathlib import Path
@@ -43,16 +42,17 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
     data = Prepared.open(Path("artifacts/data", phase))
     with training_run(phase, params, data, [guide, start], method, seed) as training:
         device = training.runtime.device
-        recipe = build_finetuning(params.method, settings, data, start, guide, seed, device)
-        _, before = predict_in_batches(recipe.model, data.test.images, batch=250)
-        training.train(recipe.job, settings, seed)
-        _, after = predict_in_batches(recipe.model, data.test.images, batch=250)
+        job = build_finetuning(params.method, settings, data, start, guide, seed, device)
+        model = job.complete_model
+        _, before = predict_in_batches(model, data.test.images, batch=250)
+        training.train(job, settings, seed)
+        _, after = predict_in_batches(model, data.test.images, batch=250)
         with whole_folder(target) as folder:
-            save_model(folder, recipe.model)
+            save_model(folder, model)
             save_words(folder, data)
-        result = evaluate_trained_model(recipe.model, data, settings, training.log())
-        agreement = finetuning_agreement(before, after, data.test.people)
-        training.run.result(result.with_routing(agreement))
+        result = evaluate_trained_model(model, data, settings, training.log())
+        settling = finetuning_agreement(before, after, data.test.people)
+        training.run.result(result.with_routing(settling))
         training.run.model(target)
 
 

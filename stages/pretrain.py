@@ -38,17 +38,17 @@ def pretrain(method: str, seed: int) -> None:
     data = Prepared.open("artifacts/data/pretrain")
     with training_run("pretrain", params, data, [guide], method, seed) as training:
         device = training.runtime.device
-        recipe = build_pretraining(params.method, params.model, settings, data, guide, seed, device)
-        watch = EpochWatch(training.work, recipe.model, data, names, settings.epochs, seed)
-        training.train(recipe.job, settings, seed, watch.look)
+        job = build_pretraining(params.method, params.model, settings, data, guide, seed, device)
+        model = job.complete_model
+        watch = EpochWatch(training.work, model, data, names, settings.epochs, seed)
+        training.train(job, settings, seed, watch.look)
         with whole_folder(target) as folder:
-            save_model(folder, recipe.model)
+            save_model(folder, model)
             save_words(folder, data)
             # A model that routes by its teacher already contains it.
-            learned = recipe.job.guide
-            if params.method.joint and learned is not None and recipe.model is recipe.job.model:
-                save_guide(folder / GUIDE, learned)
-        result = evaluate_trained_model(recipe.model, data, settings, training.log())
+            if params.method.joint and job.guide is not None and model is job.model:
+                save_guide(folder / GUIDE, job.guide)
+        result = evaluate_trained_model(model, data, settings, training.log())
         training.run.result(result.with_routing(watch.collect_settling()))
         training.run.model(target)
 

@@ -17,10 +17,9 @@ from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_teacher, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses
-from moecore.training.phase_trainings import build_unfitted_guide
+from moecore.training.phase_trainings import build_unfitted_guide, iterate_router_fit
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import TeacherRouterFit
-from moecore.training.teachers.fit_router import iterate_router_fit
 
 
 class Params(Config):

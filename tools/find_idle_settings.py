@@ -30,9 +30,12 @@ from moecore.study.check import check_study
 from moecore.study.study import Study
 from moecore.training.artifacts import save_guide, save_no_guide
 from moecore.training.loop import iterate_training
-from moecore.training.phase_trainings import build_pretraining, build_unfitted_guide
+from moecore.training.phase_trainings import (
+    build_pretraining,
+    build_unfitted_guide,
+    iterate_router_fit,
+)
 from moecore.training.runtime import tune_runtime
-from moecore.training.teachers.fit_router import iterate_router_fit
 from tools.draw_study import LEFT_OUT, StudyDrawer, write_raw_data
 from tools.fuzz_studies import repair_until_accepted, write_study_files
 
@@ -124,17 +127,17 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
         else:
             save_no_guide(Path(guide))
         settings = method.merge_pretrain_settings(study.pretrain)
-        recipe = build_pretraining(method, study.model, settings, data, Path(guide), 0, "cpu")
+        job = build_pretraining(method, study.model, settings, data, Path(guide), 0, "cpu")
     runtime = tune_runtime()
-    for _ in iterate_training(recipe.job, settings, 0, runtime):
+    for _ in iterate_training(job, settings, 0, runtime):
         pass
-    model = recipe.model.eval()
+    model = job.complete_model.eval()
     if isinstance(model, BackboneModel):
         model.remember(0)  # as a saved model: without what a training's streams left
     prediction, records = predict_in_batches(model, data.test.images[:8])
     tensors = [*model.state_dict().values(), prediction, *(one.combine for one in records)]
     bits = [tensor.double().flatten().tolist() for tensor in tensors]
-    return model, recipe.job.guide, json.dumps(bits)
+    return model, job.guide, json.dumps(bits)
 
 
 def find_idle_leaves(seed: int, folder: Path, raw: Path) -> Iterator[tuple[Leaf, Any, bool]]:

@@ -169,7 +169,7 @@ def _train_all(
     shares = []
     for seed in range(seeds):
         jobs = [
-            build_pretraining(method, params.model, training, data, guide, seed, "cpu").job
+            build_pretraining(method, params.model, training, data, guide, seed, "cpu")
             for method, training in zip(methods.values(), settings, strict=True)
         ]
         shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))

@@ -19,7 +19,7 @@ from pathlib import Path
 from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS
-from moecore.run.resume import hold_lock
+from moecore.run.run_record import hold_lock
 from moecore.run.stage_entry import end_with_parent
 
 LOCK = Path(".state/driver.lock")  # held by the process that runs the stages

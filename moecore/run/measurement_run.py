@@ -8,7 +8,7 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.run.progress import report_progress
-from moecore.run.resume import record_measurement
+from moecore.run.run_record import record_measurement
 from moecore.study.sections import Phase
 from moecore.study.settings import (
     ParamsKeyTemplate,

@@ -21,8 +21,7 @@ from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
 from moecore.run.progress import ProgressBar, ProgressLines, report_progress
-from moecore.run.resume import record_resumable
-from moecore.run.run_record import Run
+from moecore.run.run_record import Run, record_resumable
 from moecore.study.settings import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob

@@ -17,7 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
-from moecore.study import data_rules, model_rules, section_rules, trial_rules
+from moecore.study import data_rules, model_rules, part_rules, trial_rules
 from moecore.study.document import (
     Document,
     cap_line_count,
@@ -107,7 +107,7 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(data_rules.data_source_key_path(phase))
         notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
-    note_rules = (section_rules.unused_teacher_note, section_rules.gradientless_router_note)
+    note_rules = (part_rules.unused_teacher_note, part_rules.gradientless_router_note)
     notes += [note for tell in note_rules if (note := tell(study))]
     notes += [f"{spell_keys(keys)}: {text}" for keys, text in list_remarks(study)]
     return CheckedStudy(study, tuple(notes), tuple(untried))
@@ -172,7 +172,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield misfits between two sections, and between parts and what surrounds them."""
     yield from selection_misfits(data)
     if study is not None:
-        of_sections, of_parts = section_rules.section_misfits(study), part_misfits(study, {})
+        of_sections, of_parts = part_rules.section_misfits(study), part_misfits(study, {})
         yield from first_by_place(of_sections, of_parts)
         yield from _unwritten_kinds(study, data)
 

@@ -123,6 +123,12 @@ class Task(Part, ABC):
     ) -> Tensor:
         """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none"."""
 
+    def refuse_label_smoothing(self, label_smoothing: float) -> None:
+        """Raise UserError for label smoothing, in losses that cannot have it."""
+        if label_smoothing:
+            text = f"{label_smoothing}, but {self.needs_classes('label_smoothing')}"
+            raise UserError.at("label_smoothing", found=text, allowed=0)
+
     def with_gallery(self, labels: Tensor) -> Self:
         """Return a task whose attacks compare with all ``labels`` (N, …); here the task itself."""
         return self
@@ -140,18 +146,14 @@ class Task(Part, ABC):
         """Return one score per image, (N,): bool if an image is right or wrong, else fp64."""
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Return whether the label is among the five most likely answers, (N,) bool.
-
-        None for up to five classes, several labels per image, or labels that are not classes.
-        """
+        """Return whether the label is among the five most likely of more classes, (N,) bool."""
         return None
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return the sum of a training batch's scores, on its device and unchecked.
 
-        For mixed images the label with the larger share counts. learned: (M,) int64, indices of the
-        images that represent the whole batch; None if each counts for itself.
+        learned: (M,) int64, images that represent the whole batch; None if each counts for itself.
         """
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
@@ -159,10 +161,7 @@ class Task(Part, ABC):
         return float(self.scores(prediction, labels).mean())
 
     def interval(self, scores: Tensor, people: np.ndarray | None = None) -> Interval:
-        """Return the mean of scores (N,) with its 95 % interval over images.
-
-        people: (N,), the person of each image; the interval is then over people.
-        """
+        """Return the mean of scores (N,) with its 95 % interval over images, or over ``people``."""
         mean = mean_share if self.score.form == "share" else bootstrap_mean
         return mean(scores.double().numpy(), people=people)
 

@@ -63,7 +63,6 @@ class Cells(ClassTask):
         return (images, self.cells), np.int64
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are classes (N, G²), 0 … K−1."""
         if labels.ndim != 2 or labels.shape[1] != self.cells:
             raise label_shape_error(labels, what, f"(images, {self.cells})")
         super().check(labels, what)

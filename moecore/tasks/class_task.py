@@ -49,7 +49,6 @@ class ClassTask(Task):
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are classes, 0 … K−1."""
         check_label_range(labels, self.outputs, what)
 
 
@@ -65,9 +64,8 @@ class ReliabilityBins(Config):
 
 def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return whether the largest logit is the label's, or one of the labels' (N, K); (N,) bool."""
-    if labels.ndim == 2:
-        return precision_at_1_hits(logits, labels)
-    return logits.argmax(dim=1) == labels
+    best = logits.argmax(dim=1)
+    return best == labels if labels.ndim == 1 else labels.gather(1, best[:, None])[:, 0] > 0
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
@@ -87,9 +85,10 @@ def class_confidence(logits: Tensor) -> Tensor:
 
 def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Return each image's negative log-likelihood in nats, (N,) fp64; of sigmoids for (N, K)."""
-    if labels.ndim == 2:
-        return sigmoid_nll(logits, labels)
-    return -logits.double().log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
+    logits = logits.double()
+    if labels.ndim == 2:  # −y ln σ(z) − (1 − y) ln(1 − σ(z)), in a form that is finite for every z
+        return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)
+    return -logits.log_softmax(dim=1).gather(1, labels[:, None].long())[:, 0]
 
 
 def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
@@ -120,10 +119,7 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
 
 def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
-    """Return the expected calibration error: mean of |accuracy − confidence| of each image's bin.
-
-    Source: Guo et al. (2017), eq. 3.
-    """
+    """Return the mean of |accuracy − confidence| of each image's bin (Guo et al. 2017, eq. 3)."""
     excess = hits.double() - confidences.double()
     gap = torch.bincount(_bin_index(confidences, bins), weights=excess, minlength=bins)
     return float(gap.abs().sum() / len(confidences))
@@ -139,23 +135,3 @@ def confusion_counts(logits: Tensor, labels: Tensor) -> Tensor:
 def _bin_index(confidences: Tensor, bins: int) -> Tensor:
     """Return the index of the bin (low, high] of each confidence; 0 belongs to the first."""
     return (confidences.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
-
-
-def precision_at_1_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the class with the largest logit is one of the image's labels; (N,) bool.
-
-    Its mean is precision at 1 (adversarial-moe, eq. 18).
-    """
-    return labels.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0] > 0
-
-
-def one_error(logits: Tensor, labels: Tensor) -> float:
-    """Return 1 − precision at 1 (adversarial-moe, appendix): the error rate for one label each."""
-    return 1 - float(precision_at_1_hits(logits, labels).double().mean())
-
-
-def sigmoid_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sigmoid cross-entropy of each image in nats, summed over classes; (N,) fp64."""
-    logits = logits.double()
-    # −y ln σ(z) − (1 − y) ln(1 − σ(z)), in a form that is finite for every z.
-    return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)

@@ -39,7 +39,6 @@ class Classification(ClassTask):
         )
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy per image in nats, (B,); ValueError for other labels."""
         if labels.ndim == 1 and not labels.is_floating_point():
             return cross_entropy(prediction, labels.long(), reduction="none")
         if labels.shape != prediction.shape or not labels.is_floating_point():
@@ -56,17 +55,13 @@ class Classification(ClassTask):
         return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Return Acc@5; None for up to five classes, where every answer would be right."""
-        if self.outputs <= BEST:
-            return None
-        return topk_hits(prediction, labels, BEST)
+        return None if self.outputs <= BEST else topk_hits(prediction, labels, BEST)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        # Of mixed images the label with the larger share counts.
         classes = labels.argmax(dim=-1) if labels.is_floating_point() else labels
         right = top1_hits(prediction, classes)
-        if learned is None:
-            return right.sum()
-        return right[learned].double().mean() * len(labels)
+        return right.sum() if learned is None else right[learned].double().mean() * len(labels)
 
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
@@ -102,7 +97,6 @@ class Classification(ClassTask):
         return (images,), np.int64
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are classes (N,), 0 … K−1."""
         if labels.ndim != 1:
             raise label_shape_error(labels, what, "(images,)")
         super().check(labels, what)

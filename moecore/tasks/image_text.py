@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from pydantic import Field, PrivateAttr
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
@@ -66,9 +66,8 @@ class ImageText(Task):
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
         """Draw one of the captions (B, C, M) of each image: (B, M), what a step learns from."""
         caption_counts = (labels[:, :, 0] != NONE).sum(dim=1)
-        chosen = (
-            (draws.rand().to(labels.device) * caption_counts).long().clamp_max(labels.shape[1] - 1)
-        )
+        chosen = (draws.rand().to(labels.device) * caption_counts).long()
+        chosen = chosen.clamp_max(labels.shape[1] - 1)
         return labels[torch.arange(len(labels), device=labels.device), chosen]
 
     def loss(
@@ -93,9 +92,12 @@ class ImageText(Task):
         """Return the loss per image for one caption per image, (B,); NaN for a missing caption."""
         first, all_images, all_texts = 0, images, texts
         if has_process_group() and images.requires_grad:
-            all_images = all_gather_with_gradient(images)
-            all_texts = all_gather_with_gradient(texts)
-            first = current_ranks().rank * len(images)
+            ranks = current_ranks()
+            first = ranks.rank * len(images)
+            missing = (0, 0, first, (ranks.size - 1) * len(images) - first)  # other ranks' rows
+            all_images, all_texts = (
+                total_over_ranks(pad(rows, missing)) for rows in (images, texts)
+            )
         matching = torch.arange(first, first + len(images), device=images.device)
         rows = torch.arange(len(images), device=images.device)
         # Two images with the same caption are no wrong answers to each other.
@@ -185,14 +187,6 @@ class ImageText(Task):
                 f"image_text: predictions {tuple(prediction.shape)} and labels "
                 f"{tuple(labels.shape)}; (B, d + 1) and (B, C, d + 3) are needed"
             )
-
-
-def all_gather_with_gradient(rows: Tensor) -> Tensor:
-    """Gather the rows (b, …) of each rank on all ranks, (B, …), with gradient."""
-    ranks = current_ranks()
-    before = rows.new_zeros(ranks.rank * len(rows), *rows.shape[1:])
-    after = rows.new_zeros((ranks.size - ranks.rank - 1) * len(rows), *rows.shape[1:])
-    return total_over_ranks(torch.cat([before, rows, after]))
 
 
 def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:

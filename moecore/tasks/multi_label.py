@@ -8,12 +8,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
 from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, label_shape_error
-from moecore.tasks.class_task import one_error
 from moecore.tasks.classification import Classification
 
 
 class MultiLabel(Classification):
-    """Sigmoid cross-entropy, summed over the classes, and precision at 1."""
+    """Sigmoid cross-entropy, summed over classes; precision at 1 (adversarial-moe, eq. 18)."""
 
     kind: Literal["multi_label"] = "multi_label"  # pyrefly: ignore[bad-override]
 
@@ -28,16 +27,8 @@ class MultiLabel(Classification):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the sigmoid cross-entropy in nats, *summed* over the classes (big_vision's JFT).
-
-        Raises UserError for label smoothing.
-        """
-        if label_smoothing:
-            raise UserError.at(
-                "label_smoothing",
-                found=f"{label_smoothing}, but {self.needs_classes('label_smoothing')}",
-                allowed=0,
-            )
+        """Return the sigmoid cross-entropy in nats, *summed* over classes (big_vision's JFT)."""
+        self.refuse_label_smoothing(label_smoothing)
         # With the sum a class weighs as much as in the softmax, for any number of classes. AdamW's
         # steps do not depend on the loss's scale, so learning rates need no change. Relative to
         # balance losses the task weighs more (at the start K ln 2 instead of ln K).
@@ -63,10 +54,10 @@ class MultiLabel(Classification):
         return float(labels.double().mean())
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return the number of right images and the false discovery rate; no confusion matrix."""
+        """Return the number of right images, and 1 − precision at 1; no confusion matrix."""
+        hits = self.scores(prediction, labels)
         return ExtraTestMetrics(
-            test_correct=int(self.scores(prediction, labels).sum()),
-            false_discovery_rate=one_error(prediction, labels),
+            test_correct=int(hits.sum()), false_discovery_rate=1 - float(hits.double().mean())
         )
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,6 @@ class NextToken(Task):
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are words, 0 … V−1."""
         check_label_range(labels, self.words, what)
 
     @classmethod

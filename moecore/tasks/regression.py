@@ -57,15 +57,9 @@ class Regression(Task):
         """Return |ŷ − y| / deviation (L1: ERMoE, algorithm 2, line 13; the division is our choice).
 
         About 0.8 at the start in any unit, so learning rates and the weights of other losses keep
-        their meaning. Raises UserError for label smoothing, and for predictions that are not (B,
-        1).
+        their meaning. Raises UserError for predictions that are not (B, 1).
         """
-        if label_smoothing:
-            raise UserError.at(
-                "label_smoothing",
-                found=f"{label_smoothing}, but {self.needs_classes('label_smoothing')}",
-                allowed=0,
-            )
+        self.refuse_label_smoothing(label_smoothing)
         if prediction.shape != (len(labels), 1):
             raise UserError(
                 f"the model predicts {tuple(prediction.shape)} for {len(labels)} real labels; "
@@ -87,13 +81,11 @@ class Regression(Task):
         return self.attack_loss(prediction.double(), labels)
 
     def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        return absolute_error(prediction, labels)
+        return signed_errors(prediction, labels).abs()
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         errors = (prediction[:, 0].float() - labels).abs()
-        if learned is not None:
-            errors = errors[learned]
-        return errors.mean() * len(labels)
+        return (errors if learned is None else errors[learned]).mean() * len(labels)
 
     def baseline_score(self, labels: Tensor) -> float:
         """Return the mean absolute error of the labels' median (mean of the two middle ones)."""
@@ -107,7 +99,6 @@ class Regression(Task):
         return (images,), np.float32
 
     def check(self, labels: np.ndarray, what: str) -> None:
-        """Raise UserError unless the labels are finite numbers, (N,)."""
         if labels.ndim != 1 or not np.isfinite(labels).all():
             raise UserError(f"{what} are not all numbers")
 
@@ -129,26 +120,13 @@ class AgeFit(TypedDict):
     intercept: float  # a
 
 
-def absolute_error(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Return |ŷ − y| of each image; (N,) fp64.
-
-    Raises UserError for mismatched shapes, for no images and for numbers that are not finite.
-    """
-    return _signed_errors(prediction, labels).abs()
-
-
-def mean_absolute_error(prediction: Tensor, labels: Tensor) -> float:
-    """Return the mean absolute error. Raises UserError as ``absolute_error`` does."""
-    return float(absolute_error(prediction, labels).mean())
-
-
 def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
     """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y.
 
-    A constant error has correlation 0. Raises UserError where the labels do not vary, so that a
-    slope is not defined, and as ``absolute_error`` does. Source: ERMoE, supplement §5.
+    A constant error has correlation 0. Raises UserError for labels that do not vary: they define no
+    slope. Source: ERMoE, supplement §5.
     """
-    errors = _signed_errors(prediction, labels)
+    errors = signed_errors(prediction, labels)
     labels = labels.double()
     centred = labels - labels.mean()
     spread = centred.square().sum()
@@ -173,11 +151,11 @@ def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)
-    return mean_absolute_error(median.expand(len(test_labels)), test_labels)
+    return float(signed_errors(median.expand(len(test_labels)), test_labels).abs().mean())
 
 
-def _signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Return ŷ − y, (N,) fp64."""
+def signed_errors(prediction: Tensor, labels: Tensor) -> Tensor:
+    """Return ŷ − y, (N,) fp64; UserError for other shapes, no images, and numbers not finite."""
     fits = prediction.shape in (labels.shape, (len(labels), 1))
     if labels.ndim != 1 or not fits or len(labels) == 0:
         raise UserError(

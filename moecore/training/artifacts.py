@@ -121,10 +121,8 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     """
     with outside_packages.more_packages(packages):
         model = load_unguided(folder)
-        if not load_card(folder).guided:
-            return model
-        guide = Path(folder) / GUIDE
-        return GuidedModel(model, _load_guide(guide, read_guide_card(guide))).eval()
+        guide = load_guide(Path(folder) / GUIDE) if load_card(folder).guided else None
+        return model if guide is None else GuidedModel(model, guide).eval()
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
@@ -146,9 +144,8 @@ def load_adapted_model(
 ) -> BackboneModel:
     """Return the model of ``folder`` for other images, with new positions and a fitting head.
 
-    The new images are normalised by their own statistics. A head for other classes is new. A head
-    for the same target is rescaled to the new mean and deviation, so it predicts the same values
-    for the same tokens. Raises UserError if channels or axes do not fit.
+    The new images are normalised by their own statistics. A head for other classes is new. Raises
+    UserError if channels or axes do not fit.
     """
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
@@ -157,10 +154,7 @@ def load_adapted_model(
         weights = model.adapt_weights(weights, card.backbone, card.image)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
-    if card.image.answers != image.answers:
-        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    elif card.image.task.head != image.task.head:
-        weights |= rescale_head(weights, card.image.task.head, image.task.head)
+    weights = adapt_head(weights, card.image, image)
     unmatched = model.load_state_dict(weights, strict=False)
     names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
     unexpected = [name for name in names if not name.startswith("head")]
@@ -193,23 +187,24 @@ def _build_adapted(
     return model
 
 
-def rescale_head(
-    weights: dict[str, Tensor], old: tuple[float, float], new: tuple[float, float]
-) -> dict[str, Tensor]:
-    """Return head weights for the ``new`` (mean, deviation) with the ``old`` heads' predictions.
+def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, Tensor]:
+    """Return the weights without heads for other answers, else with heads that predict the same.
 
     Bins (two or more outputs, of an SFCN) have edges in the label's unit and do not change.
     """
-    old_mean, old_deviation = old
-    new_mean, new_deviation = new
-    ratio = old_deviation / new_deviation
-    shift = (old_mean - new_mean) / new_deviation
+    if old.answers != new.answers:
+        return {name: value for name, value in weights.items() if not name.startswith("head")}
+    if old.task.head == new.task.head:
+        return weights
+    (old_mean, old_deviation), (new_mean, new_deviation) = old.task.head, new.task.head
     heads = {
-        name: ratio * value
+        name: old_deviation / new_deviation * value
         for name, value in weights.items()
         if name.startswith(("head.", "head_dist.")) and len(value) == 1
     }
-    return heads | {name: value + shift for name, value in heads.items() if name.endswith("bias")}
+    shift = (old_mean - new_mean) / new_deviation
+    biases = {name: value + shift for name, value in heads.items() if name.endswith("bias")}
+    return weights | heads | biases
 
 
 def save_guide(folder: Path, guide: Guide) -> None:
@@ -235,18 +230,11 @@ def save_no_guide(folder: Path) -> None:
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
     """Return the guide of ``folder``, or None if it records that none is needed."""
-    settings = read_guide_card(Path(folder))
+    folder = Path(folder)
+    path = folder / "guide.json"
+    settings = read_json_settings(path, GuideSettings, "the settings of a guide")
     if not settings.needed:
         return None
-    return _load_guide(Path(folder), settings, image)
-
-
-def read_guide_card(folder: Path) -> GuideSettings:
-    """Return the settings of the guide in ``folder``; UserError, naming the file, if invalid."""
-    return read_json_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
-
-
-def _load_guide(folder: Path, settings: GuideSettings, image: ImageSpec | None = None) -> Guide:
     teacher = load_teacher(folder / "teacher", image)
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
@@ -281,7 +269,7 @@ def check_and_load_state_dict(
 
 def guide_folder(method: str, seed: int) -> Path:
     """Return the folder of a method's guide: in the model's, or where the guide was fitted."""
-    with_model = Path("artifacts/pretrain") / method / str(seed) / GUIDE
-    if with_model.exists():
-        return with_model
-    return Path("artifacts/teacher_router") / method / str(seed)
+    with_model = Path("artifacts/pretrain", method, str(seed), GUIDE)
+    return (
+        with_model if with_model.exists() else Path("artifacts/teacher_router", method, str(seed))
+    )

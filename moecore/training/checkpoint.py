@@ -1,17 +1,16 @@
 """Checkpoints: a killed training run is resumed from the last one.
 
-Weights, optimizer and step are enough: views, order and noise are functions of (seed, step), so a
-resumed run ends bit-equal to an uninterrupted one on CPU. A thread writes the files during
-training, atomically and with a checksum; none is a pickle. The first rank writes one safetensors
-file, or, for sharded parameters, every rank its own (torch.distributed.checkpoint). Any number of
-ranks can read it.
+Weights, optimizer and step are enough: views, order and noise are functions of (seed, step). A
+thread writes the files, atomically and with a checksum; none is a pickle. The first rank writes one
+safetensors file, or, for sharded parameters, every rank its own (torch.distributed.checkpoint). Any
+number of ranks can read it.
 """
 
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -45,8 +44,8 @@ class Checkpoint:
         self.inputs = inputs
         self.path = folder / "checkpoint.safetensors"
         self.pointer = folder / "sharded.json"  # names the folder of a sharded checkpoint
-        self._writing: Thread | None = None
-        self._failed: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
         self._group: Any = None  # process group of the saving thread
 
     def save(
@@ -55,45 +54,32 @@ class Checkpoint:
         """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
 
         Raises UserError if the last checkpoint could not be written, or the inputs were edited.
-        After an edit of code nothing is written, because the new code may have computed the state.
-        After an edit of settings the state is written, so that the training resumes here once the
-        edit is undone.
         """
         self.wait()
-        if self.inputs is not None:
+        if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()
-        self._begin_saving(step, model, optimizer, note)
+        tensors = sharded_state.collect_rank_state(model, optimizer)
+        if any(sharded_state.is_sharded_tensor(value) for value in tensors.values()):
+            self._writing = self._thread.submit(self._shard_writer(step, tensors, note))
+        elif current_ranks().first:
+            copied = {
+                name: sharded_state.to_full_tensor(value).detach().cpu().clone()
+                for name, value in tensors.items()
+            }
+            about = {"step": str(step), "note": json.dumps(note)}
+            self._writing = self._thread.submit(write_tensors, self.path, copied, about)
         if self.inputs is not None:
             try:
                 self.inputs.refuse_edited_settings()
             except UserError:
-                self.wait()
+                self.wait()  # the training resumes here once the edit is undone
                 raise
-
-    def _begin_saving(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
-    ) -> None:
-        tensors = sharded_state.collect_rank_state(model, optimizer)
-        if any(sharded_state.is_sharded_tensor(value) for value in tensors.values()):
-            self._start_writing(self._shard_writer(step, tensors, note))
-            return
-        if not current_ranks().first:
-            return
-        copied = {
-            name: sharded_state.to_full_tensor(value).detach().cpu().clone()
-            for name, value in tensors.items()
-        }
-        about = {"step": str(step), "note": json.dumps(note)}
-        self._start_writing(lambda: write_tensors(self.path, copied, about))
 
     def wait(self) -> None:
         """Wait until the last ``save`` is written. Raises UserError if it could not be."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
         """Restore model and optimizer; return (steps done, note), (0, {}) without a checkpoint."""
@@ -122,10 +108,13 @@ class Checkpoint:
         """Return the tensors of all ranks, sharded as on this rank, and the pointer's content."""
         about = read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
-        # The first rank checks for all, so that all raise or all read together.
-        damage = _find_damage(folder, about["files"]) if current_ranks().first else ""
-        if damage := broadcast_text(damage):
-            raise UserError(damage)
+        damaged = ""
+        if current_ranks().first:  # for all, so that all raise or all read together
+            for name, digest in about["files"].items():
+                if not (folder / name).is_file() or file_checksum(folder / name) != digest:
+                    damaged = str(folder / name)
+        if damaged := broadcast_text(damaged):
+            raise UserError(f"{damaged}: damaged or missing; {AGAIN}")
         state = model.state_dict()
         parameters = sharded_state.optimizer_parameters(optimizer)
 
@@ -136,16 +125,6 @@ class Checkpoint:
             return parameters[int(rest.split(".")[0])].detach()
 
         return sharded_state.read_distributed_checkpoint(folder, target_of), about
-
-    def _start_writing(self, write: Callable[[], None]) -> None:
-        def write_and_keep_error() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._failed = error
-
-        self._writing = Thread(target=write_and_keep_error, name="checkpoint")
-        self._writing.start()
 
     def _shard_writer(self, step: int, tensors: Tensors, note: dict) -> Callable[[], None]:
         """Return a function that writes the shards of all ranks, and then the pointer to them."""
@@ -172,7 +151,9 @@ class Checkpoint:
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
                 shutil.rmtree(target, ignore_errors=True)  # an incomplete checkpoint is useless
-                reason = sharded_state.short_error(error)
+                failures = getattr(error, "failures", {})  # with tracebacks, which are left out
+                lines = [f"rank {rank}: {failures[rank][0]}" for rank in sorted(failures)]
+                reason = "; ".join(lines) or str(error)
                 if "Errno" not in reason and "os error" not in reason:  # another rank has ended
                     raise RuntimeError(f"{target}: could not be written ({reason})") from error
                 size = sum(sharded_state.local_shard(value).nbytes for value in copied.values())
@@ -191,11 +172,3 @@ class Checkpoint:
                     shutil.rmtree(old)
 
         return write
-
-
-def _find_damage(folder: Path, checksums: dict[str, str]) -> str:
-    """Return the damage of a sharded checkpoint's files, in words; "" without damage."""
-    for name, digest in checksums.items():
-        if not (folder / name).is_file() or file_checksum(folder / name) != digest:
-            return f"{folder / name}: damaged or missing; {AGAIN}"
-    return ""

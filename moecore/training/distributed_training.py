@@ -36,7 +36,17 @@ class DistributedTraining:
         self.full_model = job.model
         check_rank_batches(job.model, settings.batch)
         check_expert_parallel(job.model, settings)
-        mesh = build_mesh(settings.shard, device)
+        size = current_ranks().size
+        if size % settings.shard:
+            divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            raise UserError(
+                f"shard is {settings.shard}, and there are {size} ranks; allowed: {divisors}"
+            )
+        mesh = init_device_mesh(
+            torch.device(device).type,
+            (size // settings.shard, settings.shard),
+            mesh_dim_names=("replicate", "shard"),
+        )
         model = copy.deepcopy(job.model)
         apart = shard_experts(model, mesh) if settings.expert_parallel > 1 else set()
         for module in model.modules():
@@ -84,17 +94,6 @@ class DistributedTraining:
             total = torch.linalg.vector_norm(torch.stack(norms))
             for group in groups:
                 clip_grads_with_norm_(list(group), clip, total, foreach=True)
-
-
-def build_mesh(shard: int, device: str) -> DeviceMesh:
-    """Return the mesh (replicate, shard) of all ranks."""
-    size = current_ranks().size
-    if size % shard:
-        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        raise UserError(f"shard is {shard}, and there are {size} ranks; allowed: {divisors}")
-    shape = (size // shard, shard)
-    kind = torch.device(device).type
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:

@@ -88,14 +88,9 @@ class GuidedModel(Model):
         return self.model(images, self.guide(images))
 
 
-def is_routed_by_teacher(model: Model) -> bool:
-    """Return whether the model's router needs a teacher for every image."""
-    return model.moe is not None and "teacher" in model.moe.router.wants
-
-
 def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     """Return the model as it is used: alone, or with its teacher if its router needs one."""
-    if model.moe is None or not is_routed_by_teacher(model):
+    if model.moe is None or "teacher" not in model.moe.router.wants:
         return model
     if guide is None:
         raise UserError(
@@ -110,8 +105,8 @@ def aligned_teacher_blocks(
 ) -> tuple[int, ...]:
     """Return the teacher's blocks at the same relative depth as the student's, in the same stage.
 
-    Indices from 0; equal if the depths are equal. ours, theirs: number of blocks per stage of
-    student and teacher. −1 without a counterpart: the teacher is too shallow, or has other stages.
+    ours, theirs: blocks per stage of student and teacher. −1 without a counterpart: the teacher is
+    too shallow, or has other stages.
     """
     if len(ours) != len(theirs):
         return (-1,) * len(student)

@@ -26,34 +26,24 @@ from moecore.data.loader import (
 )
 from moecore.data.prepared import Prepared, Split
 from moecore.data.views.views import make_random_views, mix_images
-from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 
-RECORDED = frozenset({"routing", "load"})  # needs of a regularizer that records satisfy
-
 
 class Objective(NamedTuple):
-    """The task's loss plus weighted regularizers.
-
-    distillation: share of DeiT's hard distillation (Touvron et al. 2021, eq. 3): the distillation
-    head (or the only head) learns the teacher's most probable class.
-    """
+    """The task's loss plus weighted regularizers."""
 
     regularizers: Sequence[Regularizer] = ()
     label_smoothing: float = 0.0
-    distillation: float = 0.0
+    distillation: float = 0.0  # share of DeiT's hard distillation (Touvron et al. 2021, eq. 3)
     text: Sequence[Regularizer] = ()  # on the routing of captions
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
-        """Return the unweighted terms, fp32 scalars.
-
-        ``task``, ``distillation`` if it is on, one per regularizer, and ``penalty``, the routers'
-        own losses (mean over tokens, summed over layers).
-        """
+        """Return the unweighted terms, fp32 scalars; ``penalty``: the routers' own losses."""
         output, labels = step.output, step.batch.labels
         if self.distillation:
             output = output._replace(prediction=output.heads[0])
@@ -123,8 +113,22 @@ def routing_loss(
         UserError: for a regularizer that needs more than the records, or the probability of being
             chosen where the router has none.
     """
+    lacks_load = any(
+        record.probs.requires_grad and not record.load.requires_grad for record in records
+    )
     for regularizer in regularizers:
-        check_records_suffice(regularizer, records)
+        if lacking := sorted(regularizer.needs - {"routing", "load"}):
+            raise UserError.at(
+                "regularizers",
+                found=f"{regularizer.kind}, which needs {', '.join(lacking)}",
+                allowed="regularizers that need only the records",
+            )
+        if "load" in regularizer.needs and lacks_load:
+            raise UserError.at(
+                "regularizers",
+                found=f"{regularizer.kind}, but the router gives no chance of being chosen",
+                allowed="importance",
+            )
     blank = torch.zeros(())
     output = ModelOutput(blank, tuple(records))
     step = ObjectiveInputs(Batch(blank, blank, blank), output, None, progress=progress)
@@ -133,25 +137,6 @@ def routing_loss(
     if any(record.penalty is not None for record in records):
         loss = loss + sum_router_penalties(records)
     return loss
-
-
-def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRecord]) -> None:
-    """Raise UserError if a regularizer needs more than these records hold."""
-    if lacking := sorted(regularizer.needs - RECORDED):
-        raise UserError.at(
-            "regularizers",
-            found=f"{regularizer.kind}, which needs {', '.join(lacking)}",
-            allowed="regularizers that need only the records",
-        )
-    lacks_load = any(
-        record.probs.requires_grad and not record.load.requires_grad for record in records
-    )
-    if "load" in regularizer.needs and lacks_load:
-        raise UserError.at(
-            "regularizers",
-            found=f"{regularizer.kind}, but the router gives no chance of being chosen",
-            allowed="importance",
-        )
 
 
 def hard_distillation(step: ObjectiveInputs) -> Tensor:
@@ -188,6 +173,11 @@ class TrainingJob(NamedTuple):
     def task(self) -> Task:
         return self.model.image.task
 
+    @property
+    def complete_model(self) -> Model:
+        """The model as it is used: alone, or with the teacher that its router needs."""
+        return attach_required_guide(self.model, self.guide)
+
     def updates(self, settings: Training) -> int:
         """Return the number of updates per epoch: as set, or one pass over the training data."""
         if settings.updates is not None:
@@ -223,10 +213,9 @@ def build_training_job(
     isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
-    """Return the training of ``model`` on prepared data, on ``device``.
+    """Return the training of ``model`` on prepared data, or on a ``subset`` of training images.
 
-    subset: indices of the training images to use. permuted: the seed of a null control, whose
-    training labels are permuted.
+    permuted: the seed of a null control, whose training labels are permuted.
     """
     train = data.train
     if subset is not None:
@@ -311,19 +300,17 @@ def apply_adversarial(
     """Return the batch that a step learns from: attacked if training is adversarial."""
     if settings.adversarial is None:
         return batch
-    model = attach_required_guide(job.model, job.guide)
-    return settings.adversarial.attacked(model, job.task, batch, generator_for(seed, step, ATTACK))
+    generator = generator_for(seed, step, ATTACK)
+    return settings.adversarial.attacked(job.complete_model, job.task, batch, generator)
 
 
 class BatchPrefetcher:
     """Calls ``make(step)`` in a thread for the next ``steps`` while the device computes.
 
-    A step's random numbers depend on its number only, so they may be drawn early. Errors of
-    ``make`` are raised at the step that they belong to.
+    Errors of ``make`` are raised at the step that they belong to. depth: steps made ahead.
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:
-        """Start the thread. depth: steps that are made ahead."""
         self.make = make
         self.steps = steps
         self.depth = depth

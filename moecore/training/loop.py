@@ -1,8 +1,4 @@
-"""The training loop: a generator that yields metrics, without callbacks.
-
-Order, views, mixing and router noise are functions of (seed, step). So weights, optimizer and a
-step number are enough to resume a run, and the same seed gives the same run.
-"""
+"""The training loop: a generator that yields metrics, without callbacks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +17,6 @@ from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.meter import (
     MEMORY_STEP,
@@ -44,15 +39,14 @@ class Metrics(NamedTuple):
 
     values: unweighted loss terms; mean score of the training images, and at the end of an epoch of
     the validation images (``train_<name>``, ``validation_<name>``, see ``Task.history_name``);
-    images per second; at the first point ``memory_mb``, the peak memory of a step
-    (``measure_peak``). routing: of each MoE layer since the last point, with a monitor.
+    images per second; at the first point ``memory_mb``, the peak memory of a step.
     """
 
     step: int
     steps: int
     epoch: float
     values: dict[str, float]
-    routing: dict[str, LayerTotals]
+    routing: dict[str, LayerTotals]  # of each MoE layer since the last point, with a monitor
 
 
 def iterate_training(
@@ -67,10 +61,9 @@ def iterate_training(
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
     Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end of
-    an epoch. With a ``checkpoint`` a killed run is resumed. Checkpoints are written after the
-    caller has taken the metrics of the step, so none are lost or repeated. trace: file for a trace
-    of a few steps. monitor: how often routing is counted; None: never. UserError for a non-finite
-    loss.
+    an epoch. Checkpoints are written after the caller has taken the metrics of the step, so that a
+    resumed run neither loses nor repeats any. trace: file for a trace of a few steps. monitor: how
+    often routing is counted; None: never. UserError for a non-finite loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
     full_model = job.model
@@ -79,7 +72,8 @@ def iterate_training(
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
-    precision = agreed_precision(note, settings, runtime)
+    probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
+    precision = broadcast_text(note.get("dtype", probed))  # the checkpoint's, or the first rank's
     dtype = getattr(torch, precision)
     meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}", monitor)
     batch_of = batch_maker(job, settings, seed, range(saved, steps), runtime.device)
@@ -105,7 +99,7 @@ def iterate_training(
             meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
         )
         if after % per_epoch == 0 and current_ranks().first:
-            model = attach_required_guide(full_model, job.guide)
+            model = job._replace(model=full_model).complete_model
             values |= validation_metrics(model, job.validation)
         yield Metrics(after, steps, after / per_epoch, values, routing)
         # The last step is always saved: the stage may still fail after the training.
@@ -136,12 +130,6 @@ def spread_over_ranks(
     return None
 
 
-def agreed_precision(note: dict, settings: Training, runtime: Runtime) -> str:
-    """Return the name of the autocast dtype: the checkpoint's, else the one that rank 0 probed."""
-    probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
-    return broadcast_text(note.get("dtype", probed))
-
-
 def batch_maker(
     job: TrainingJob, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
@@ -162,7 +150,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
     return settings.epochs * job.updates(settings)
 
 
-def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None" = None) -> None:
+def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None") -> None:
     """Make all bases orthonormal again, on all ranks (every epoch; ERMoE, supplement §11)."""
     if spread is not None:
         spread.gather()
@@ -184,10 +172,9 @@ def train_step(
     progress: float,
     spread: "DistributedTraining | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
-    """Make one update of the model.
+    """Make one update of the model; return detached terms, summed scores and the model's output.
 
-    Returns the detached terms (``loss`` is their weighted sum), the sum of the scores of the
-    batch's images (averaged over an image's views), and the model's output.
+    The term ``loss`` is the weighted sum of the others; scores are averaged over an image's views.
     """
     job.model.train()
     RowsOfBatch.views = batch.views  # read where routers draw noise for this rank's tokens

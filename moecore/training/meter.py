@@ -25,10 +25,7 @@ class Meter:
     """Sums on the device between two logged points, read once per point: the host does not wait."""
 
     def __init__(
-        self,
-        device: torch.device,
-        measure: str = "train_accuracy",
-        monitor: Monitor | None = None,
+        self, device: torch.device, measure: str = "train_accuracy", monitor: Monitor | None = None
     ) -> None:
         """Measure: name of the mean score per image. monitor: how often routing is counted."""
         self.device = device
@@ -46,12 +43,7 @@ class Meter:
         self.first_bad = torch.full((), NEVER, device=self.device)
 
     def add(
-        self,
-        step: int,
-        images: int,
-        terms: dict[str, Tensor],
-        score: Tensor,
-        output: ModelOutput,
+        self, step: int, images: int, terms: dict[str, Tensor], score: Tensor, output: ModelOutput
     ) -> None:
         """Add the terms of one step, the sum of its images' scores, and the model's output."""
         for name, value in (terms | {"score": score}).items():
@@ -60,8 +52,12 @@ class Meter:
         self.first_bad = torch.where(torch.isfinite(terms["loss"]), self.first_bad, earlier)
         self.images += images
         self.count += 1
-        if self.monitor is not None and step % self.monitor.every == 0:
-            for name, record in name_records(output).items():
+        if self.monitor is None or step % self.monitor.every:
+            return
+        towers = {"MoE": output.routing, "text MoE": output.text_routing}
+        for tower, records in towers.items():
+            for index, record in enumerate(records, start=1):
+                name = f"{tower} {index}"
                 self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)
 
     @contextmanager
@@ -77,9 +73,12 @@ class Meter:
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
         """Return means and routing since the last point; UserError for a non-finite loss."""
         size = current_ranks().size
-        layers = list(self.routing.values())
+        summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
+        bad = self.first_bad.double()
+        if has_process_group():
+            distributed.all_reduce(summed)
+            distributed.all_reduce(bad, distributed.ReduceOp.MIN)
         # Read together, so that the host waits for the device once.
-        summed, bad = self._over_ranks(torch.cat([torch.stack(list(self.sums.values())), *layers]))
         *numbers, first_bad = torch.cat([summed, bad[None]]).tolist()
         sums = dict(zip(self.sums, numbers, strict=False))
         score = sums.pop("score")
@@ -91,27 +90,15 @@ class Meter:
             )
         seconds = time.perf_counter() - self.begun
         images = self.images * size
-        rate = images / seconds
-        values = means | {self.measure: score / images, "images_per_second": rate}
+        values = means | {self.measure: score / images, "images_per_second": images / seconds}
         if self.memory_bytes is not None:
             values[MEMORY] = self.memory_bytes / 1e6
             self.memory_bytes = None
-        return values, self._layer_totals(numbers[len(self.sums) :])
-
-    def _over_ranks(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of all ranks, and the first bad step on any rank, fp64."""
-        bad = self.first_bad.double()
-        if has_process_group():
-            distributed.all_reduce(summed)
-            distributed.all_reduce(bad, distributed.ReduceOp.MIN)
-        return summed, bad
-
-    def _layer_totals(self, numbers: list[float]) -> dict[str, LayerTotals]:
-        totals, begin = {}, 0
-        for name, sums in self.routing.items():
-            totals[name] = LayerTotals.of(numbers[begin : begin + len(sums)])
-            begin += len(sums)
-        return totals
+        totals, begin = {}, len(self.sums)
+        for name, layer in self.routing.items():
+            totals[name] = LayerTotals.of(numbers[begin : begin + len(layer)])
+            begin += len(layer)
+        return values, totals
 
 
 @torch.no_grad()
@@ -132,13 +119,6 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
         has_margin.sum(),
     ]
     return torch.cat([chosen.sum(dim=0).double(), torch.stack([value.double() for value in sums])])
-
-
-def name_records(output: ModelOutput) -> dict[str, RoutingRecord]:
-    """Return the records of a step by their layers' names, captions last."""
-    named = {f"MoE {index}": record for index, record in enumerate(output.routing, start=1)}
-    texts = enumerate(output.text_routing, start=1)
-    return named | {f"text MoE {index}": record for index, record in texts}
 
 
 def take_and_check_metrics(
@@ -175,9 +155,8 @@ def _format_means(means: dict[str, float]) -> str:
 class LiveBytes(TorchDispatchMode):
     """``peak``: the largest number of bytes that tensors held at one time inside.
 
-    Starts with ``tensors``. Every storage that an operation returns counts, once, until it is
-    freed. Allocator overhead and workspaces of kernels do not count, so the peak is the same on
-    every machine.
+    Every storage in ``tensors`` or from an operation counts, once, until it is freed. Overhead and
+    workspaces of kernels do not, so the peak is the same on every machine.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -222,8 +201,7 @@ class Peak:
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
     """Yield a ``Peak`` that gets its size at the end.
 
-    CUDA: the caching allocator's maximum (``max_memory_allocated``), including other tensors of the
-    process. Otherwise: live tensors (``LiveBytes``), including ``tensors``.
+    CUDA: the allocator's maximum, with other tensors of the process. CPU: ``LiveBytes(tensors)``.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -236,11 +214,6 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Pe
     with LiveBytes(tensors) as live:
         yield peak
     peak.size = live.peak
-
-
-def peak_counting_method(device: torch.device) -> str:
-    """Return how ``measure_peak`` counts on a device."""
-    return "CUDA allocator" if device.type == "cuda" else "live tensors"
 
 
 def live_training_tensors(

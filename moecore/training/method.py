@@ -77,13 +77,6 @@ class TextTowerMethod(Config):
         """Yield losses that are duplicate or missing."""
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
 
-    def configure_tower(self, tower: TextTowerSettings) -> TextTowerSettings:
-        """Return the tower's settings with these experts, frozen as set here."""
-        moe = None
-        if self.router is not None and self.experts is not None:
-            moe = MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
-        return tower.model_copy(update={"moe": moe, "frozen": self.frozen or tower.frozen})
-
 
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
@@ -99,16 +92,6 @@ def list_loss_misfits(
     if not any(loss.kind == router.own_loss and loss.weight for loss in losses):
         text = f"found no {router.own_loss}, without which the router {router.kind} does not work"
         yield (key,), f"{text}; allowed: {router.own_loss} with a weight above 0"
-
-
-def merge_text_tower_settings(part: TextTowerMethod, model: AnySettings) -> AnySettings:
-    """Return the section ``model`` with the text tower of ``part``; UserError without a tower."""
-    tower = getattr(model, "text", None)
-    if not isinstance(tower, TextTowerSettings):
-        raise UserError(
-            "text: the model has no text tower; allowed: leave it out, or model.kind: two_towers"
-        )
-    return model.model_copy(update={"text": part.configure_tower(tower)})
 
 
 class TeacherRouter(Config):
@@ -190,10 +173,7 @@ class Method(Config):
         )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings without effect, and parts that lack what they need.
-
-        Call it with known data only for methods that are trained.
-        """
+        """Yield settings without effect, and parts that lack what they need from known data."""
         remaining = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
         unguided = self.unguided_regularizers
@@ -202,12 +182,6 @@ class Method(Config):
             if "guidance" in loss.needs:
                 text = f"found {loss.kind}, which needs a teacher; allowed: others"
                 yield ("unguided_regularizers", index), text
-        yield from self._idle_guidance()
-        yield from self._idle_upcycling()
-        yield from self._unfit_for_data(around)
-
-    def _idle_guidance(self) -> Misfits:
-        """Yield settings of a teacher from which nothing is learned."""
         if self.guided_finetuning and not self.guided:
             text = "found true, but nothing of the method needs a teacher; allowed: false, null, or"
             yield ("guided_finetuning",), f"{text} router_kl, distillation, or teacher_routed"
@@ -218,6 +192,16 @@ class Method(Config):
             text = "found one, but nothing of the method is guided by a teacher's router"
             allowed = "leave it out, or the regularizer router_kl or the router teacher_routed"
             yield ("teacher_router",), f"{text}; allowed: {allowed}"
+        yield from self._idle_upcycling()
+        if self.distillation and (reason := around.lacks("distillation")):
+            text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
+            yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
+        if around.is_text and (self.views == 2 or self.guided or self.upcycle):
+            text = f"found a method that needs two views or a teacher, and {around.data} is text"
+            yield (), f"{text}; allowed: another method"
+        if around.is_text and self.permuted:
+            text = f"found true, but the label of a word is the next one ({around.data} is text)"
+            yield ("permuted",), f"{text}; allowed: false"
 
     def _idle_upcycling(self) -> Misfits:
         """Yield upcycling without experts, refused pieces, and initial weights without effect."""
@@ -233,18 +217,6 @@ class Method(Config):
             names = self.experts.start_settings
             for keys, text in changed_settings(self.experts, names, why, "upcycle: false"):
                 yield ("experts", *keys), text
-
-    def _unfit_for_data(self, around: Surroundings) -> Misfits:
-        """Yield settings that need views, classes or one label per image, if the data lack them."""
-        if self.distillation and (reason := around.lacks("distillation")):
-            text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
-            yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
-        if around.is_text and (self.views == 2 or self.guided or self.upcycle):
-            text = f"found a method that needs two views or a teacher, and {around.data} is text"
-            yield (), f"{text}; allowed: another method"
-        if around.is_text and self.permuted:
-            text = f"found true, but the label of a word is the next one ({around.data} is text)"
-            yield ("permuted",), f"{text}; allowed: false"
 
     @property
     def isolates(self) -> bool:
@@ -265,9 +237,19 @@ class Method(Config):
     def merge_model_settings(self, model: AnySettings) -> AnySettings:
         """Return the section ``model`` with this method's changes; UserError for unknown keys."""
         sized = replace_and_validate("model", model, self.model, Backbone)
-        if self.text is None:
+        if (part := self.text) is None:
             return sized
-        return merge_text_tower_settings(self.text, sized)
+        tower = getattr(sized, "text", None)
+        if not isinstance(tower, TextTowerSettings):
+            raise UserError(
+                "text: the model has no text tower; allowed: leave it out, or model.kind: "
+                "two_towers"
+            )
+        moe = None
+        if part.router is not None and part.experts is not None:
+            moe = MoESettings(router=part.router, experts=part.experts, blocks=part.blocks)
+        changed = tower.model_copy(update={"moe": moe, "frozen": part.frozen or tower.frozen})
+        return sized.model_copy(update={"text": changed})
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """Return the section ``pretrain`` with this method's changes."""
@@ -333,9 +315,8 @@ class Method(Config):
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
         """Return the method for fine-tuning, with another k and without upcycling and regions.
 
-        ``guided``, or the method's ``guided_finetuning`` if set, decides whether losses that need a
-        teacher are kept or replaced by ``unguided_regularizers``. Hard distillation is kept only if
-        the teacher knows the new classes.
+        ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
+        replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
         """
         if self.guided_finetuning is not None:
             guided = self.guided_finetuning

@@ -1,7 +1,6 @@
 """Statistics of a training's routing at its logged points; training does not depend on them.
 
-The meter sums on the device; this module describes the sums. It does not import torch, because
-readers of histories import it.
+This module describes the meter's sums, without torch: readers of histories import it.
 """
 
 from collections.abc import Mapping
@@ -134,10 +133,7 @@ def _is_collapsed(layer: LayerRouting | None) -> bool:
 
 
 def describe_point(point: RoutingPoint) -> str:
-    """Return a line on the most uneven layer, and a strip with a bar per expert of each layer.
-
-    A bar of half the height is an even load; a dot is an expert without a token.
-    """
+    """Return a line on the most uneven layer, and a strip of each: half a bar is an even load."""
     name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
     uneven = point.layers[name]
     values = {
@@ -148,13 +144,9 @@ def describe_point(point: RoutingPoint) -> str:
     }
     texts = [f"{label} {value:.3g}" for label, value in values.items() if value is not None]
     dead = sum(layer.dead for layer in point.layers.values())
-    strips = " ".join(_draw_strip(layer.load) for layer in point.layers.values())
-    return f"{name}: {', '.join(texts)}; dead {dead}  {strips[:MAX_STRIP_WIDTH]}"
-
-
-def _draw_strip(load: tuple[float, ...]) -> str:
-    bars = []
-    for share in load:
-        height = min(len(BARS), max(1, round(4 * share * len(load))))
-        bars.append(BARS[height - 1] if share else NO_TOKEN)
-    return "".join(bars)
+    strips = []
+    for load in (layer.load for layer in point.layers.values()):
+        heights = [min(len(BARS), max(1, round(4 * share * len(load)))) for share in load]
+        bars = zip(load, heights, strict=True)
+        strips.append("".join(BARS[height - 1] if share else NO_TOKEN for share, height in bars))
+    return f"{name}: {', '.join(texts)}; dead {dead}  {' '.join(strips)[:MAX_STRIP_WIDTH]}"

@@ -46,12 +46,9 @@ class WatchedEpoch(Config):
 
 
 class Settling(Config):
-    """How the routing settles during training; all empty for a dense model.
+    """How the routing settles; agreements: shares of tokens with the same most probable expert."""
 
-    Agreements are shares of tokens with the same most probable expert, on validation images.
-    """
-
-    agreement_with_final: Agreement = ()  # after each epoch
+    agreement_with_final: Agreement = ()  # after each epoch, on validation images
     agreement_consecutive: Agreement = ()  # between epochs
     saturation: Agreement = ()  # after each epoch: share of a token's final experts
     # after each epoch, if the truth is known; mean over layers, None where no token was routed
@@ -67,10 +64,7 @@ class Settling(Config):
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A trained model's results on its data; the test split is evaluated once.
-
-    A pruned or merged model has 0 epochs, no curve, and the seconds that pruning or merging took.
-    """
+    """A model's results on its data; a pruned or merged one has 0 epochs and no curve."""
 
     task: Task
     test_score: Estimate
@@ -134,63 +128,38 @@ def evaluate_model_outcome(
 ) -> Outcome:
     """Return a model's results; UserError for bad predictions; streams: in which text is read."""
     task = model.image.task
-    if task.long:
-        test = evaluate_held_out_text(model, data, streams)
+    if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
+        scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
+        held_out = data.validation
+        validation = text_block_scores(model, held_out.images, _label_tensor(held_out))
+        loss = float(scores.mean())
+        text = torch.from_numpy(np.array(data.text_rows("test")))
+        perplexity = text_perplexity(model, text, streams)
+        every_token = text_perplexity(model, text, 1, whole=False)
+        details = ExtraTestMetrics(ppl=perplexity, ppl_all=every_token)
     else:
-        test = evaluate_held_out_images(model, data)
-    score = test.scores
+        prediction, labels = _predict_split(model, data.test)
+        check_finite_predictions(prediction, "test")
+        scores = task.scores(prediction, labels)
+        validation = task.scores(*_predict_split(model, data.validation))
+        # The loss is reported in the unit of the training, a target's deviation.
+        loss = float(task.test_loss(prediction, labels).mean()) / task.head[1]
+        details = task.details(prediction, labels, _label_tensor(data.train))
     parameters = parameter_counts(model)
     return Outcome(
-        **test.details.model_dump(),
+        **details.model_dump(),
         parameters=parameters["parameters"],
         active_parameters=parameters["active_parameters"],
         task=task,
-        test_score=Estimate.of(task.interval(score, data.test.people)),
-        test_items=encode_item_values(score.double().numpy(), data.test.people),
-        validation_score=Estimate.of(task.interval(test.validation, data.validation.people)),
-        test_loss=test.loss,
-        test_count=len(score),
+        test_score=Estimate.of(task.interval(scores, data.test.people)),
+        test_items=encode_item_values(scores.double().numpy(), data.test.people),
+        validation_score=Estimate.of(task.interval(validation, data.validation.people)),
+        test_loss=loss,
+        test_count=len(scores),
         epochs=0,
         seconds=seconds,
         curve=(),
     )
-
-
-class HeldOutScores(NamedTuple):
-    """A model's scores (N,) on the test and validation split, and its mean test loss."""
-
-    scores: torch.Tensor
-    validation: torch.Tensor
-    loss: float
-    details: ExtraTestMetrics
-
-
-def evaluate_held_out_images(model: Model, data: Prepared) -> HeldOutScores:
-    """Evaluate a model whose predictions fit into memory."""
-    task = model.image.task
-    prediction, labels = _predict_split(model, data.test)
-    check_finite_predictions(prediction, "test")
-    # The loss is reported in the unit of the training, a target's deviation.
-    _, deviation = task.head
-    return HeldOutScores(
-        task.scores(prediction, labels),
-        task.scores(*_predict_split(model, data.validation)),
-        float(task.test_loss(prediction, labels).mean()) / deviation,
-        task.details(prediction, labels, _label_tensor(data.train)),
-    )
-
-
-def evaluate_held_out_text(model: Model, data: Prepared, streams: int) -> HeldOutScores:
-    """Evaluate a language model: scores per block, perplexity over whole streams."""
-    scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
-    validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
-    text = torch.from_numpy(np.array(data.text_rows("test")))
-    assert isinstance(model, LanguageTransformer)
-    perplexity = ExtraTestMetrics(
-        ppl=text_perplexity(model, text, streams),
-        ppl_all=text_perplexity(model, text, 1, whole=False),
-    )
-    return HeldOutScores(scores, validation, float(scores.mean()), perplexity)
 
 
 def _predict_split(model: Model, split: Split) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,31 +4,28 @@ First weights are drawn from the global generator, set by ``seed``, a teacher's 
 own stream. All later draws are functions of (seed, step).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
-from moecore.data.loader import few_shot_indices
+from moecore.data.loader import Loaded, batch_indices, few_shot_indices
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, Model
+from moecore.data.views.views import evaluation_images
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training.artifacts import load_adapted_model, load_guide
-from moecore.training.guide import Guide, attach_required_guide, build_guide
+from moecore.training.guide import Guide, build_guide
 from moecore.training.job import Objective, TrainingJob, build_training_job
-from moecore.training.method import Method
-from moecore.training.settings import Finetuning, Training
+from moecore.training.method import Method, TeacherRouter
+from moecore.training.regularizers.teacher_router import teacher_router_terms
+from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
 from moecore.training.upcycling_kinds import Drop
 
-
-class JobAndModel(NamedTuple):
-    """A training that is ready to start, and the model as used: alone, or with its teacher."""
-
-    job: TrainingJob
-    model: Model
+FIT_LOG_EVERY = 20  # steps
 
 
 def build_unfitted_guide(
@@ -37,6 +34,28 @@ def build_unfitted_guide(
     """Return the teacher of ``seed`` with routers for ``method`` that are not fitted yet."""
     torch.manual_seed(derived_seed("teacher_router", seed))
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
+
+
+def iterate_router_fit(
+    guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss terms)."""
+    # Batches are drawn independently of the student's.
+    fit_seed = derived_seed("teacher_router", seed)
+    guide.routers.requires_grad_(True)
+    parameters = guide.routers.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
+    for step in range(1, settings.steps + 1):
+        indices = batch_indices(len(train.labels), settings.batch, fit_seed, step - 1)
+        images, _ = train.take(indices)
+        terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
+        loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if step % FIT_LOG_EVERY == 0 or step == settings.steps:
+            yield step, {"loss": loss.item()} | {name: term.item() for name, term in terms.items()}
+    guide.routers.requires_grad_(guide.learns)
 
 
 def text_stream_length(data: Prepared, batch: int) -> int | None:
@@ -60,7 +79,7 @@ def build_pretraining(
     guide: Path,
     seed: int,
     device: str,
-) -> JobAndModel:
+) -> TrainingJob:
     """Return the training of ``method`` from scratch, with the teacher in the folder ``guide``."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
@@ -76,7 +95,7 @@ def build_pretraining(
         upcycle_model(model, teacher.teacher, method.upcycle)
     if isinstance(method.upcycle, Drop):
         method.upcycle.redraw_experts(model, seed)
-    job = build_training_job(
+    return build_training_job(
         model,
         data,
         Objective(method.losses, settings.label_smoothing, method.distillation, method.text_losses),
@@ -86,7 +105,6 @@ def build_pretraining(
         isolation=build_tissue_isolation(method, data),
         permuted=seed if method.permuted else None,
     )
-    return JobAndModel(job, attach_required_guide(model, job.guide))
 
 
 def build_finetuning(
@@ -97,7 +115,7 @@ def build_finetuning(
     guide: Path,
     seed: int,
     device: str,
-) -> JobAndModel:
+) -> TrainingJob:
     """Return the fine-tuning of the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
@@ -112,7 +130,7 @@ def build_finetuning(
     objective = Objective(
         learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
     )
-    job = build_training_job(
+    return build_training_job(
         model,
         data,
         objective,
@@ -121,4 +139,3 @@ def build_finetuning(
         subset=subset,
         views=learned.views,
     )
-    return JobAndModel(job, attach_required_guide(model, job.guide).to(device))

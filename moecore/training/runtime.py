@@ -1,8 +1,7 @@
 """Speed of a training step: threads, precision, compiled blocks, and a trace of a few steps.
 
 Settings for the CPU took a ViT-Tiny step from 838 to 241 ms. Compilation and tracing do not change
-what a model learns, so they are set by the environment, like the device, and not in params.yaml.
-They belong to no stage's settings, and no stage reruns because of them.
+what a model learns, so the environment sets them, and no stage reruns because of them.
 """
 
 import ctypes
@@ -26,11 +25,9 @@ from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import allow_recompilations, compile_error_class
 from moecore.data.thread_map import requested_threads
 from moecore.nn.layers.block import Block
-from moecore.nn.layers.moe import MoEFeedForward
 
-# oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts, rounded by
-# ``nn.dispatch.round_row_counts``, have some hundred shapes. With a cache of 128 each was compiled
-# again, and a step of a small Swin took 1.9 times as long.
+# oneDNN caches a compiled product per shape, about 0.6 MB each. The rows of 32 experts have some
+# hundred shapes: with a cache of 128 a step of a small Swin took 1.9 times as long.
 ONEDNN_CACHE_CAPACITY = "1024"
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -64,9 +61,8 @@ class Runtime(NamedTuple):
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
     """Set allocator, threads and matmul precision for this process, and probe bf16.
 
-    Device: env MOECORE_DEVICE, else CUDA, else CPU. Compilation: see ``compile_policy``. work: the
-    folder of a stage that can be resumed; see ``resumed_threads``. Raises UserError for an invalid
-    device or number of threads in the environment.
+    work: the folder of a stage that can be resumed. Raises UserError for an invalid device or
+    number of threads in the environment.
     """
     # Read at the first product.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_CACHE_CAPACITY)
@@ -191,9 +187,8 @@ def _shortest_call(call: Callable[[], object]) -> float:
 def compile_policy(device: str) -> Compile:
     """Return whether blocks are compiled: $MOECORE_COMPILE is auto (the default), true or false.
 
-    auto tries it on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps: compiling takes up
-    to a minute. On CPU auto is off: on one core it would take longer than it saves, and bits would
-    differ. Raises UserError for another word.
+    auto tries it on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps. On one core it
+    would take longer than it saves, and bits would differ. Raises UserError for another word.
     """
     policy = os.environ.get(COMPILE) or "auto"
     if policy not in ("auto", "true", "false"):
@@ -206,12 +201,10 @@ def compile_policy(device: str) -> Compile:
 class CompiledBlocks:
     """Compiles the blocks of a model one by one, for use while a step is computed.
 
-    The first step is not compiled: in it parts draw their fixed random values (hash.py). Shapes are
-    static, and random numbers are torch's, so a step draws the same numbers as without. Blocks with
-    experts on several ranks are not compiled: the amount sent depends on the tokens.
-
-    If a block cannot be compiled, ``required`` ends the training; ``tried`` prints a line and goes
-    on without compilation.
+    The first step is not compiled: in it parts draw their fixed random values (hash.py). A step
+    draws the same numbers as without. Blocks with experts on several ranks are not compiled: the
+    amount sent depends on the tokens. If a block cannot be compiled, ``required`` ends the
+    training; ``tried`` prints a line and goes on without.
     """
 
     def __init__(
@@ -229,15 +222,14 @@ class CompiledBlocks:
         if compile == "off" or (compile == "tried" and steps < MIN_COMPILED_STEPS):
             return
         # Without fallback_random inductor draws other numbers than torch.
-        options: dict[str, Any] = {"options": {"fallback_random": True}}
-        if backend is not None:
-            options = {"backend": backend}
+        inductor: dict[str, Any] = {"options": {"fallback_random": True}}
+        options = inductor if backend is None else {"backend": backend}
         self.blocks = [
             module
             for model in models
             if model is not None
             for module in model.modules()
-            if isinstance(module, Block) and is_unsharded(module)
+            if isinstance(module, Block) and getattr(module.mlp, "sharded_experts", None) is None
         ]
         # All blocks share one code object, which is compiled for each kind: a Swin has over 8.
         allow_recompilations(2 * len(self.blocks))
@@ -278,11 +270,6 @@ class CompiledBlocks:
         return forward
 
 
-def is_unsharded(block: Block) -> bool:
-    """Return whether all parameters of the block are on this rank."""
-    return not isinstance(block.mlp, MoEFeedForward) or block.mlp.sharded_experts is None
-
-
 def trace_file(title: str) -> Path | None:
     """Return the file for the trace of a training, below $MOECORE_TRACE; None on other ranks."""
     folder = os.environ.get(TRACE)
@@ -292,11 +279,7 @@ def trace_file(title: str) -> Path | None:
 
 
 def iterate_traced_steps(steps: range, path: Path | None, device: str) -> Iterator[int]:
-    """Yield the steps one by one; with a ``path``, write a trace of a few of them.
-
-    A Chrome trace, gzipped, of host and device while the caller computes these steps; for
-    https://ui.perfetto.dev or chrome://tracing.
-    """
+    """Yield the steps; with a ``path``, write a Chrome trace of a few (https://ui.perfetto.dev)."""
     if path is None or not steps:
         yield from steps
         return

@@ -1,8 +1,4 @@
-"""Settings of a training run, its optimizer and its adversarial steps.
-
-In adversarial training each step learns from images that an attack has changed (Madry et al., 2018;
-adversarial-moe, §4.2).
-"""
+"""Settings of a training run, its optimizer and its adversarial steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,12 +23,11 @@ from moecore.training.runtime import Precision
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
 DECAY = 0.05
-
 FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")  # ends of names without decay
 
 
 class Adversarial(Config):
-    """A PGD attack on the images of every step; the defaults are the paper's."""
+    """A PGD attack on the images of every step (Madry et al., 2018; adversarial-moe, §4.2)."""
 
     steps: int = Field(
         10, ge=1, description="PGD steps per batch; each costs as much as a training step"
@@ -45,11 +40,9 @@ class Adversarial(Config):
     )
 
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
-        """Return the batch (every view of it) with adversarial images, fp32 in [0, 1].
+        """Return the batch with images that maximise the task loss, fp32 in [0, 1].
 
-        model: is attacked as in use (no noise, no capacity, no autocast) and is not changed.
-        generator: on the CPU, for the random start. The attack maximises the task loss, without
-        regularizers.
+        The model is attacked as in use: no noise, no capacity, no autocast. generator: on the CPU.
         """
         attack = Pgd(steps=self.steps, form=self.form)
         generators: Generator | list[Generator] = generator
@@ -79,7 +72,6 @@ class Adam(Config):
     decays: ClassVar[bool] = False
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer of parameter groups; their decay is 0."""
         return torch.optim.Adam(groups, lr=rate, fused=True)
 
 
@@ -91,7 +83,6 @@ class Sgd(Config):
     momentum: float = Field(0.9, ge=0, lt=1, description="μ; 0 for none")
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
-        """Return the optimizer of parameter groups; their decay is 0."""
         # torch's fused SGD does not take sharded parameters; fused Adam does.
         parameters = [parameter for group in groups for parameter in group["params"]]
         sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
@@ -137,10 +128,7 @@ class Training(Config):
         None, description="learn from attacked images; null: from unchanged images"
     )
     updates: int | None = Field(
-        None,
-        ge=1,
-        le=10**9,
-        description="updates per epoch; null: one pass over the training data",
+        None, ge=1, le=10**9, description="updates per epoch; null: one pass over the training data"
     )
     shard: int = Field(
         1, ge=1, description="ranks that share parameters and optimizer state; 1: each has all"
@@ -174,18 +162,14 @@ class Training(Config):
             yield ("views", "flip"), f"{text}; allowed: false"
         if around.preview is not None:
             yield from self.views.pixel_misfits(around)
-            yield from self._unfit_for_sizes(around)
+            if around.preview.short_side is not None:
+                if self.views.crop is None:
+                    yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
+            elif self.views.shift >= min(around.preview.shape):
+                size = f"images of {around.preview.size} pixels"
+                text = f"found {self.views.shift}, but {around.data} has {size}"
+                yield ("views", "shift"), f"{text}; allowed: less than that"
             yield from self._unfit_for_number(around)
-
-    def _unfit_for_sizes(self, around: Surroundings) -> Misfits:
-        """Yield views that do not fit the sizes of the images."""
-        preview = around.preview
-        if preview.short_side is not None:
-            if self.views.crop is None:
-                yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
-        elif self.views.shift >= min(preview.shape):
-            text = f"found {self.views.shift}, but {around.data} has images of {preview.size}"
-            yield ("views", "shift"), f"{text} pixels; allowed: less than that"
 
     def _unfit_for_number(self, around: Surroundings) -> Misfits:
         """Yield a batch, or shots per class, larger than the number of images."""

@@ -67,16 +67,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 def read_distributed_checkpoint(
     folder: Path, target_of: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a torch.distributed.checkpoint folder, full or sharded for this rank.
-
-    target_of: returns the tensor of this process that a name's values are for.
-    """
+    """Return the tensors of a torch.distributed.checkpoint folder, in the form of their targets."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     tensors = {}
-    about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    for name, value in about.items():
+    reader = HuggingFaceStorageReader(str(folder))
+    for name, value in reader.read_metadata().state_dict_metadata.items():
         target = at_least_1d(target_of(name))
         assert isinstance(value, TensorStorageMetadata)  # the files hold nothing else
         if value.size == target.shape:
@@ -85,13 +82,6 @@ def read_distributed_checkpoint(
             tensors[name] = torch.zeros(value.size, dtype=value.properties.dtype)
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     return tensors
-
-
-def short_error(error: BaseException) -> str:
-    """Return the error's reason in a line, without the tracebacks of all ranks."""
-    failures = getattr(error, "failures", {})
-    lines = [f"rank {rank}: {failures[rank][0]}" for rank in sorted(failures)]
-    return "; ".join(lines) or str(error)
 
 
 def at_least_1d(value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import adaptive_max_pool3d
 
 from moecore.core.files import UserError
@@ -31,19 +31,12 @@ class TissueIsolationSchedule(NamedTuple):
     share: float  # of the volumes that are reduced afterwards
 
     def isolated(
-        self,
-        volumes: Tensor,
-        indices: Tensor,
-        step: int,
-        epoch: int,
-        source: Generator | BatchDraws,
+        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: BatchDraws
     ) -> tuple[Tensor, Tensor]:
         """Return the volumes (B, C, D, H, W), some reduced to one tissue, and their regions.
 
         indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
-        source: a generator on the CPU, or the draws of these volumes.
         """
-        draws = BatchDraws.of(source, len(indices))
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.whole) + step) % len(self.channels)
         if epoch not in self.alone:
@@ -63,25 +56,21 @@ class TissueIsolationSchedule(NamedTuple):
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Return the batch with the experts of its reduced volumes' tokens.
-
-        region: from ``isolated``. In the epochs ``alone`` age is learned from reduced volumes too.
-        Later they teach only the routers: with age some trainings stayed at the median age.
-        """
+        """Return the batch with the experts of its reduced volumes' tokens."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not has_process_group() and bool((region == WHOLE).all()):
             return batch
         batch = batch._replace(belongs=self.belongs(batch.images, region, layout))
-        if epoch in self.alone:
+        if epoch in self.alone:  # all volumes teach age
             return batch
+        # Reduced ones teach only the routers: with age some trainings stayed at the median age.
         unchanged = (region == WHOLE).nonzero()[:, 0]
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the expert of each token of views (B, C, D, H, W) in [0, 1]: int64 (B, T), or -1.
+        """Return the expert of each token of views (B, C, D, H, W), int64 (B, T): -1 for none.
 
-        region: (B,), from ``isolated``. Cubes that contain some of a volume's tissue belong to its
-        expert. Other cubes, special tokens and unchanged volumes: -1, none.
+        Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
         """
         brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
         has_tissue = brightest.flatten(1) > 0
@@ -98,9 +87,7 @@ def build_tissue_isolation(
     if regions is None or not method.isolates:
         return None
     channels = region_channels(regions.experts, data.card)
-    masks = data.regions("train")
-    if subset is not None:
-        masks = masks[subset]
+    masks = data.regions("train") if subset is None else data.regions("train")[subset]
     alone = range(regions.after, regions.after + regions.warm_start_epochs)
     return TissueIsolationSchedule(masks, channels, alone, regions.isolated)
 

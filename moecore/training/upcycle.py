@@ -1,8 +1,7 @@
 """Sparse upcycling: a dense checkpoint's MLP becomes every expert of an MoE block.
 
-Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP: see
-upcycling_kinds.py. An outside model (timm's ViT, DeiT, Swin) is upcycled in place and keeps its
-forward pass.
+Komatsuzaki et al. 2023; MoGE, §3.1. An expert may also be a piece of the MLP (upcycling_kinds.py).
+An outside model (timm's ViT, DeiT, Swin) is upcycled in place.
 """
 
 import json
@@ -23,7 +22,7 @@ from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
 from moecore.training import upcycling_kinds
-from moecore.training.artifacts import rescale_head
+from moecore.training.artifacts import adapt_head
 
 Settings = TypeVar("Settings")
 
@@ -34,19 +33,14 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config`` for a model that starts from ``dense``, with its pretrained windows.
-
-    A continuous position bias keeps counting in the windows it was trained with, unless ``config``
-    sets them.
-    """
+    """Return ``config``; a Swin gets the pretrained windows of ``dense`` unless it sets some."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
-    # Null on both sides, with equal windows, is exact, also for oblong windows.
-    same = theirs.pretrained_windows is None and config.depths == theirs.depths
-    if same and config.windows(image) == theirs.windows(dense.image):
-        return config
     if config.pretrained_windows is not None or config.depths != theirs.depths:
+        return config
+    # Null on both sides, with equal windows, is exact, also for oblong windows.
+    if theirs.pretrained_windows is None and config.windows(image) == theirs.windows(dense.image):
         return config
     learned = theirs.trained_on(dense.image).pretrained_windows
     return config.model_copy(update={"pretrained_windows": learned})
@@ -58,13 +52,11 @@ def upcycle_model(
 ) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts.
 
-    Shared layers are copied, positions interpolated to the model's grid. kind: granular cuts the
-    MLPs. Routers keep their random weights, as does the head if the classes differ. With
-    ``renormalise`` on the router the model then computes the same as ``dense``. Raises UserError
-    for weights that do not fit.
+    Routers keep their random weights, as does the head if the classes differ. With ``renormalise``
+    on the router the model then computes the same as ``dense``. Raises UserError for weights that
+    do not fit.
     """
     _check_settings(model, dense)
-    _check_positions(model, dense)
     weights = _adapted_weights(model, dense)
     state = model.state_dict()
     dense_modules = dict(dense.named_modules())
@@ -107,6 +99,15 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
             found=f"{name} {ours} in the model, {theirs} in the teacher",
             allowed="the same in both",
         )
+    if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
+        return
+    ours = model.config.trained_on(model.image).pretrained_windows
+    theirs = dense.config.trained_on(dense.image).pretrained_windows
+    if ours != theirs:  # a position bias would count in other windows than it learned
+        raise UserError(
+            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
+            "set model.pretrained_windows to the teacher's, or null"
+        )
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -126,12 +127,8 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
     """Return the teacher's weights for the model's images and task; no head for other answers."""
     ours, theirs = model.image, dense.image
-    weights = dict(dense.state_dict())
-    if theirs.answers != ours.answers:
-        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    elif theirs.task.head != ours.task.head:
-        weights |= rescale_head(weights, theirs.task.head, ours.task.head)
     try:
+        weights = adapt_head(dict(dense.state_dict()), theirs, ours)
         weights = model.adapt_weights(weights, dense.config, theirs)
     except ValueError as error:
         raise UserError(f"upcycle: {error}") from error
@@ -145,19 +142,6 @@ def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, to
     return weights | changed
 
 
-def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError if a position bias would count in other windows than it learned."""
-    if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
-        return
-    ours = model.config.trained_on(model.image).pretrained_windows
-    theirs = dense.config.trained_on(dense.image).pretrained_windows
-    if ours != theirs:
-        raise UserError(
-            f"upcycle: the teacher's positions are of windows of {theirs}, the model's of {ours}; "
-            "set model.pretrained_windows to the teacher's, or null"
-        )
-
-
 def check_no_shared_experts(layer: MoEFeedForward) -> None:
     """Raise UserError for shared experts: the dense MLP would count twice."""
     if layer.shared is not None:
@@ -169,15 +153,15 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
 
 def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError if a dense MLP has another activation than the layer that it becomes."""
-    if mlp is None:
-        return  # a missing MLP is refused by name later
     theirs = getattr(mlp, "activation", "gelu")
-    prefix = f"upcycle: the teacher's MLP at {name} has {theirs}"
-    if isinstance(layer, MoEFeedForward):
-        if (ours := getattr(layer.experts, "activation", "gelu")) != theirs:
-            raise UserError(f"{prefix}, the experts have {ours}; set experts.activation: {theirs}")
-    elif (ours := getattr(layer, "activation", "gelu")) != theirs:
-        raise UserError(f"{prefix}, the model's {ours}; set model.activation: {theirs}")
+    is_sparse = isinstance(layer, MoEFeedForward)
+    ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
+    if mlp is not None and ours != theirs:  # a missing MLP is refused by name later
+        owner, key = ("experts have", "experts") if is_sparse else ("model's", "model")
+        raise UserError(
+            f"upcycle: the teacher's MLP at {name} has {theirs}, the {owner} {ours}; set "
+            f"{key}.activation: {theirs}"
+        )
 
 
 def cut_mlp(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.streams import derived_seed, generator_for
-from moecore.nn.experts.base import Experts, ExpertsModule
+from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction
@@ -71,14 +71,10 @@ class Granular(Config):
             yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
     def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return the pieces for a router of ``experts`` experts.
-
-        If weights sum to 1 the layer starts as the dense MLP; otherwise it would if all weights
-        were 1/E.
-        """
-        if _is_renormalised(router):
+        """Return the pieces for a router of ``experts`` experts."""
+        if _is_renormalised(router):  # the layer starts as the dense MLP
             return MlpPieceScales(self.pieces, self.pieces)
-        share = experts / router.active(experts)
+        share = experts / router.active(experts)  # it would, if all weights were 1/E
         return MlpPieceScales(self.pieces, self.pieces * share, share)
 
 
@@ -94,7 +90,11 @@ class Drop(Config):
         layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
         redraw_seed = derived_seed("upcycling", seed)
         for index, layer in enumerate(layers):
-            maps = _maps_by_unit(layer.experts)
+            experts = layer.experts
+            assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
+            assert isinstance(experts.down, Tensor)
+            # By hidden unit, (E, h, …); the second bias has none.
+            maps = [experts.up.transpose(1, 2), experts.up_bias, experts.down]
             hidden = maps[0].shape[1]
             number = math.floor(exact_fraction(self.ratio) * hidden)
             for expert in range(len(maps[0])):
@@ -125,10 +125,3 @@ def repeat_router_rows(router: nn.Module, pieces: int) -> None:
 def _is_renormalised(router: Router) -> bool:
     """Return whether weights sum to 1, as for top_k_softmax always."""
     return bool(getattr(router, "renormalise", True))
-
-
-def _maps_by_unit(experts: ExpertsModule) -> list[Tensor]:
-    """Return views (E, h, …) of the parameters by hidden unit: both maps and the first bias."""
-    assert isinstance(experts.up, Tensor) and isinstance(experts.up_bias, Tensor)
-    assert isinstance(experts.down, Tensor)
-    return [experts.up.transpose(1, 2), experts.up_bias, experts.down]

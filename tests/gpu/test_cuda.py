@@ -11,11 +11,9 @@ from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
 from moecore.attacks.pgd import Pgd
 from moecore.data.loader import Loaded
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import softmax_attention
-from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.loop import iterate_training, train_step
 from moecore.training.meter import Meter
@@ -24,7 +22,7 @@ from moecore.training.monitor import Monitor
 from moecore.training.runtime import CompiledBlocks
 from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
-from tests.training.small import COMPETITION, CPU, IMAGE, SETTINGS, task
+from tests.training.small import COMPETITION, CPU, SETTINGS, made, task
 
 pytestmark = [
     pytest.mark.cuda,
@@ -41,10 +39,7 @@ BALANCED = {  # routers and experts that no method of params.yaml has, balanced 
     "cosine": {"router": {"kind": "cosine", "k": 2}},
     "top_p": {"router": {"kind": "top_p"}, "regularizers": [{"kind": "entropy"}]},
     "relu": {"router": {"kind": "relu", "k": 2}, "regularizers": [{"kind": "adaptive_l1"}]},
-    "dynamic": {
-        "router": {"kind": "dynamic"},
-        "regularizers": [{"kind": "diversity_simplicity"}],
-    },
+    "dynamic": {"router": {"kind": "dynamic"}, "regularizers": [{"kind": "diversity_simplicity"}]},
     "competition": {"router": COMPETITION},
     "merged": {"router": {"kind": "merged"}},
     "depth": {"router": {"kind": "depth", "share": 0.5}},
@@ -63,35 +58,18 @@ def method_of(name: str) -> Method:
     return METHODS[name]
 
 
-def made(method: Method) -> TrainingJob:
-    torch.manual_seed(0)
-    if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
-    else:
-        guide = None
-    return task(method, guide=guide)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_prediction_routing_and_gradient_agree_in_fp32(name):
     torch.set_float32_matmul_precision("highest")
     found = []
     images = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     for device in ("cpu", "cuda"):
-        given = made(method_of(name))
-        model = attach_required_guide(given.model, given.guide).to(device).eval()
+        model = made(method_of(name)).complete_model.to(device).eval()
         output = model(images.to(device))
         output.prediction.square().sum().backward()
-        gradients = [
-            parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None
-        ]
-        found.append(
-            (
-                output.prediction.detach().cpu(),
-                [record.probs.detach().cpu() for record in output.routing],
-                gradients,
-            )
-        )
+        gradients = (parameter.grad for parameter in model.parameters())
+        values = [output.prediction, *(record.probs for record in output.routing), *gradients]
+        found.append([value.detach().cpu() for value in values if value is not None])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -166,7 +144,7 @@ def test_a_compiled_step_never_waits_and_learns_the_same(name, dtype, error):
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
     given = on_cuda(method_of(name))
-    model = attach_required_guide(given.model, given.guide).cuda().eval()
+    model = given.complete_model.cuda().eval()
     images = torch.rand(6, 1, 8, 8, device="cuda")
     labels = torch.arange(6, device="cuda") % 2
     at = ModelGradient(model, lambda output: given.task.attack_loss(output.prediction, labels))
@@ -237,11 +215,6 @@ def test_batches_made_on_a_stream_of_their_own_are_the_same():
             theirs = training_batch(job, SETTINGS, 3, step)
             assert torch.equal(ours.images.cpu(), theirs.images)
             assert torch.equal(ours.labels.cpu(), theirs.labels)
-
-
-def numpy_of(job: TrainingJob):
-    """Its images as they lie on disk."""
-    return job.train.images.numpy()
 
 
 def test_training_on_the_gpu_learns():

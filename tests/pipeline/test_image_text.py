@@ -25,7 +25,7 @@ from tests import forked
 from tests.data.sources.test_mosaic import split_file
 from tests.data.text.test_text import bpe_file
 from tests.project import write_question
-from tests.training.teachers.test_open_clip import weights
+from tests.training.test_teachers import weights
 
 STUDY = "ermoe/image_text"
 ENVIRONMENT = {**os.environ, "MOECORE_THREADS": "1"}

@@ -39,16 +39,9 @@ CLASSES = torch.tensor([0, 1, 1, 2])  # right, wrong, right, wrong
 LABELS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.uint8)
 AGES = torch.tensor([40.0, 50.0, 60.0, 80.0])
 SAID = torch.tensor([[44.0], [50.0], [54.0], [70.0]])  # errors 4, 0, −6, −10
-GIVEN = {"classification": (LOGITS, CLASSES), "multi_label": (LOGITS, LABELS)}
-GIVEN["regression"] = (SAID, AGES)
 # Two mosaics: the four images as the cells of each, once in another order.
 MIXED = LOGITS[[2, 0, 1, 3]]
 MOSAICS = torch.stack([LOGITS, MIXED]).flatten(1), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
-GIVEN["cells"] = MOSAICS
-
-
-def given_of(task):
-    return GIVEN[task.kind]
 
 
 def test_what_a_head_answers():
@@ -71,13 +64,16 @@ def test_the_loss_of_classes_by_hand():
     assert ONE.loss(LOGITS, CLASSES, reduction="none").tolist() == pytest.approx(each)
     assert float(ONE.loss(LOGITS, CLASSES)) == pytest.approx(sum(each) / 4)
     assert ONE.test_loss(LOGITS, CLASSES).tolist() == pytest.approx(each)
+    assert ONE.attack_loss(LOGITS, CLASSES).tolist() == pytest.approx(each)
     # Smoothing by 0.3: 0.8 of the label's, 0.1 of each other class's.
     smooth = ONE.loss(LOGITS[:1], CLASSES[:1], label_smoothing=0.3)
     parts = (0.8, 0.5), (0.1, 0.2), (0.1, 0.3)
     assert float(smooth) == pytest.approx(-sum(w * math.log(p) for w, p in parts))
     # An image mixed of classes 0 and 2, three to one.
-    mixed = ONE.loss(LOGITS[:1], torch.tensor([[0.75, 0.0, 0.25]]))
-    assert float(mixed) == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.3))
+    mixed = LOGITS[:1], torch.tensor([[0.75, 0.0, 0.25]])
+    for loss in (ONE.loss, ONE.attack_loss):
+        expected = -0.75 * math.log(0.5) - 0.25 * math.log(0.3)
+        assert float(loss(*mixed)) == pytest.approx(expected)
 
 
 def test_the_loss_of_sets_by_hand():
@@ -86,6 +82,7 @@ def test_the_loss_of_sets_by_hand():
     assert SETS.loss(LOGITS, LABELS, reduction="none").tolist() == pytest.approx(every.tolist())
     assert float(SETS.loss(LOGITS, LABELS)) == pytest.approx(float(every.mean()))
     assert SETS.test_loss(LOGITS, LABELS).tolist() == pytest.approx(every.tolist())
+    assert SETS.attack_loss(LOGITS, LABELS).tolist() == pytest.approx(every.tolist())
 
 
 def test_the_loss_of_numbers_by_hand():
@@ -116,15 +113,12 @@ def test_the_running_sum_of_a_batch():
     learned = torch.tensor([0, 2])
     assert AGE.running(SAID, AGES, learned) == 20.0
     assert AGE.running(SAID, AGES, torch.tensor([3])) == 40.0
+    unknown = torch.tensor([[math.nan], [50.0]])
+    assert AGE.running(unknown, AGES[:2]).isnan()
+    with pytest.raises(UserError, match="image 0 has a prediction or a label that is not"):
+        AGE.scores(unknown, AGES[:2])
     assert ONE.running(LOGITS, CLASSES, learned) == 4
     assert ONE.running(LOGITS, CLASSES, torch.tensor([0, 1])) == 2
-
-
-def test_a_running_sum_passes_what_is_not_finite():
-    said = torch.tensor([[math.nan], [50.0]])
-    assert AGE.running(said, AGES[:2]).isnan()
-    with pytest.raises(UserError, match="image 0 has a prediction or a label that is not"):
-        AGE.scores(said, AGES[:2])
 
 
 def test_the_worst_of_two():
@@ -132,10 +126,8 @@ def test_the_worst_of_two():
     other = torch.tensor([True, False, True, False])
     for task in (ONE, SETS):
         assert task.worse_scores(right, other).tolist() == [True, False, False, False]
-    assert AGE.worse_scores(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])).tolist() == [
-        2.0,
-        5.0,
-    ]
+    errors = torch.tensor([[1.0, 5.0], [2.0, 3.0]])
+    assert AGE.worse_scores(*errors).tolist() == [2.0, 5.0]
 
 
 def test_a_guess_looks_at_no_image():
@@ -210,19 +202,22 @@ def test_labels_of_another_task_are_refused(task, labels, said):
         task.check(labels.numpy(), "digits: labels of train")
 
 
-WORDS = NextToken(words=7)
-WRONG = {ONE: np.array([0, 3]), SETS: np.array([[1, 2, 0]]), AGE: np.array([math.nan])}
-WRONG[WORDS] = np.array([[7]])
-WRONG[MOSAIC] = np.array([[0, 1, 2]])
+WORDS = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
 
 
-@pytest.mark.parametrize("task", WRONG, ids=lambda task: task.kind)
-def test_every_task(task):
-    if task is WORDS:
-        prediction, labels = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
-    else:
-        prediction, labels = given_of(task)
-    check_task(task, prediction, labels.numpy(), WRONG[task])
+@pytest.mark.parametrize(
+    ("task", "given", "wrong"),
+    [
+        (ONE, (LOGITS, CLASSES), [0, 3]),
+        (SETS, (LOGITS, LABELS), [[1, 2, 0]]),
+        (AGE, (SAID, AGES), [math.nan]),
+        (NextToken(words=7), WORDS, [[7]]),
+        (MOSAIC, MOSAICS, [[0, 1, 2]]),
+    ],
+)
+def test_every_task(task, given, wrong):
+    prediction, labels = given
+    check_task(task, prediction, labels.numpy(), np.array(wrong))
 
 
 TASK = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64, width=3)
@@ -251,9 +246,14 @@ def drawn(seed, batch, captions=1):
     return images, torch.randn(batch, captions, 3, generator=generator)
 
 
+def sides(seed, batch, captions=1, **form):
+    images, texts = drawn(seed, batch, captions)
+    return images_of(images, **form), texts_of(texts)
+
+
 @given(st.integers(1, 6), st.integers(0, 99))
 def test_the_loss_is_the_mean_of_both_cross_entropies(batch, seed):
-    images, texts = (images_of(drawn(seed, batch)[0]), texts_of(drawn(seed, batch)[1]))
+    images, texts = sides(seed, batch)
     logits = (images[:, :-1] @ texts[:, 0, :3].T).tolist()
     total = 0.0
     for i in range(batch):
@@ -265,8 +265,7 @@ def test_the_loss_is_the_mean_of_both_cross_entropies(batch, seed):
 
 @given(st.integers(1, 6), st.integers(0, 99))
 def test_the_sigmoid_loss_is_the_sum_over_all_pairs(batch, seed):
-    images = images_of(drawn(seed, batch)[0], scale=2.0, bias=-3.0)
-    texts = texts_of(drawn(seed, batch)[1])
+    images, texts = sides(seed, batch, scale=2.0, bias=-3.0)
     total = 0.0
     for i in range(batch):
         for j in range(batch):
@@ -334,32 +333,28 @@ def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():
 
 @given(st.integers(2, 7), st.integers(1, 3), st.integers(0, 50))
 def test_recall_is_that_of_sorting(images, captions, seed):
-    left, right = drawn(seed, images, captions)
-    sides, texts = images_of(left), texts_of(right)
-    said = torch.nn.functional.normalize(left, dim=1) @ (
-        torch.nn.functional.normalize(right, dim=-1).flatten(0, 1).T
-    )
+    left, texts = sides(seed, images, captions)
+    said = left[:, :-1] @ texts[:, :, :3].flatten(0, 1).T
     for k in (1, 2):
         first = said.argsort(dim=0, descending=True)[:k]  # (k, captions)
         owner = torch.arange(images).repeat_interleave(captions)
         expected = (first == owner).any(dim=0).double().view(images, captions).mean(dim=1)
-        torch.testing.assert_close(text_to_image_recall(sides, texts, (k,))[:, 0], expected)
+        torch.testing.assert_close(text_to_image_recall(left, texts, (k,))[:, 0], expected)
         best = said.argsort(dim=1, descending=True)[:, :k]
         expected = (owner[best] == torch.arange(images)[:, None]).any(dim=1).double()
-        torch.testing.assert_close(image_to_text_recall(sides, texts, (k,))[:, 0], expected)
+        torch.testing.assert_close(image_to_text_recall(left, texts, (k,))[:, 0], expected)
 
 
 def test_an_attack_compares_with_the_captions_of_all_and_not_of_the_batch():
-    images, texts = drawn(3, 5, captions=2)
-    sides, texts = images_of(images), texts_of(texts)
+    images, texts = sides(3, 5, captions=2)
     bound = TASK.with_gallery(texts)
-    whole = bound.attack_loss(sides, texts)
-    parts = [bound.attack_loss(sides[i : i + 1], texts[i : i + 1]) for i in range(5)]
+    whole = bound.attack_loss(images, texts)
+    parts = [bound.attack_loss(images[i : i + 1], texts[i : i + 1]) for i in range(5)]
     torch.testing.assert_close(torch.cat(parts), whole)
-    logits = sides[:, :-1] @ texts.flatten(0, 1)[:, :3].T
+    logits = images[:, :-1] @ texts.flatten(0, 1)[:, :3].T
     own = logits.view(5, 5, 2)[torch.arange(5), torch.arange(5)]
     torch.testing.assert_close(whole, logits.logsumexp(1) - own.logsumexp(1))
-    assert TASK.attack_loss(sides[:1], texts[:1]) == pytest.approx(0.0, abs=1e-6)
+    assert TASK.attack_loss(images[:1], texts[:1]) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_step_draws_one_caption_of_each_that_is_there():

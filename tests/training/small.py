@@ -1,23 +1,20 @@
 """A tiny task for tests of the training loop, and steps with hand-made records."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from moecore.core.routing_records import (
-    Batch,
-    Guidance,
-    ModelOutput,
-    ObjectiveInputs,
-    RoutingRecord,
-)
+from moecore.core import routing_records
+from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import batch_maker, iterate_training
 from moecore.training.method import Method
@@ -66,6 +63,15 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
     )
 
 
+def made(method: Method) -> TrainingJob:
+    """A training of ``method``, with a teacher of another width if it needs one."""
+    guide = None
+    if method.guided:
+        torch.manual_seed(0)
+        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
+    return task(method, guide=guide)
+
+
 def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
     """What a step learns from, as the loop makes it."""
     return batch_maker(job, settings, seed, range(step, step + 1), "cpu")(step)
@@ -79,6 +85,22 @@ def stop_training(job: TrainingJob, settings: Training, folder: Path, points: in
         next(run)
     run.close()
     checkpoint.wait()
+
+
+def assert_resumes(
+    make: Callable[[], TrainingJob], settings: Training, folder: Path, points: int
+) -> TrainingJob:
+    """A training that is stopped and resumed ends with the same bits; return one that was not."""
+    whole, resumed = make(), make()
+    expected = logged_points(iterate_training(whole, settings, 0, CPU))
+    stop_training(make(), settings, folder, points)
+    for value in resumed.learners.state_dict().values():
+        value.add_(1)  # all must come from the checkpoint
+    torch.rand(17)  # another process has another random state
+    again = logged_points(iterate_training(resumed, settings, 0, CPU, Checkpoint(folder)))
+    assert again == expected[-len(again) :] and len(again) < len(expected)
+    assert_same_weights(resumed, whole)
+    return whole
 
 
 def logged_points(metrics) -> list:
@@ -102,17 +124,12 @@ def record(probs=None, load=None, logits=None):
     """
     fields = [None if field is None else torch.as_tensor(field) for field in (logits, probs, load)]
     blank = torch.full_like(next(field for field in fields if field is not None), float("nan"))
-    logits, probs, load = (blank if field is None else field for field in fields)
-    return RoutingRecord(logits, probs, load, blank, blank)
+    return RoutingRecord(*(blank if field is None else field for field in fields), blank, blank)
 
 
 def step(*records, guidance=None, progress=0.0):
     blank = torch.zeros(())
-    teacher = (
-        None
-        if guidance is None
-        else Guidance(blank, tuple(torch.as_tensor(probs) for probs in guidance))
-    )
-    return ObjectiveInputs(
-        Batch(blank, blank, blank), ModelOutput(blank, records), None, teacher, progress
-    )
+    batch, output = Batch(blank, blank, blank), ModelOutput(blank, records)
+    if guidance is not None:
+        guidance = routing_records.Guidance(blank, tuple(map(torch.as_tensor, guidance)))
+    return routing_records.ObjectiveInputs(batch, output, None, guidance, progress)

@@ -1,8 +1,8 @@
 """Two ranks train what one process trains: every method, both meshes; killed and resumed.
 
-``python -m moecore.run.local_ranks 2 -m tests.training.test_ranks FILE 1 2 2e`` writes how far two
-ranks are from one process: each first trains alone, on whole batches, then its half of them. What
-follows FILE is the meshes: their ``shard``, and ``e`` where experts are spread too.
+``python -m moecore.run.local_ranks 4 -m tests.training.test_ranks FILE`` writes how far two and
+four ranks are from one process: each of four first trains its share of the cases alone, on whole
+batches; then two pairs train half of the cases each, and all four train some together.
 """
 
 import copy
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from pydantic import TypeAdapter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
-from moecore.core.ranks import Ranks, join_ranks, leave_ranks
+from moecore.core.ranks import MEETING, Ranks, join_ranks, leave_ranks
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
@@ -34,29 +36,42 @@ from moecore.data.views.views import Mix, ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
+from moecore.training import distributed_training, loop
 from moecore.training.distributed_training import check_expert_parallel
-from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
+from moecore.training.runtime import CompiledBlocks
 from moecore.training.settings import Adversarial, Training
 from moecore.training.sharded_state import to_full_tensor
+from tests import forked
 from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_tissue_isolation
-from tests.training.small import COMPETITION, CPU, IMAGE, task
+from tests.training.small import COMPETITION, CPU, IMAGE, made
+from tests.training.small import SETTINGS as SMALL_SETTINGS
 from tests.volumes import balls
 
 SHIPPED_ENTRIES = load_yaml_document(str(SHIPPED)).data["methods"]
+MLPS = {"kind": "mlp", "number": 4}
+
+
+def noisy(**settings) -> dict:
+    """A method of four experts with the router noisy_top_k."""
+    return {"router": {"kind": "noisy_top_k"} | settings, "experts": MLPS}
+
+
+def balanced(kind: str, **settings) -> dict:
+    return {"balance": {"kind": kind} | settings}
+
+
+LOSS_FREE = partial(balanced, "loss_free", rate=0.1)
 ENTRIES = {
     **{name: SHIPPED_ENTRIES[name] for name in (*REPRESENTATIVE, "dense", "vmoe", "prc", "moge")},
-    "capacity": {
-        "router": {"kind": "noisy_top_k", "k": 2, "capacity_factor": 1.0, "group_size": 4},
-        "experts": {"kind": "mlp", "number": 4},
-        "regularizers": [{"kind": "load"}],
-    },
+    "capacity": noisy(k=2, capacity_factor=1.0, group_size=4)
+    | {"regularizers": [{"kind": "load"}]},
     "bias": {
         "router": {
             "kind": "noisy_top_k",
@@ -64,75 +79,58 @@ ENTRIES = {
             "start": "orthonormal",
             "input_jitter": 0.1,
             "groups": {"number": 2, "kept": 1},
-            "balance": {"kind": "loss_free", "rate": 0.1, "rule": "proportional"},
+            **LOSS_FREE(rule="proportional"),
         },
-        "experts": {"kind": "mlp", "number": 4, "shared": 1},
+        "experts": MLPS | {"shared": 1},
         "regularizers": [
             {"kind": "simbal", "weight": 0.1},
             {"kind": "switch_balance", "level": "group", "group_size": 4},
         ],
     },
-    "quantile": {
-        "router": {"kind": "noisy_top_k", "score": "sigmoid", "balance": {"kind": "quantile"}},
-        "experts": {"kind": "mlp", "number": 4},
-    },
-    "plan": {
-        "router": {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn", "group_size": 4}},
-        "experts": {"kind": "mlp", "number": 4},
-    },
+    "quantile": noisy(score="sigmoid", **balanced("quantile")),
+    "plan": noisy(**balanced("sinkhorn", group_size=4)),
     "relu": {
         "router": {"kind": "relu", "k": 1, "l1_start": 0.1},
-        "experts": {"kind": "mlp", "number": 4, "shared": 1},
+        "experts": MLPS | {"shared": 1},
         "regularizers": [{"kind": "adaptive_l1"}],
     },
     "dynamic": {
         "router": {"kind": "dynamic"},
-        "experts": {"kind": "mlp", "number": 4},
+        "experts": MLPS,
         "regularizers": [{"kind": "diversity_simplicity", "weight": 0.1}],
     },
-    "competition": {"router": COMPETITION, "experts": {"kind": "mlp", "number": 4}},
-    "merged": {"router": {"kind": "merged"}, "experts": {"kind": "mlp", "number": 4}},
+    "competition": {"router": COMPETITION, "experts": MLPS},
+    "merged": {"router": {"kind": "merged"}, "experts": MLPS},
     "zero_computation": {
         "router": {"kind": "noisy_top_k", "k": 1, "residual": True},
         "experts": {"kind": "mlp", "number": 2, "fine": 2, "zero_computation": {}},
         "regularizers": [{"kind": "zero_computation_balance", "weight": 0.1}],
     },
     "depth": {
-        "router": {
-            "kind": "depth",
-            "share": 0.5,
-            "sampling": "predictor",
-            "router": {"kind": "noisy_top_k", "balance": {"kind": "loss_free", "rate": 0.1}},
-        },
-        "experts": {"kind": "mlp", "number": 4},
+        "router": {"kind": "depth", "share": 0.5, "sampling": "predictor"}
+        | {"router": noisy(**LOSS_FREE())["router"]},
+        "experts": MLPS,
     },
     "cosine": {
         "router": {"kind": "cosine", "noise_std": 1.0},
-        "experts": {"kind": "mlp", "number": 4},
+        "experts": MLPS,
         "regularizers": [{"kind": "switch_balance", "weight": 0.1, "level": "sequence"}],
     },
     "top_p": {
-        "router": {
-            "kind": "top_p",
-            "balance": {"kind": "loss_free", "rate": 0.1, "rule": "recentred"},
-        },
-        "experts": {"kind": "mlp", "number": 4},
+        "router": {"kind": "top_p", **LOSS_FREE(rule="recentred")},
+        "experts": MLPS,
         "regularizers": [{"kind": "entropy", "weight": 0.1}],
     },
     "folded": {
         "router": {"kind": "folded", "router": {"kind": "noisy_top_k"}, "experts": 4},
         "experts": {"kind": "mlp", "number": 2, "shared": 1},
     },
-    "whole_batch": {
-        "router": {"kind": "noisy_top_k"},
-        "experts": {"kind": "mlp", "number": 4},
-        "regularizers": [{"kind": "switch_balance", "weight": 0.1}],
-    },
+    "whole_batch": noisy() | {"regularizers": [{"kind": "switch_balance", "weight": 0.1}]},
 }
 # means over words, of which ranks have unequally many, and a penalty per word
 WORDS = {
     "router": {"kind": "depth", "share": 0.5, "sampling": "bce", "sampling_weight": 1.0},
-    "experts": {"kind": "mlp", "number": 4},
+    "experts": MLPS,
     "regularizers": [{"kind": kind} for kind in ("z_loss", "entropy", "group_sparsity")],
 }
 METHODS = {name: Method.model_validate(entry) for name, entry in ENTRIES.items()}
@@ -148,18 +146,8 @@ MORE = {  # settings that draw, or compute, over the whole batch; all with V-MoE
 
 
 SWIN = ("swin_moe", "swin_v2")  # layers of unlike grids and widths, windows that do not divide them
-CASES = [
-    *(name for name in METHODS if name not in ("dense", "prc", "moge")),
-    *MORE,
-    "bases",
-    "text",
-    "drop_path",
-    "regions",
-    "isolated",
-    *SWIN,
-    "towers",
-    "sigmoid",
-]
+CASES = [*(name for name in METHODS if name not in ("dense", "prc", "moge")), *MORE]
+CASES += ["bases", "text", "drop_path", "regions", "isolated", *SWIN, "towers", "sigmoid"]
 LEARNED = ("balance.bias", "l1_weight")  # buffers that steps teach
 FOUR = {"2": ["capacity", "clip", "bias", "relu"], "2e": ["ermoe"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
@@ -175,14 +163,6 @@ def meshed_cases(size: int, mesh: str) -> list[str]:
     if mesh == "2":
         return [*FOUR[mesh], "bases", *TOGETHER]
     return [name for name in CASES if mesh == "1" or name not in (*TOGETHER, *WITHOUT_SHARDS)]
-
-
-def made(method: Method) -> TrainingJob:
-    torch.manual_seed(0)
-    guide = None
-    if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
-    return task(method, guide=guide)
 
 
 def cases():
@@ -276,22 +256,23 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     return {"gradient": gradients[0], "terms": terms, "weights": weights}
 
 
-def main(target: str, *meshes: str) -> None:
-    """What each of several ranks does. Each compares its share of the cases with one process."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    names = CASES if size == 2 else [*FOUR["2"], *FOUR["2e"]]
-    built = [case for case in cases() if case[0] in names]
+def main(target: str) -> None:
+    """What each of four ranks does. Each compares its share of the cases with one process."""
+    rank = int(os.environ["RANK"])
+    built = list(cases())
+    # One mesh for all cases of a size: its groups of processes are slow to make.
+    distributed_training.init_device_mesh = cache(distributed_training.init_device_mesh)
+    pair = [case for case in built if case[0] in CASES][rank // 2 :: 2]
     alone = {
         name: computed(copy.deepcopy(job), settings, settings.epochs)
-        for name, job, settings in built
-        if name in names[rank::size]
+        for name, job, settings in pair[rank % 2 :: 2]
     }
-    join_ranks()
     found: dict[str, dict] = {}
-    for mesh in meshes:
+
+    def compare(size: int, mesh: str, trained: list) -> None:
         shard = int(mesh.removesuffix("e"))
         apart = shard if mesh.endswith("e") else 1
-        for name, job, settings in built:
+        for name, job, settings in trained:
             if name not in meshed_cases(size, mesh):
                 continue
             settings = settings.model_copy(update={"shard": shard, "expert_parallel": apart})
@@ -299,9 +280,40 @@ def main(target: str, *meshes: str) -> None:
             both = computed(copy.deepcopy(job), settings, epochs)
             if name in alone:
                 found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
-    refused = refusals() if size == 2 else {}
+
+    join(rank % 2, 2, f"{target}.pair{rank // 2}")
+    for mesh in ("1", "2", "2e"):
+        compare(2, mesh, pair)
+    refused = refusals() if rank < 2 else {}
+    compiled = {} if rank < 2 else compiled_apart()
     leave_ranks()
-    Path(f"{target}.{rank}").write_text(json.dumps({"found": found, "refused": refused}))
+    join(rank, 4, f"{target}.four")
+    for mesh in FOUR:
+        compare(4, mesh, built)
+    leave_ranks()
+    parts = {"found": found, "refused": refused, "compiled": compiled}
+    Path(f"{target}.{rank}").write_text(json.dumps(parts), encoding="utf-8")
+
+
+def join(rank: int, size: int, meeting: str) -> None:
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= sizes | {"RANK": str(rank), MEETING: meeting}
+    join_ranks()
+
+
+def compiled_apart() -> dict[str, float]:
+    """How far two ranks that compile their blocks are from two that do not, by method."""
+    apart = {}
+    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
+    for name, shard in {"vmoe": 1, "ermoe": 2}.items():
+        settings = SMALL_SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
+        weights = []
+        for compile in ("off", "required"):
+            job = made(METHODS[name])
+            list(iterate_training(job, settings, 0, CPU._replace(compile=compile)))
+            weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
+        apart[name] = float((weights[1] - weights[0]).abs().max())
+    return apart
 
 
 def differences(both: dict, one: dict) -> dict:
@@ -320,24 +332,23 @@ def differences(both: dict, one: dict) -> dict:
 def refusals() -> dict[str, str]:
     """What is said of settings that ranks cannot share."""
     found = {}
-    for name, settings in {
+    for name, changes in {
         "batch": {"batch": 15},
         "shard": {"shard": 3},
         "group": {"batch": 10},
         "apart": {"expert_parallel": 2},
         "experts": {"shard": 3, "expert_parallel": 3},
     }.items():
+        settings = SETTINGS.model_copy(update=changes)
         try:
-            next(
-                iterate_training(
-                    made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU
-                )
-            )
+            next(iterate_training(made(METHODS["capacity"]), settings, 0, CPU))
         except UserError as error:
             found[name] = str(error)
     return found
 
 
+BATCH = "  {epochs: 2, batch: 64,"  # of the section pretrain
+STAGE = ["pretrain", "vmoe", "0"]
 MODEL = "artifacts/pretrain/vmoe/0/model.safetensors"
 HISTORY = "artifacts/history/pretrain/vmoe/0/history.jsonl"
 
@@ -354,25 +365,18 @@ def launched(words: list[str], folder: Path, size: int = 2):
     )
 
 
-def compared(folder: Path, size: int, *meshes: str) -> dict:
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> dict[str, dict]:
     """What ``main`` finds, of all ranks."""
-    target = str(folder / "found.json")
-    process = launched(["tests.training.test_ranks", target, *meshes], ROOT, size=size)
+    target = tmp_path_factory.mktemp("ranks") / "found"
+    process = launched(["tests.training.test_ranks", str(target)], ROOT, size=4)
     said, _ = process.communicate()
     assert process.returncode == 0, said
-    each = [json.loads(Path(f"{target}.{rank}").read_text()) for rank in range(size)]
-    found = {name: one for part in each for name, one in part["found"].items()}
-    return {"found": found, "refused": each[0]["refused"]}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return compared(tmp_path_factory.mktemp("two"), 2, "1", "2", "2e")
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return compared(tmp_path_factory.mktemp("four"), 4, "2", "2e")
+    together: dict[str, dict] = {"found": {}, "refused": {}, "compiled": {}}
+    for rank in range(4):
+        for key, part in json.loads(Path(f"{target}.{rank}").read_text(encoding="utf-8")).items():
+            together[key] |= part
+    return together
 
 
 def close(found: dict) -> None:
@@ -381,19 +385,20 @@ def close(found: dict) -> None:
     assert found["weights"] < 1e-4, "after all steps"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "case"), [(mesh, case) for mesh in ("1", "2", "2e") for case in meshed_cases(2, mesh)]
-)
-def test_two_ranks_compute_what_one_computes(two, mesh, case):
-    close(two["found"][f"{case} {2 // int(mesh[0])}×{mesh}"])
+MESHED = [(2, mesh, case) for mesh in ("1", "2", "2e") for case in meshed_cases(2, mesh)]
+MESHED += [(4, mesh, case) for mesh in FOUR for case in FOUR[mesh]]
 
 
-@pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh in FOUR for case in FOUR[mesh]])
-def test_four_ranks_compute_what_one_computes(four, mesh, case):
-    close(four["found"][f"{case} 2×{mesh}"])
+@pytest.mark.parametrize(("size", "mesh", "case"), MESHED)
+def test_several_ranks_compute_what_one_computes(compared, size, mesh, case):
+    close(compared["found"][f"{case} {size // int(mesh[0])}×{mesh}"])
 
 
-def test_what_ranks_cannot_share_is_refused(two):
+def test_ranks_compile_their_blocks_and_learn_the_same(compared):
+    assert len(compared["compiled"]) == 2 and max(compared["compiled"].values()) < 1e-4
+
+
+def test_what_ranks_cannot_share_is_refused(compared):
     keys = {
         "batch": "batch is 15",
         "shard": "shard is 3",
@@ -401,8 +406,8 @@ def test_what_ranks_cannot_share_is_refused(two):
         "apart": "expert_parallel is 2",
         "experts": "expert_parallel is 3",
     }
-    assert two["refused"].keys() == keys.keys()
-    for name, said in two["refused"].items():
+    assert compared["refused"].keys() == keys.keys()
+    for name, said in compared["refused"].items():
         assert said.startswith(keys[name]) and "allowed: " in said
 
 
@@ -431,137 +436,124 @@ def test_the_draws_of_some_images_are_those_of_the_whole_batch():
     assert (whole.images, part.images) == (6, 2)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["replicated", "sharded"])
-def project(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory) -> Project:
+    """A project before the pretraining that two ranks share."""
     exact = PARAMS.replace(
-        "  {epochs: 2, batch: 64,",
-        f"  {{precision: float32, shard: {request.param}, expert_parallel: {request.param}, "
-        "epochs: 2, batch: 64,",
+        BATCH, f"  {{precision: float32, shard: 1, expert_parallel: 1,{BATCH[3:]}"
     )
-    found = Project(tmp_path_factory.mktemp("project"), exact)
-    found.stage("prepare", "pretrain")
-    found.stage("teacher", "0")
-    found.stage("teacher_router", "vmoe", "0")
+    found = Project(tmp_path_factory.mktemp("replicated"), exact)
+    for stage in ("prepare pretrain", "teacher 0", "teacher_router vmoe 0"):
+        found.stage(*stage.split())
     return found
 
 
-def trained(project: Project, *more: str) -> dict[str, torch.Tensor]:
+def begun(*projects: Project) -> list[forked.Stage]:
+    """Two ranks of the stage, each in its project's folder; of one project, both in its folder."""
+    meeting = {"MOECORE_MEETING": f"{tempfile.mkdtemp()}/meeting", "WORLD_SIZE": "2"}
+    stages = []
+    for rank, project in enumerate(projects if len(projects) == 2 else projects * 2):
+        project.hash_code()
+        environment = project.environment | meeting | {"RANK": str(rank)}
+        stages.append(forked.Stage(project.folder, STAGE, environment))
+    return stages
+
+
+def ended(stages: list[forked.Stage]) -> tuple[list[int], str]:
+    """Exit codes of ranks, and all that they print to stderr."""
+    codes, _, said = zip(*(stage.wait() for stage in stages), strict=True)
+    assert "Traceback" not in "".join(said), said
+    return list(codes), "".join(said)
+
+
+def trained(project: Project) -> dict[str, torch.Tensor]:
     """The weights after the stage has run to its end on two ranks."""
-    process = launched(["moecore.stages.pretrain", "vmoe", "0", *more], project.folder)
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    codes, said = ended(begun(project))
+    assert codes == [0, 0], said
     return read_tensors(project.folder / MODEL)[0]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def killed(project: Project, everyone: bool, wait: float) -> None:
-    """Start two ranks, let them make a checkpoint and go on for a while, and SIGKILL one or all."""
-    process = launched(["moecore.stages.pretrain", "vmoe", "0"], project.folder)
-    begun = project.folder / ".state/pretrain/vmoe/0"
+def wait_for_checkpoint(project: Project, runs: Callable[[], bool]) -> None:
+    """Let ranks make a checkpoint and go on for a while."""
+    folder = project.folder / ".state/pretrain/vmoe/0"
     kept = ("*/checkpoint.safetensors", "*/sharded.json")
-    while not any(list(begun.glob(name)) for name in kept) and process.poll() is None:
+    while not any(list(folder.glob(name)) for name in kept) and runs():
         time.sleep(0.002)
-    time.sleep(wait)
+    time.sleep(random.uniform(0, 0.3))
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_one_killed_rank_ends_all_and_resumed_they_end_with_the_same_bits(replicated, tmp_path):
+    whole = trained(replicated)
+    history = (replicated.folder / HISTORY).read_text(encoding="utf-8")
+    assert history.count('"status": "FINISHED"') == 1
+    process = launched([f"moecore.stages.{STAGE[0]}", *STAGE[1:]], replicated.folder)
+    wait_for_checkpoint(replicated, lambda: process.poll() is None)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for child in children:
-        for found in psutil.Process(int(child)).net_connections():
-            assert found.status != "LISTEN" or found.laddr.ip == "127.0.0.1", found
-    for child in children if everyone else [random.choice(children)]:
-        os.kill(int(child), signal.SIGKILL)
+        for line in psutil.Process(int(child)).net_connections():
+            assert line.status != "LISTEN" or line.laddr.ip == "127.0.0.1", line
+    os.kill(int(random.choice(children)), signal.SIGKILL)
     said, _ = process.communicate()
-    assert process.returncode not in (0, 1, None)
-    assert "Traceback" not in said, said
+    assert process.returncode not in (0, 1, None) and "Traceback" not in said, said
     assert not any(Path(f"/proc/{child}").exists() for child in children), "all have ended"
+    shutil.copytree(replicated.folder, tmp_path / "alone", symlinks=True)
+    alone = Project.at(tmp_path / "alone")
+    alone.stage(*STAGE)
+    for name, value in read_tensors(alone.folder / MODEL)[0].items():
+        np.testing.assert_allclose(whole[name], value, atol=1e-4, err_msg=name)
+    assert_same(trained(replicated), whole)
 
 
-# Python up to 3.12.7 keeps a compiled file of which only the beginning had room.
-SMALL_FILES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def test_sharded_ranks_end_with_the_same_bits_killed_and_on_a_full_disk(replicated, tmp_path):
+    shutil.copytree(replicated.folder, tmp_path / "sharded", symlinks=True)
+    for path in ("artifacts/pretrain", "artifacts/history/pretrain", ".state/pretrain"):
+        shutil.rmtree(tmp_path / "sharded" / path, ignore_errors=True)
+    sharded = Project.at(tmp_path / "sharded")
+    sharded.edit("shard: 1, expert_parallel: 1,", "shard: 2, expert_parallel: 2,")
+    whole = trained(sharded)
+    ranks = begun(sharded)
+    wait_for_checkpoint(sharded, ranks[0].runs)
+    for rank in ranks:
+        rank.kill()
+    assert_a_full_disk_leaves_the_last_checkpoint(sharded)
+    alone = sharded.attempt_stage(*STAGE)
+    assert alone.returncode == 1 and alone.stderr.strip() == (
+        "pretrain vmoe 0: shard is 2, and there is one rank; allowed: 1, or more ranks"
+    )
+    assert_same(trained(sharded), whole)
 
 
-def full(project: Project) -> None:
-    """A limit on a file's size stands in for the full disk; what was there before stays."""
+def assert_a_full_disk_leaves_the_last_checkpoint(project: Project) -> None:
+    """A limit on a file's size stands in for the full disk."""
     pointer = next(project.folder.glob(".state/pretrain/vmoe/0/*/sharded.json"))
-    before = pointer.read_text()
-    limit = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
-        "sys.argv = sys.argv[1:]; runpy.run_module('moecore.run.local_ranks', run_name='__main__')"
-    )
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            limit,
-            "local_ranks",
-            "2",
-            "-m",
-            "moecore.stages.pretrain",
-            "vmoe",
-            "0",
-        ],
-        cwd=project.folder,
-        env=os.environ | SMALL_FILES,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    (said,) = [line for line in ended.stderr.splitlines() if "could not be written" in line]
+    before = pointer.read_text(encoding="utf-8")
+    ranks = begun(project)
+    for rank in ranks:
+        psutil.Process(rank.pid).rlimit(psutil.RLIMIT_FSIZE, (20_000, 20_000))
+    codes, printed = ended(ranks)
+    assert codes == [1, 1], printed
+    (said,) = [line for line in printed.splitlines() if "could not be written" in line]
     assert "(rank 0: [Errno 27] File too large; rank 1: [Errno 27] File too large)" in said
     assert "what was there before is untouched. Free some space and start again" in said
     assert re.search(r"it takes \d+,\d+ bytes per rank; [\d,]+ are free; what was there", said)
-    assert pointer.read_text() == before
+    assert pointer.read_text(encoding="utf-8") == before
     kept = [json.loads(before)["folder"]]
     assert [path.name for path in pointer.parent.glob("sharded-*")] == kept, "no part of a new one"
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bits(project, tmp_path):
-    whole = trained(project)
-    history = (project.folder / HISTORY).read_text()
-    assert history.count('"status": "FINISHED"') == 1
-    random.seed(0)
-    sharded = "shard: 2" in (project.folder / "params.yaml").read_text()
-    killed(project, sharded, random.uniform(0, 0.3))  # all of them, or one
-    if sharded:
-        full(project)
-        done = project.attempt_stage("pretrain", "vmoe", "0")
-        assert done.returncode == 1
-        assert done.stderr.strip() == (
-            "pretrain vmoe 0: shard is 2, and there is one rank; allowed: 1, or more ranks"
-        )
-    else:
-        shutil.copytree(project.folder, tmp_path / "alone", symlinks=True)
-        alone = Project.at(tmp_path / "alone")
-        alone.stage("pretrain", "vmoe", "0")
-        weights = read_tensors(alone.folder / MODEL)[0]
-        for name, value in whole.items():
-            np.testing.assert_allclose(weights[name], value, atol=1e-4, err_msg=name)
-    assert same(trained(project), whole)
-
-
-@pytest.mark.parametrize("project", [1], indirect=True)
-def test_ranks_with_other_params_end_with_one_line(project, tmp_path):
-    other = tmp_path / "copy"
-    shutil.copytree(project.folder, other, symlinks=True)
-    text = (project.folder / "params.yaml").read_text(encoding="utf-8")
-    changed = text.replace("learning_rate: 0.001", "learning_rate: 0.003")
-    (other / "params.yaml").write_text(changed, encoding="utf-8")
-    shared = {"WORLD_SIZE": "2", "MOECORE_MEETING": str(tmp_path / "meeting")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "moecore.stages.pretrain", "vmoe", "0"],
-            cwd=folder,
-            env=os.environ | shared | {"RANK": str(rank), "PYTHONPATH": str(folder)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, folder in enumerate((project.folder, other))
-    ]
-    said = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    (line,) = "".join(said).strip().splitlines()
+def test_ranks_with_other_params_end_with_one_line(replicated, tmp_path):
+    shutil.copytree(replicated.folder, tmp_path / "copy", symlinks=True)
+    other = Project.at(tmp_path / "copy")
+    text = (other.folder / "params.yaml").read_text(encoding="utf-8")
+    other.write(text.replace("learning_rate: 0.001", "learning_rate: 0.003"))
+    codes, said = ended(begun(replicated, other))
+    assert codes == [1, 1]
+    (line,) = said.strip().splitlines()
     assert line.startswith("pretrain vmoe 0: ranks: found params that differ between ranks; ")
 
 

@@ -22,7 +22,6 @@ from moecore.nn.predict import eval_mode
 from moecore.study.document import parse_yaml_document
 from moecore.study.settings import extract_declared_settings
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import training_batch
 from moecore.training.loop import iterate_training
@@ -45,17 +44,11 @@ from tests.training.small import (
     images,
     logged_points,
     step_batch,
-    stop_training,
     task,
 )
 
-TGR = VMOE.model_copy(
-    update={
-        "regularizers": Method(
-            regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]
-        ).regularizers
-    }
-)
+GUIDED = Method(regularizers=[{"kind": "router_kl"}, {"kind": "z_loss"}]).regularizers
+TGR = VMOE.model_copy(update={"regularizers": GUIDED})
 STEEP = Training(epochs=1, batch=1, learning_rate=1.0, final_learning_rate=0.2, weight_decay=0.3)
 LINES = """finetune:
   epochs: 1
@@ -95,50 +88,43 @@ def test_a_method_says_itself_whether_its_fine_tuning_is_guided():
             assert tuned.regularizers == TGR.for_finetuning(k=None, guided=own).regularizers
 
 
-def test_what_is_chosen_is_reported_and_remembered(tmp_path, monkeypatch):
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A folder without a probe; what a test sets of the process is set back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOECORE_DEVICE", "cpu")
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    try:
-        runtime = tune_runtime()
-        assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
-        assert (
-            runtime.matmul_precision == torch.get_float32_matmul_precision()
-            and runtime.threads == torch.get_num_threads()
-        )
-        assert (
-            runtime.dtype("float32") == torch.float32
-            and runtime.dtype("bfloat16") == torch.bfloat16
-        )
-        assert runtime.dtype() == (torch.bfloat16 if runtime.bf16_speedup >= 1.3 else torch.float32)
-        remembered = Path(".state/runtime.json")
-        (machine,) = json.loads(remembered.read_text())
-        remembered.write_text(json.dumps({machine: 9.0}))
-        assert tune_runtime().bf16_speedup == 9.0
-        for damaged in ([], None, 3, {machine: "fast"}):
-            remembered.write_text(json.dumps(damaged))
-            assert 0 < tune_runtime().bf16_speedup != 9.0, "measured anew"
-    finally:
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+def test_what_is_chosen_is_reported_and_remembered(machine):
+    runtime = tune_runtime()
+    assert runtime.device == "cpu" and runtime.matmul_error < 1e-5 and runtime.bf16_speedup > 0
+    assert runtime.matmul_precision == torch.get_float32_matmul_precision()
+    assert runtime.threads == torch.get_num_threads()
+    for precision in ("float32", "bfloat16"):
+        assert runtime.dtype(precision) == getattr(torch, precision)
+    assert runtime.dtype() == (torch.bfloat16 if runtime.bf16_speedup >= 1.3 else torch.float32)
+    remembered = Path(".state/runtime.json")
+    (name,) = json.loads(remembered.read_text())
+    remembered.write_text(json.dumps({name: 9.0}))
+    assert tune_runtime().bf16_speedup == 9.0
+    for damaged in ([], None, 3, {name: "fast"}):
+        remembered.write_text(json.dumps(damaged))
+        assert 0 < tune_runtime().bf16_speedup != 9.0, "measured anew"
 
 
 def test_a_resumed_stage_keeps_its_threads_and_says_where_there_are_fewer_cores(
-    tmp_path, monkeypatch, capfd
+    machine, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MOECORE_DEVICE", "cpu")
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    try:
-        for asked, cores, threads in (("3", {0, 1, 2, 3}, 3), ("1", {0, 1, 2}, 3), ("1", {0}, 3)):
-            monkeypatch.setenv("MOECORE_THREADS", asked)
-            monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
-            assert tune_runtime(work=tmp_path).threads == threads == torch.get_num_threads()
-            said = capfd.readouterr().err
-            assert ("3 threads" in said and "cores: 1;" in said) == (len(cores) < threads), said
-    finally:
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
+    for asked, cores, threads in (("3", {0, 1, 2, 3}, 3), ("1", {0, 1, 2}, 3), ("1", {0}, 3)):
+        monkeypatch.setenv("MOECORE_THREADS", asked)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        assert tune_runtime(work=tmp_path).threads == threads == torch.get_num_threads()
+        said = capfd.readouterr().err
+        assert ("3 threads" in said and "cores: 1;" in said) == (len(cores) < threads), said
 
 
 @pytest.mark.parametrize(
@@ -167,90 +153,49 @@ def test_only_matrices_decay():
     names = {name: id(parameter) in decayed for name, parameter in model.named_parameters()}
     assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
     assert [optimizer.param_groups[index]["weight_decay"] for index in (0, 1)] == [0.3, 0.0]
+    experts, router = "blocks.1.mlp.experts", "blocks.1.mlp.router"
     assert (
-        names["blocks.0.attn.qkv.weight"]
-        and names["blocks.1.mlp.experts.up"]
-        and names["blocks.1.mlp.router.weight"]
+        names["blocks.0.attn.qkv.weight"] and names[f"{experts}.up"] and names[f"{router}.weight"]
     )
-    for free in (
-        "cls_token",
-        "pos_embed",
-        "head.bias",
-        "norm.weight",
-        "blocks.1.mlp.experts.up_bias",
-        "blocks.0.norm1.bias",
-    ):
-        assert not names[free], free
+    free = ("cls_token", "pos_embed", "head.bias", "norm.weight", "blocks.0.norm1.bias")
+    assert not any(names[name] for name in (*free, f"{experts}.up_bias"))
 
 
 def test_no_decay_on_an_experts_basis():
-    eigen = Method(
-        router={"kind": "eigenbasis", "context": "learned"}, experts={"kind": "eigen", "number": 4}
-    )
-    made = task(eigen)
-    free = {
-        id(parameter) for parameter in build_optimizer(made.model, STEEP).param_groups[1]["params"]
-    }
-    held = {
-        name.rpartition(".")[2]
-        for name, parameter in made.model.named_parameters()
-        if id(parameter) in free
-    }
+    router = {"kind": "eigenbasis", "context": "learned"}
+    model = task(Method(router=router, experts={"kind": "eigen", "number": 4})).model
+    free = {id(value) for value in build_optimizer(model, STEEP).param_groups[1]["params"]}
+    held = {name.split(".")[-1] for name, value in model.named_parameters() if id(value) in free}
     assert {"basis", "scale", "target", "up_bias", "pos_embed"} <= held and "up" not in held
-
-
-def optimized(**optimizer) -> Training:
-    return Training.model_validate(
-        SETTINGS.model_dump(exclude={"weight_decay"}) | {"optimizer": optimizer}
-    )
-
-
-@pytest.mark.parametrize("optimizer", [{"kind": "adam"}, {"kind": "sgd"}])
-def test_each_learns_and_ends_bit_equal_after_a_kill(tmp_path, optimizer):
-    settings = optimized(**optimizer)
-    whole = task()
-    list(iterate_training(whole, settings, 0, CPU))
-    stop_training(task(), settings, tmp_path, 3)
-    resumed = task(seed=99)
-    list(iterate_training(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
-    assert_same_weights(resumed, whole)
 
 
 class Section(Config):
     finetune: Finetuning
 
 
+def written(*lines: str) -> Finetuning:
+    """The settings of ``LINES`` and more of them."""
+    text = LINES + "".join(f"  {line}\n" for line in lines)
+    return extract_declared_settings(Section, parse_yaml_document(text)).finetune
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (
-            "  weight_decay: 0.1\n  optimizer: {kind: sgd}\n",
-            "params.yaml:5:3: finetune.weight_decay: found 0.1",
-        ),
-        (
-            "  optimizer: {kind: adam, momentum: 0.5}\n",
-            "params.yaml:5:27: finetune.optimizer.momentum: unknown key",
-        ),
+        (["weight_decay: 0.1", "optimizer: {kind: sgd}"], "5:3: finetune.weight_decay: found 0.1"),
+        (["optimizer: {kind: adam, momentum: 0.5}"], "5:27: finetune.optimizer.momentum: unknown"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(lines, said):
-    with pytest.raises(UserError) as error:
-        extract_declared_settings(Section, parse_yaml_document(LINES + lines))
-    assert said in str(error.value)
+    with pytest.raises(UserError, match=f"params.yaml:{said}"):
+        written(*lines)
 
 
 def test_without_decay_written_each_optimizer_has_its_own():
-    written = extract_declared_settings(
-        Section, parse_yaml_document(LINES + "  optimizer: {kind: sgd}\n")
-    ).finetune
-    assert written.weight_decay == 0
-    assert Finetuning.model_validate(written.model_dump()) == written
-    assert extract_declared_settings(
-        Section, parse_yaml_document(LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
-    )
-    assert (
-        extract_declared_settings(Section, parse_yaml_document(LINES)).finetune.weight_decay == 0.05
-    )
+    sgd = written("optimizer: {kind: sgd}")
+    assert sgd.weight_decay == 0 and Finetuning.model_validate(sgd.model_dump()) == sgd
+    assert written("weight_decay: 0", "optimizer: {kind: adam}")
+    assert written().weight_decay == 0.05
 
 
 def under(adversarial: Adversarial | None, **changed) -> Training:
@@ -265,15 +210,9 @@ def test_on_a_linear_model_it_is_the_optimum_by_hand():
     x = torch.tensor([[0.5, 0.5, 0.5], [0.95, 0.05, 0.2]]).repeat(2, 1).view(4, 1, 1, 3)
     batch = Batch(x, torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3, 3), views=2)
     found = Adversarial(epsilon=0.1).attacked(model, IMAGE.task, batch, generator_for(0))
-    expected = torch.tensor(
-        [[0.6, 0.4, 0.5], [1.0, 0.0, 0.2], [0.4, 0.6, 0.5], [0.85, 0.15, 0.2]]
-    ).view(4, 1, 1, 3)
-    torch.testing.assert_close(found.images, expected)
-    assert (
-        torch.equal(found.labels, batch.labels)
-        and found.affines is batch.affines
-        and found.views == 2
-    )
+    expected = [[0.6, 0.4, 0.5], [1.0, 0.0, 0.2], [0.4, 0.6, 0.5], [0.85, 0.15, 0.2]]
+    torch.testing.assert_close(found.images, torch.tensor(expected).view(4, 1, 1, 3))
+    assert found._replace(images=batch.images) == batch
     assert model.weight.grad is None and model.weight.requires_grad
 
 
@@ -286,15 +225,13 @@ def test_a_step_sees_what_a_loop_by_hand_makes():
     now = clean.images.clone()
     for _ in range(3):
         now.requires_grad_(True)
-        (slope,) = torch.autograd.grad(
-            cross_entropy(twin.model(now).prediction, clean.labels, reduction="sum"), now
-        )
+        loss = cross_entropy(twin.model(now).prediction, clean.labels, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, now)
         now = (now + 0.02 * slope.sign()).detach()
         now = torch.max(torch.min(now, clean.images + 0.06), clean.images - 0.06).clamp(0, 1)
     torch.testing.assert_close(found.images, now)
-    assert (found.images - clean.images).abs().max() > 0.03 and torch.equal(
-        found.labels, clean.labels
-    )
+    assert (found.images - clean.images).abs().max() > 0.03
+    assert torch.equal(found.labels, clean.labels)
 
 
 def test_modes_and_gradients_stay():
@@ -315,14 +252,8 @@ def test_the_model_is_attacked_without_noise_and_without_autocast():
     forward = made.model.forward
 
     def watched(pixels, *rest):
-        seen.append(
-            (
-                made.model.training,
-                made.model.blocks[1].mlp.router.training,
-                torch.is_autocast_enabled("cpu"),
-                pixels.dtype,
-            )
-        )
+        modes = made.model.training, made.model.blocks[1].mlp.router.training
+        seen.append((*modes, torch.is_autocast_enabled("cpu"), pixels.dtype))
         return forward(pixels, *rest)
 
     made.model.forward = watched
@@ -339,17 +270,6 @@ def test_epsilon_0_is_plain_training_bit_for_bit(form):
     assert logged_points(iterate_training(attacked, settings, 0, CPU)) == expected
     assert_same_weights(plain, attacked)
     assert logged_points(iterate_training(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
-
-
-def test_stopped_and_resumed_it_ends_bit_equal(tmp_path):
-    settings, whole = under(Adversarial(steps=2, form="strong")), task()
-    expected = logged_points(iterate_training(whole, settings, 0, CPU))
-    stop_training(task(), settings, tmp_path, 3)
-    resumed = task(seed=99)
-    torch.rand(17)  # another process has another random state
-    again = logged_points(iterate_training(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
-    assert again == expected[-len(again) :] and len(again) < len(expected)
-    assert_same_weights(resumed, whole)
 
 
 def test_the_random_start_is_a_function_of_seed_and_step():
@@ -371,18 +291,15 @@ def test_both_views_are_attacked_and_training_goes_on():
 
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
     sets = IMAGE.model_copy(update={"task": MultiLabel(classes=("dark", "light"))})
-    made = task(image=sets)._replace(
-        train=load_split_where_it_fits(
-            Split(images(50).images, np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))), "cpu"
-        )
-    )
+    labels = np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))
+    split = load_split_where_it_fits(Split(images(50).images, labels), "cpu")
+    made = task(image=sets)._replace(train=split)
     settings = under(Adversarial(steps=1, epsilon=0.05))
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     leaf = clean.images.clone().requires_grad_(True)
     probs = made.model.eval()(leaf).prediction.sigmoid()
-    (slope,) = torch.autograd.grad(
-        -torch.where(clean.labels == 1, probs, 1 - probs).log().sum(), leaf
-    )
+    loss = -torch.where(clean.labels == 1, probs, 1 - probs).log().sum()
+    (slope,) = torch.autograd.grad(loss, leaf)
     torch.testing.assert_close(found.images, (clean.images + 0.05 * slope.sign()).clamp(0, 1))
 
 

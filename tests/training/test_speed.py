@@ -1,16 +1,9 @@
-"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
-``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
-that compile are from two that do not.
-"""
+"""Blocks that are compiled learn the same; a trace of a training names the parts of its steps."""
 
 import copy
 import gzip
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -18,15 +11,10 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moecore.core.files import UserError
-from moecore.core.ranks import current_ranks, join_ranks, leave_ranks
-from moecore.core.source_layout import ROOT
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
-from moecore.training import loop
-from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
@@ -41,7 +29,7 @@ from moecore.training.runtime import (
 )
 from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
-from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, step_batch, task
+from tests.training.small import CPU, SETTINGS, VMOE, made, step_batch, task
 
 TOP_K = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.7}
 ROUTERS = {
@@ -55,14 +43,6 @@ CASES = {name: METHODS[name] for name in REPRESENTATIVE} | {  # each has dense b
     name: Method(router=router, experts={"kind": "mlp", "number": 4})
     for name, router in ROUTERS.items()
 }
-
-
-def made(method: Method) -> TrainingJob:
-    torch.manual_seed(0)
-    guide = None
-    if method.guided:
-        guide = build_guide(Vit(patch=4, width=32, depth=2, heads=2).build(IMAGE), method, (4,))
-    return task(method, guide=guide)
 
 
 def compiled(
@@ -162,18 +142,14 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
     assert not compiled(job, "off").blocks
 
 
-@pytest.mark.parametrize(
-    "word, device, expected",
-    [(None, "cuda", "tried"), (None, "cpu", "off"), ("true", "cpu", "required")],
-)
-def test_the_environment_decides(monkeypatch, word, device, expected):
+def test_the_environment_decides(monkeypatch):
     monkeypatch.delenv(COMPILE, raising=False)
-    if word is not None:
-        monkeypatch.setenv(COMPILE, word)
-    assert compile_policy(device) == expected
+    assert (compile_policy("cuda"), compile_policy("cpu")) == ("tried", "off")
+    monkeypatch.setenv(COMPILE, "true")
+    assert compile_policy("cpu") == "required"
     monkeypatch.setenv(COMPILE, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
-        compile_policy(device)
+        compile_policy("cpu")
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
@@ -203,39 +179,3 @@ def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     assert list(iterate_traced_steps(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
     assert list(iterate_traced_steps(steps, None, "cpu")) == list(steps)
-
-
-def main(target: str) -> None:
-    """What each of two ranks does, with data parallelism and with sharded parameters."""
-    join_ranks()
-    loop.CompiledBlocks = partial(CompiledBlocks, backend="aot_eager")
-    apart = {}
-    for name, shard in {"vmoe": 1, "ermoe": 2}.items():
-        settings = SETTINGS.model_copy(update={"shard": shard, "epochs": 1})
-        weights = []
-        for compile in ("off", "required"):
-            job = made(METHODS[name])
-            list(iterate_training(job, settings, 0, CPU._replace(compile=compile)))
-            weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
-        apart[name] = float((weights[1] - weights[0]).abs().max())
-    if current_ranks().first:
-        with open(target, "w", encoding="utf-8") as file:
-            json.dump(apart, file)
-    leave_ranks()
-
-
-def test_two_ranks_compile_their_blocks_and_learn_the_same(tmp_path):
-    words = [sys.executable, "-m", "moecore.run.local_ranks", "2"]
-    target = tmp_path / "apart.json"
-    subprocess.run(
-        [*words, "-m", "tests.training.test_speed", str(target)],
-        cwd=ROOT,
-        env=os.environ | {"MOECORE_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    apart = json.loads(target.read_text(encoding="utf-8"))
-    assert len(apart) == 2 and max(apart.values()) < 1e-4, apart
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -3,6 +3,8 @@ of it. A language model is trained by the one loop; what its streams left behind
 state.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
+from moecore.core.streams import BatchDraws
 from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
@@ -32,7 +35,7 @@ from moecore.training.single_tissue_volumes import (
     build_tissue_isolation,
     region_channels,
 )
-from tests.training.small import CPU, assert_same_weights, stop_training
+from tests.training.small import CPU, assert_resumes
 from tests.volumes import VOLUMES, balls
 
 METHOD = Method(
@@ -49,14 +52,8 @@ def of_regions(**changed) -> Method:
     return METHOD.model_copy(update={"regions": regions})
 
 
-SETTINGS = Training(
-    epochs=3,
-    batch=6,
-    learning_rate=2e-3,
-    log_every=4,
-    warmup_epochs=0,
-    views=ViewSettings(flip=True),
-)
+RATES = {"learning_rate": 2e-3, "warmup_epochs": 0}
+SETTINGS = Training(epochs=3, batch=6, log_every=4, views=ViewSettings(flip=True), **RATES)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +63,11 @@ def data(tmp_path_factory):
 
 def task(data, method=METHOD):
     torch.manual_seed(0)
-    model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(
-        VOLUMES, method.moe
-    )
-    splits = (
-        load_split_where_it_fits(data.train, "cpu"),
-        load_split_where_it_fits(data.validation, "cpu"),
-    )
-    return TrainingJob(
-        model,
-        *splits,
-        Objective(method.losses),
-        None,
-        method.views,
-        build_tissue_isolation(method, data),
-    )
+    vit = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2)
+    splits = (load_split_where_it_fits(split, "cpu") for split in (data.train, data.validation))
+    isolation = build_tissue_isolation(method, data)
+    model, objective = vit.build(VOLUMES, method.moe), Objective(method.losses)
+    return TrainingJob(model, *splits, objective, None, method.views, isolation)
 
 
 def assert_kept(data, kept, volumes, indices, region) -> None:
@@ -92,39 +79,40 @@ def assert_kept(data, kept, volumes, indices, region) -> None:
             assert (kept[place, 0][~inside] == 0).all()
 
 
+def isolated(made, volumes, indices, step: int, epoch: int):
+    draws = BatchDraws(torch.Generator().manual_seed(step), len(indices))
+    return made.isolated(volumes, indices, step, epoch, draws)
+
+
 def test_each_volume_keeps_one_tissue_in_turn(data):
     made, indices = build_tissue_isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
     volumes = torch.tensor(data.train.images[indices.numpy()])
     for step in range(3):
-        kept, region = made.isolated(volumes, indices, step, 1, torch.Generator())
-        assert (
-            region.tolist() == [(place + step) % 3 for place in range(4)]
-            and kept.dtype == torch.float16
-        )
+        kept, region = isolated(made, volumes, indices, step, 1)
+        assert region.tolist() == [(place + step) % 3 for place in range(4)]
+        assert kept.dtype == torch.float16 and (kept.flatten(1).sum(1) > 0).all()
         assert_kept(data, kept, volumes, indices, region)
-        assert (kept.flatten(1).sum(1) > 0).all()
 
 
-def test_the_order_of_the_experts_names_the_maps(data):
+def test_the_order_of_the_experts_names_the_maps_and_without_a_warm_start_there_is_none(data):
     method = of_regions(experts=("csf", "wm"))
     assert build_tissue_isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
+    assert METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
+    plain = of_regions(warm_start_epochs=0)
+    assert build_tissue_isolation(plain, data) is None
+    assert [loss.kind for loss in plain.losses] == ["orthogonality"]
 
 
 def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
-    made, layout = (
-        TissueIsolationSchedule(None, (0, 1), range(1), 0.0),
-        TokenLayout(1, (2, 1, 1), (4, 2, 2)),
-    )
+    made = TissueIsolationSchedule(None, (0, 1), range(1), 0.0)
+    layout = TokenLayout(1, (2, 1, 1), (4, 2, 2))
     views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
     found = made.belongs(views, torch.tensor([0, 1, WHOLE]), layout)
-    assert found.dtype == torch.int64 and found.tolist() == [
-        [-1, -1, 0],
-        [-1, 1, 1],
-        [-1, -1, -1],
-    ]  # class token, two cubes
+    expected = [[-1, -1, 0], [-1, 1, 1], [-1, -1, -1]]  # class token, two cubes
+    assert found.dtype == torch.int64 and found.tolist() == expected
     batch = Batch(views, torch.zeros(3), None)
     assert made.marked(batch, torch.full((3,), WHOLE), 0, layout) is batch
 
@@ -133,13 +121,11 @@ def test_it_ends_with_its_epochs(data):
     made = task(data)  # 24 volumes in batches of 6: 4 steps an epoch
     assert training_batch(made, SETTINGS, 0, 7).belongs is not None
     whole = training_batch(made, SETTINGS, 0, 8)
-    assert (
-        whole.belongs is None and whole.learned is None and (whole.images > 0).float().mean() > 0.1
-    )
+    assert whole.belongs is None and whole.learned is None
+    assert (whole.images > 0).float().mean() > 0.1
     two = training_batch(made._replace(views=2), SETTINGS, 0, 7)
-    assert (
-        two.belongs.shape == (12, 65) and (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
-    )
+    assert two.belongs.shape == (12, 65)
+    assert (two.images[:6] > 0).sum() == (two.images[6:] > 0).sum()
 
 
 def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
@@ -147,11 +133,9 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
     made, indices, counts = build_tissue_isolation(method, data), torch.arange(12), torch.zeros(4)
     volumes = torch.tensor(data.train.images[:12])
     for step in range(200):
-        kept, region = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
-        again = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
-        assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), (
-            "a function of the step alone"
-        )
+        kept, region = isolated(made, volumes, indices, step, 2)
+        again = isolated(made, volumes, indices, step, 2)
+        assert torch.equal(kept, again[0]) and torch.equal(region, again[1]), "depends on the step"
         assert torch.equal(kept[region == WHOLE], volumes[region == WHOLE])
         assert_kept(data, kept, volumes, indices, region)
         counts += torch.bincount(region + 1, minlength=4)
@@ -162,14 +146,9 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
 def test_a_subset_has_its_own_maps(data):
     subset, whole = torch.tensor([4, 9, 2]), torch.tensor(data.train.images[[4, 9, 2]])
     made = build_tissue_isolation(METHOD, data, subset.numpy())
-    found, same = (
-        one.isolated(whole, indices, 0, 0, torch.Generator())
-        for one, indices in (
-            (made, torch.arange(3)),
-            (build_tissue_isolation(METHOD, data), subset),
-        )
-    )
-    assert torch.equal(found[0], same[0])
+    found, _ = isolated(made, whole, torch.arange(3), 0, 0)
+    same, _ = isolated(build_tissue_isolation(METHOD, data), whole, subset, 0, 0)
+    assert torch.equal(found, same)
 
 
 def test_the_warm_start_may_come_later(data):
@@ -186,55 +165,38 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
     batch = training_batch(made, SETTINGS, 0, 0)
     changed = batch._replace(labels=batch.labels.clone())
     changed.labels[(batch.belongs >= 0).any(dim=1)] += 100  # the ages of isolated volumes
-    terms = [
-        made.objective.terms(ObjectiveInputs(one, made.model(one.images), made.model))
-        for one in (batch, changed)
-    ]
-    assert terms[0]["task"] == terms[1]["task"] and terms[0]["region_routing"] > 0
-    output = made.model(batch.images)
-    assert terms[0]["task"] == made.task.loss(
-        output.prediction[batch.learned], batch.labels[batch.learned]
+    output, learned = made.model(batch.images), batch.learned
+    terms, same = (
+        made.objective.terms(ObjectiveInputs(one, output, made.model)) for one in (batch, changed)
     )
+    assert terms["task"] == same["task"] and terms["region_routing"] > 0
+    assert terms["task"] == made.task.loss(output.prediction[learned], batch.labels[learned])
 
 
 def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
     made = build_tissue_isolation(of_regions(isolated=0.99), data)
     volumes, indices = torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1])
     for step in range(50):
-        draws = torch.Generator().manual_seed(step)
-        assert (made.isolated(volumes, indices, step, 5, draws)[1] == WHOLE).any()
+        assert (isolated(made, volumes, indices, step, 5)[1] == WHOLE).any()
 
 
 def test_scores_find_their_tissue_more_than_the_random_control(data):
     method = of_regions(warm_start_epochs=16).model_copy(update={"blocks": (1,)})
     torch.manual_seed(0)
-    model = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled").build(
-        VOLUMES, method.moe
-    )
+    vit = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled")
+    model = vit.build(VOLUMES, method.moe)
     before = model.blocks[1].mlp.router.target.clone()
     settings = SETTINGS.model_copy(update={"epochs": 16, "batch": 12, "learning_rate": 1e-2})
     made = task(data, method)._replace(model=model)
-    terms = [
-        metrics.values["region_routing"] for metrics in iterate_training(made, settings, 0, CPU)
-    ]
+    terms = [one.values["region_routing"] for one in iterate_training(made, settings, 0, CPU)]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
-    rows = {
-        row.region: row
-        for row in region_rows(
-            model,
-            data.validation.images,
-            data.regions("validation"),
-            data.card["regions"],
-            METHOD.expert_names,
-        )
-    }
+    images, maps = data.validation.images, data.regions("validation")
+    found = region_rows(model, images, maps, data.card["regions"], METHOD.expert_names)
+    rows, lead = {row.region: row for row in found}, 0.0
     for tissue in ("wm", "gm", "csf"):
         assert rows[tissue].experts[0][0] == tissue
-    lead = [
-        rows[tissue].share[tissue] - rows[f"random_{tissue}"].share[tissue]
-        for tissue in ("wm", "gm", "csf")
-    ]
-    assert sum(lead) / 3 > 0.2, lead
+        lead += rows[tissue].share[tissue] - rows[f"random_{tissue}"].share[tissue]
+    assert lead / 3 > 0.2
 
 
 @pytest.mark.parametrize(
@@ -257,45 +219,18 @@ def test_tissues_that_the_data_lack_are_named():
         region_channels(("wm",), {})
 
 
-def test_without_a_warm_start_there_is_no_term(data):
-    plain = of_regions(warm_start_epochs=0)
-    assert build_tissue_isolation(plain, data) is None
-    assert [loss.kind for loss in plain.losses] == ["orthogonality"]
-    assert METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
-
-
 WORDS, BLOCK, CONTEXT = 12, 4, 2
-SPEC = ImageSpec(
-    channels=CONTEXT + 1,
-    size=(BLOCK,),
-    mean=(0.0,) * (CONTEXT + 1),
-    std=(1.0,) * (CONTEXT + 1),
-    task=NextToken(words=WORDS),
-)
+PLAIN = {"channels": CONTEXT + 1, "mean": (0.0,) * (CONTEXT + 1), "std": (1.0,) * (CONTEXT + 1)}
+SPEC = ImageSpec(**PLAIN, size=(BLOCK,), task=NextToken(words=WORDS))
+RELU = {"kind": "mlp", "number": 4, "hidden_ratio": 1, "activation": "relu", "init": "flat"}
 SMOE = Method(
     router={"kind": "top_k_softmax", "k": 2},
-    experts={
-        "kind": "mlp",
-        "number": 4,
-        "hidden_ratio": 1,
-        "activation": "relu",
-        "init": "flat",
-        "dropout": 0.1,
-    },
+    experts=RELU | {"dropout": 0.1},
     blocks="all",
     regularizers=[{"kind": "group_sparsity", "weight": 1e-2}, {"kind": "load"}],
 )
-TEXT_SETTINGS = Training(
-    epochs=2,
-    updates=6,
-    batch=8,
-    learning_rate=1e-2,
-    weight_decay=0,
-    optimizer={"kind": "adam"},
-    clip=None,
-    log_every=1,
-    checkpoint_every=2,
-)
+OPTIMIZER = {"learning_rate": 1e-2, "weight_decay": 0, "optimizer": {"kind": "adam"}, "clip": None}
+TEXT_SETTINGS = Training(epochs=2, updates=6, batch=8, log_every=1, checkpoint_every=2, **OPTIMIZER)
 
 
 def counting(length: int, seed: int) -> torch.Tensor:
@@ -311,24 +246,15 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
+    validation = load_split_where_it_fits(split, "cpu")
     train = TextStreams(counting(300, 0)[None], BLOCK)
-    return TrainingJob(
-        made, train, load_split_where_it_fits(split, "cpu"), Objective(method.losses)
-    )
+    return TrainingJob(made, train, validation, Objective(method.losses))
 
 
 @pytest.mark.parametrize("stop", [3, 9])
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
-    whole, again, kept = text(), text(), Checkpoint(tmp_path)
-    for _ in iterate_training(whole, TEXT_SETTINGS, 0, CPU):
-        pass
-    stop_training(text(), TEXT_SETTINGS, tmp_path, stop)
-    points = [point.step for point in iterate_training(again, TEXT_SETTINGS, 0, CPU, kept)]
-    assert 1 < points[0] <= stop and points[-1] == 12
-    assert_same_weights(again, whole)
-    ends = again.model.state_dict()
-    assert all(torch.equal(value, ends[name]) for name, value in whole.model.state_dict().items())
-    saved, _ = read_tensors(kept.path)
+    assert_resumes(text, TEXT_SETTINGS, tmp_path, stop)
+    saved, _ = read_tensors(Checkpoint(tmp_path).path)
     assert saved["model.model.memory.states"].any(), "what the streams left is in the checkpoint"
 
 
@@ -359,13 +285,9 @@ def test_perplexity_is_that_of_the_stream():
         nats.append(model.image.task.token_loss(model.predict(final), following).flatten())
     every = torch.cat(nats)
     assert len(every) == 61
-    assert (
-        abs(text_perplexity(model, tokens[None], 1, whole=False) - float(every.mean().exp())) < 1e-4
-    )
-    assert abs(text_perplexity(model, tokens[None], 1) - float(every[:60].mean().exp())) < 1e-4
-    two = torch.cat([tokens[:31], tokens[31:]]).view(2, 31)
-    apart = [text_perplexity(model, part[None], 1) for part in two]
-    together = torch.tensor(apart).log().mean().exp()
-    assert abs(text_perplexity(model, tokens[None], 2) - float(together)) < 1e-4, (
-        "each from an empty cache"
-    )
+    near = partial(pytest.approx, abs=1e-4)
+    assert text_perplexity(model, tokens[None], 1, whole=False) == near(float(every.mean().exp()))
+    assert text_perplexity(model, tokens[None], 1) == near(float(every[:60].mean().exp()))
+    apart = [text_perplexity(model, part[None], 1) for part in (tokens[:31], tokens[31:])]
+    together = float(torch.tensor(apart).log().mean().exp())  # each from an empty cache
+    assert text_perplexity(model, tokens[None], 2) == near(together)

@@ -27,6 +27,7 @@ from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
@@ -245,6 +246,27 @@ def _owner(config, key: str):
 )
 def test_every_setting_of_a_backbone_is_tried(settings, tried):
     assert {*settings.model_fields} - {"kind"} == {*tried}
+
+
+def test_experts_of_bases_begin_as_the_dense_mlp_unless_their_output_is_factored():
+    def sparse(**changes) -> BackboneModel:
+        experts = {"kind": "eigen", "number": 4, "rank": 16, "hidden_ratio": 2.0} | changes
+        moe = MoESettings(router=ROUTER, experts=experts, blocks="all")
+        return SMALL_VIT.build(IMAGE, moe).eval()
+
+    dense = draw(build(SMALL_VIT, IMAGE))
+    assert_begins_as(sparse(), dense)  # bases of the whole width see all of a token
+    with pytest.raises(UserError, match="factored_output: false"):
+        upcycle_model(sparse(factored_output=True), dense)
+
+
+def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
+    classes = Classification(classes=tuple("abcdef"))
+    other = IMAGE.model_copy(update={"task": classes, "size": 16})
+    dense, sparse = build(SMALL_VIT, IMAGE), build(SMALL_VIT, other, is_sparse=True)
+    head = sparse.head.weight.clone()
+    upcycle_model(sparse, dense)
+    assert torch.equal(sparse.head.weight, head) and torch.equal(sparse.cls_token, dense.cls_token)
 
 
 @torch.no_grad()

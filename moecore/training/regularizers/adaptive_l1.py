@@ -1,6 +1,6 @@
 """ReMoE's loss: an L1 penalty on ReLU gates, larger for busy experts (Wang et al. 2024)."""
 
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -9,7 +9,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.training.regularizers.base import Regularizer, check_has_experts
+from moecore.training.regularizers.base import Regularizer, check_has_experts, sum_over_layers
 
 
 class AdaptiveL1(Regularizer):
@@ -29,8 +29,7 @@ class AdaptiveL1(Regularizer):
         if not weights:
             raise UserError("adaptive_l1: no router learns its weight; allowed: the router relu")
         k = step.model.moe.scaled_router.k
-        terms = [weighted_use(record, k) for record in step.output.routing]
-        return weights[0] * cast(Tensor, sum(terms))
+        return weights[0] * sum_over_layers(step, lambda record: weighted_use(record, k))
 
 
 def weighted_use(record: RoutingRecord, k: int) -> Tensor:

@@ -19,12 +19,8 @@ class Regularizer(Part, ABC):
     # "routing", "load", "basis" and others that routers and experts provide; "guidance" from a
     # teacher; "two_views"; "truth" of the data
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
-    # parts that provide what it needs, for messages
-    allowed_with: ClassVar[str] = "a router and experts that provide it"
-
-    # evens out the use of experts, as a router's balance does
-    balances_load: ClassVar[bool] = False
-
+    allowed_with: ClassVar[str] = "a router and experts that provide it"  # for messages
+    balances_load: ClassVar[bool] = False  # True: as a router's balance does
     teaches_choice: ClassVar[bool] = True  # False: it depends on weights only
     added_by: ClassVar[str] = ""  # setting that adds it; it cannot be listed in params.yaml
 
@@ -92,8 +88,7 @@ def probs_of_paired_tokens(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T').
 
-    special: pair special tokens (CLS) with themselves, too. Raises UserError, naming ``part``, if
-    the batch does not have two views.
+    special: pair special tokens (CLS) with themselves, too.
     """
     if step.batch.views != 2:
         raise UserError(

@@ -26,27 +26,22 @@ class DiversitySimplicity(Regularizer):
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         parameters = step.model.named_parameters()
-        embeddings = [
-            parameter for name, parameter in parameters if name.endswith("router.embeddings")
-        ]
+        embeddings = [values for name, values in parameters if name.endswith("router.embeddings")]
         if not embeddings:
             raise UserError(
                 "diversity_simplicity: no router has embeddings; allowed: the router dynamic"
             )
         # A text tower's embeddings come last and have no records here.
-        terms = [
-            embedding_loss(embeddings=to_full_tensor(layer_embeddings))
-            for layer_embeddings, _ in zip(embeddings, step.output.routing, strict=False)
-        ]
-        return cast(Tensor, sum(terms))
+        layers = embeddings[: len(step.output.routing)]
+        losses = [embedding_loss(embeddings=to_full_tensor(values)) for values in layers]
+        return cast(Tensor, sum(losses))
 
 
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
     """Return the norm of the cosines between experts ("diversity") plus mean length ("simplicity").
 
-    The Frobenius norm of the cosines without the diagonal; the length of the embeddings (E, d) of
-    all experts, whether the step used them or not: DynMoE's code leaves out those that it removed.
-    A scalar ≥ 0.
+    Frobenius norm without the diagonal; of the embeddings (E, d) of all experts, also unused ones:
+    DynMoE's code leaves out those that it removed. A scalar ≥ 0.
     """
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT

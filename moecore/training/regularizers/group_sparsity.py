@@ -1,6 +1,7 @@
 """Group sparsity: a token's probs concentrate in one neighbourhood of a map (MoGE, §2.3)."""
 
 import math
+from functools import partial
 from typing import Literal, Self, cast
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.ranks import mean_over_ranks, total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -73,17 +74,9 @@ class GroupSparsity(Regularizer):
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
-
-        def layer_loss(record: RoutingRecord) -> Tensor:
-            return group_sparsity(
-                probs=record.probs,
-                size=self.size,
-                sigma=sigma,
-                reduction=self.reduction,
-                padding=self.padding,
-            )
-
-        return sum_over_layers(step, layer_loss)
+        shape = {"size": self.size, "sigma": sigma, "padding": self.padding}
+        loss = partial(group_sparsity, **shape, reduction=self.reduction)
+        return sum_over_layers(step, lambda record: loss(probs=record.probs))
 
     def sigma(self, progress: float) -> float:
         """Return σ_t = σ_0 − (σ_0 − σ_min)(t/T)^γ (eq. 8); progress = t/T in [0, 1]."""
@@ -100,13 +93,10 @@ def group_sparsity(
 ) -> Tensor:
     """Return Σ sqrt(F ∗ Z²) over positions, mean over the tokens of all ranks (MoGE, algorithm 1).
 
-    ``reduction`` "authors": the mean over positions, summed over the global batch's tokens, over
-    the neighbourhood's number of experts h² (their repository MoGE, commit c54f89c); the paper's
-    text defines neither.
-
-    probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
-    row by row. F sums to 1 and is size × size experts, cut to shorter sides of the map (our
-    choice); sigma is in experts, infinite for the average. A scalar > 0.
+    ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
+    neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
+    ``map_shape``, row by row. F sums to 1 and is size × size experts, cut to shorter sides of the
+    map (our choice); sigma is in experts, infinite for the average. A scalar > 0.
     """
     # A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
     # slices: 0.5 ms on one core at 6304 tokens × 8 experts; conv2d takes 1.4 ms.

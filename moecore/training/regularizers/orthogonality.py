@@ -24,11 +24,8 @@ class Orthogonality(Regularizer):
     weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
-        bases = [
-            parameter
-            for name, parameter in step.model.named_parameters()
-            if name.split(".")[-1] == "basis"
-        ]
+        parameters = step.model.named_parameters()
+        bases = [values for name, values in parameters if name.split(".")[-1] == "basis"]
         if not bases:
             raise UserError(
                 "orthogonality: the model has no basis; use experts of kind eigen or a router of "

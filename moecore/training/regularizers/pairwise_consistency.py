@@ -36,9 +36,9 @@ def pairwise_consistency(
 ) -> Tensor:
     """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4).
 
-    S is over all pairs of the global batch. first, second: (B, T', E), both sides of each pair,
-    clean, each token sums to 1; present: (B, T') bool, which pairs exist. A scalar ≥ 0; 0 if all
-    pairs are equal, one-hot and balanced over experts, and 0 without pairs.
+    S = E/#pairs · Σ r₁ r₂ᵀ over all pairs of the global batch (eq. 3). first, second: (B, T', E),
+    both sides of each pair, clean, each token sums to 1; present: (B, T') bool, which pairs exist.
+    A scalar ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and 0 without pairs.
     """
     experts = first.shape[-1]
     correlation, count = _expert_correlation(first, second, present)
@@ -52,7 +52,7 @@ def pairwise_consistency(
 
 
 def _expert_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S = E/#pairs · Σ r₁ r₂ᵀ (E, E) and #pairs over all ranks (eq. 3)."""
+    """Return S (E, E) and #pairs over all ranks."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)
     with torch.autocast(first.device.type, enabled=False):

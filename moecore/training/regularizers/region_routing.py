@@ -17,10 +17,9 @@ TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines are cl
 class RegionExpertSettings(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues.
 
-    In their warm start all volumes are reduced to one tissue each, tissues taking turns; these
-    volumes teach age, and teach the routers to choose the tissue's expert. Afterwards the share
-    ``isolated`` of the volumes still teaches the routers, and the others teach age. Routers always
-    decide.
+    In their warm start all volumes are reduced to one tissue each, in turns; they teach age, and
+    teach the routers to choose the tissue's expert. Afterwards the share ``isolated`` of the
+    volumes still teaches the routers, and the others teach age. Routers always decide.
     """
 
     experts: tuple[str, ...] = Field(
@@ -54,10 +53,9 @@ class RegionExpertSettings(Config):
 class RegionRouting(Regularizer):
     """Cross-entropy of the scores with the expert of each token of a reduced volume.
 
-    Averaged over MoE layers; 0 without reduced volumes. *Our choice*: the paper warm-starts region
-    experts on region-isolated inputs (algorithm 2, line 1), but does not say how the routers learn
-    it. Here the tissue of a volume is the label of its tokens. Forcing tokens to an expert instead
-    would give the next layer information that is missing when the model is used.
+    Mean over MoE layers. *Our choice*: the paper warm-starts region experts on region-isolated
+    inputs (algorithm 2, line 1), but does not say how the routers learn it. Forcing tokens to an
+    expert instead would give the next layer information that is missing when the model is used.
     """
 
     added_by: ClassVar[str] = "regions"
@@ -84,8 +82,6 @@ def region_routing_loss(*, scores: Tensor, belongs: Tensor, temperature: float) 
     log = torch.log_softmax(scores / temperature, dim=-1)
     has_expert = belongs >= 0
     log_probs = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    summed = torch.stack(
-        [log_probs.where(has_expert, 0).sum(), has_expert.sum().to(log_probs.dtype)]
-    )
-    total = total_over_ranks(summed)
+    count = has_expert.sum().to(log_probs.dtype)
+    total = total_over_ranks(torch.stack([log_probs.where(has_expert, 0).sum(), count]))
     return -total[0] / total[1].clamp_min(1)

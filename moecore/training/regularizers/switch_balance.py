@@ -59,8 +59,11 @@ class SwitchBalance(Regularizer):
     def of_layer(self, record: RoutingRecord) -> Tensor:
         """Return the loss of one layer's tokens; UserError if groups do not divide the images."""
         counted = record.chosen
-        if self.count_from == "probs":
-            counted = most_probable_mask(record.probs, record.chosen.sum(dim=-1, keepdim=True))
+        if self.count_from == "probs":  # as many of the most probable experts as were chosen
+            order = record.probs.detach().argsort(dim=-1, descending=True, stable=True)
+            ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+            ranks = torch.zeros_like(order).scatter(-1, order, ranks)
+            counted = ranks < record.chosen.sum(dim=-1, keepdim=True)
         images = len(counted)
         if self.level == "group" and images % self.group_size:
             raise UserError.at(
@@ -86,10 +89,3 @@ def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp_min(1)
     means = probs / probs.sum(dim=-1, keepdim=True).detach()
     return probs.shape[-1] * (shares * means).sum(dim=-1).mean()
-
-
-def most_probable_mask(probs: Tensor, number: Tensor) -> Tensor:
-    """Return which experts (B, T, E) are among each token's ``number`` (B, T, 1) most probable."""
-    order = probs.detach().argsort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(probs.shape[-1], device=probs.device).expand_as(order)
-    return torch.zeros_like(order).scatter(-1, order, ranks) < number

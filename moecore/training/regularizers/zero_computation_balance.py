@@ -36,9 +36,8 @@ class ZeroComputationBalance(Regularizer):
             raise UserError(
                 f"{self.kind}: all experts are networks; allowed: experts with zero_computation"
             )
-        return sum_over_layers(
-            step, lambda record: uneven_use(record, experts.networks, self.share)
-        )
+        networks, share = experts.networks, self.share
+        return sum_over_layers(step, lambda record: uneven_use(record, networks, share))
 
 
 def uneven_use(record: RoutingRecord, networks: int, share: float) -> Tensor:

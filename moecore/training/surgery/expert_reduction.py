@@ -5,8 +5,7 @@ Use is measured on images of the training split. N tokens, E experts before, M a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,14 +57,21 @@ class ExpertUseSums:
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return the use of the experts of each MoE layer, by the layer's name.
+    """Return the use of each MoE layer's experts on ``images`` images, by the layer's name.
 
-    On ``images`` images of a split, evenly spread, in evaluation mode. Every expert computes every
-    token, so a layer costs E / k times as much.
+    Every expert computes every token, so a layer costs E / k times as much.
     """
     sums: dict[str, ExpertUseSums] = {}
     pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
-    with watch_layers(model, partial(_add_batch, sums)):
+
+    def add_batch(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
+        weights, chosen = record.combine.flatten(0, 1), record.chosen.flatten(0, 1)
+        layer_sums = sums.setdefault(name, ExpertUseSums(layer.number))
+        layer_sums.tokens += len(weights)
+        for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
+            layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
+
+    with watch_layers(model, add_batch):
         predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
     return {name: layer_sums.average() for name, layer_sums in sums.items()}
 
@@ -79,16 +85,11 @@ def watch_layers(
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
 
-    hooks = [
-        layer.router.register_forward_hook(make_hook(name, layer))
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoEFeedForward)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoEFeedForward):
+                hooks.enter_context(layer.router.register_forward_hook(make_hook(name, layer)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:
@@ -97,21 +98,6 @@ def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tenso
         ends = torch.zeros(layer.number, dtype=torch.int32, device=tokens.device)
         ends[expert:] = len(tokens)
         yield layer.experts(Rows(tokens, ends))
-
-
-def _add_batch(
-    sums: dict[str, ExpertUseSums],
-    name: str,
-    layer: MoEFeedForward,
-    tokens: Tensor,
-    record: RoutingRecord,
-) -> None:
-    """Add the tokens that a router has just routed to the sums of its layer."""
-    weights, chosen = record.combine.flatten(0, 1), record.chosen.flatten(0, 1)
-    layer_sums = sums.setdefault(name, ExpertUseSums(layer.number))
-    layer_sums.tokens += len(weights)
-    for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
-        layer_sums.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])
 
 
 class ExpertReduction(Config, ABC):

@@ -73,8 +73,11 @@ class Merge(expert_reduction.ExpertReduction):
                 weights[name] = merge_parameter(weights[name], shares)
                 if not self.fold:
                     weights[name] = weights[name][clusters.to(weights[name].device)]
-            if self.fold:
-                weights |= pop_folded_router_state(weights, f"{layer}.router.", clusters)
+            if self.fold:  # the folded router holds the whole router, and each expert's cluster
+                prefix = f"{layer}.router."
+                for name in [name for name in weights if name.startswith(prefix)]:
+                    weights[f"{prefix}router.{name.removeprefix(prefix)}"] = weights.pop(name)
+                weights[f"{prefix}clusters"] = clusters
         return expert_reduction.build_reduced_model(model, moe, weights)
 
 
@@ -83,9 +86,8 @@ def cluster_outputs(
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Return the cluster (E,) int64 of each expert, and the distance of each joined pair.
 
-    means: (E, d) mean outputs, compared by Euclidean distance. The two nearest clusters are joined
-    until ``number`` remain; ties go to the lowest experts. Clusters are in the order of their
-    lowest experts.
+    The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
+    go to the lowest experts, by which clusters are ordered.
     """
     points = means.double()
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose precision at small distances
@@ -119,12 +121,3 @@ def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
     """Return the means (M, …) of the experts' parameter (E, …), weighted by the shares (M, E)."""
     flat = shares.to(values.device) @ values.flatten(1).double()
     return flat.unflatten(1, values.shape[1:]).to(values.dtype)
-
-
-def pop_folded_router_state(
-    weights: dict[str, Tensor], prefix: str, clusters: Tensor
-) -> dict[str, Tensor]:
-    """Move a router's state out of ``weights``; return it as the state of the folded router."""
-    names = [name for name in weights if name.startswith(prefix)]
-    inner = {f"{prefix}router.{name[len(prefix) :]}": weights.pop(name) for name in names}
-    return inner | {f"{prefix}clusters": clusters}

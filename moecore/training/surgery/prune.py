@@ -46,18 +46,16 @@ class Prune(expert_reduction.ExpertReduction):
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model without the experts with the lowest score."""
-        moe = self.reduced_settings(model.experts_and_router)
-        remaining = {
-            name: self.kept_experts(model.experts_and_router, use) for name, use in uses.items()
-        }
-        return expert_reduction.build_reduced_model(
-            model, moe, select_expert_weights(model, moe, remaining)
-        )
+        before = model.experts_and_router
+        moe = self.reduced_settings(before)
+        remaining = {name: self.kept_experts(before, use) for name, use in uses.items()}
+        weights = select_expert_weights(model, moe, remaining)
+        return expert_reduction.build_reduced_model(model, moe, weights)
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
         """Return the remaining experts (M,) of a layer, sorted; UserError for unequal groups."""
-        order = order_of_pruning(use.reap if self.by == "reap" else use.counts)
-        experts = order[-self.number_left(moe) :].sort().values
+        order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
+        experts = order[-self.number_left(moe) :].sort().values  # of equals the highest stay
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
         if groups is not None:
             group = experts // (moe.experts.number // groups.number)
@@ -71,18 +69,10 @@ class Prune(expert_reduction.ExpertReduction):
         return experts
 
 
-def order_of_pruning(scores: Tensor) -> Tensor:
-    """Return the experts (E,) by score, lowest first; of equals the lowest index first."""
-    return torch.argsort(scores, stable=True)
-
-
 def select_expert_weights(
     model: Model, moe: MoESettings, remaining: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of ``model`` for the remaining experts (M,) by layer, layers in order.
-
-    Experts are selected along every axis with another length in a model of the settings ``moe``.
-    """
+    """Return the weights of ``model`` for the remaining experts (M,) by layer, layers in order."""
     reduced = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None
@@ -94,7 +84,7 @@ def select_expert_weights(
                 columns = previous
             lengths = zip(value.shape, reduced[name].shape, strict=True)
             for axis, (old_length, new_length) in enumerate(lengths):
-                if old_length != new_length:
+                if old_length != new_length:  # an axis of experts
                     selected = experts if axis == 0 else columns
                     value = value.index_select(axis, selected.to(value.device))
             weights[name] = value

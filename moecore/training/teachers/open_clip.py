@@ -61,8 +61,7 @@ class OpenClip(Teacher):
     def build(self, image: ImageSpec) -> BackboneModel:
         """Return the pretrained towers at the resolution of ``image``, with CLIP's normalisation.
 
-        Positions are interpolated. Raises UserError for a missing or foreign file, for data without
-        captions, and for captions with another vocabulary or context.
+        Raises UserError for a missing or foreign file, and for data without fitting captions.
         """
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
@@ -86,11 +85,8 @@ class OpenClip(Teacher):
             task=image.task,
         )
         if spec.channels != image.channels:
-            raise UserError.at(
-                "teacher.checkpoint",
-                found=f"images of {image.channels} channels",
-                allowed=spec.channels,
-            )
+            text = f"images of {image.channels} channels"
+            raise UserError.at("teacher.checkpoint", found=text, allowed=spec.channels)
         model = settings.build(spec.model_copy(update={"size": image.size}))
         weights = model.adapt_weights(weights, settings, spec, "bicubic")
         unmatched = model.load_state_dict(weights, strict=False)

@@ -22,12 +22,8 @@ from moecore.training.teachers.base import Teacher
 BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
 ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
-# By the number of special tokens.
-POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
-    "mean",
-    "class",
-    "class+distillation",
-)
+Pooling = Literal["mean", "class", "class+distillation"]
+POOLING: tuple[Pooling, ...] = ("mean", "class", "class+distillation")  # by special tokens
 
 
 class Timm(Teacher):
@@ -45,10 +41,9 @@ class Timm(Teacher):
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the pretrained model for such images, normalised as in timm's config.
+        """Return the pretrained model, with timm's normalisation and interpolated positions.
 
-        Positions are interpolated (ViT: by timm; Swin's tables: bicubically). Classes are named by
-        number. Raises UserError for a name or a file that does not fit.
+        Classes are named by number. Raises UserError for a name or a file that does not fit.
         """
         model, weights = self._convert_model(self._load_source(image), image)
         model.load_state_dict(weights)
@@ -64,18 +59,17 @@ class Timm(Teacher):
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
         """Return our version of a timm model, and its weights; UserError for other features."""
-        if self._is_swin:
-            unsupported = unsupported_swin_features(source)
-        else:
-            unsupported = unsupported_vit_features(source)
+        unsupported = unsupported_features(source)
         if unsupported:
             raise self._name_error(f"which has {', '.join(unsupported)}")
-        config = source.pretrained_cfg
+        mean, std = source.pretrained_cfg["mean"], source.pretrained_cfg["std"]
+        if len(mean) != image.channels:  # their average for each
+            mean, std = ((sum(values) / len(values),) * image.channels for values in (mean, std))
         spec = ImageSpec(
             channels=image.channels,
             size=image.size,
-            mean=_fit_channels(config["mean"], image.channels),
-            std=_fit_channels(config["std"], image.channels),
+            mean=tuple(mean),
+            std=tuple(std),
             task=Classification(classes=tuple(map(str, range(source.num_classes)))),
         )
         weights: dict[str, Tensor] = source.state_dict()
@@ -90,7 +84,10 @@ class Timm(Teacher):
         except UserError as error:
             reason = f"which does not fit images of {image.size} pixels: {error}"
             raise self._name_error(reason) from error
-        if unmatched := unmatched_weights(model.state_dict(), weights):
+        ours = {name: value.shape for name, value in model.state_dict().items()}
+        theirs = {name: value.shape for name, value in weights.items()}
+        names = dict.fromkeys([*theirs, *ours])
+        if unmatched := [name for name in names if ours.get(name) != theirs.get(name)]:
             reason = f"whose weights {', '.join(unmatched[:4])} ours lacks or has in another shape"
             raise self._name_error(reason)
         return model, weights
@@ -161,8 +158,13 @@ class Timm(Teacher):
             ) from error
 
 
-def unsupported_vit_features(source: Any) -> list[str]:
-    """Return the features of a timm model, in words, that our ViT does not have."""
+def unsupported_features(source: Any) -> list[str]:
+    """Return the features of a timm model, in words, that our ViT or Swin does not have."""
+    if not hasattr(source, "blocks"):  # a Swin
+        first = [stage.blocks[0] for stage in source.layers]
+        window = max(block.window_size[0] for block in first)
+        differ = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
+        return ["windows of different sizes in its stages"] if differ else []
     block = source.blocks[0]
     if type(block).__name__ != "Block":
         return [f"blocks of the kind {type(block).__name__}"]
@@ -212,14 +214,6 @@ def vit_settings(source: Any) -> Vit:
     )
 
 
-def unsupported_swin_features(source: Any) -> list[str]:
-    """Return the features of a timm model, in words, that our Swin does not have."""
-    first = [stage.blocks[0] for stage in source.layers]
-    window = max(block.window_size[0] for block in first)
-    differ = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
-    return ["windows of different sizes in its stages"] if differ else []
-
-
 def swin_settings(source: Any) -> SwinSettings:
     """Return our settings of a timm SwinTransformer or SwinTransformerV2."""
     first = [stage.blocks[0] for stage in source.layers]
@@ -248,28 +242,12 @@ def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def unmatched_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of weights that only one of two models has, or that differ in shape."""
-    our_shapes = {name: value.shape for name, value in ours.items()}
-    their_shapes = {name: value.shape for name, value in theirs.items()}
-    names = dict.fromkeys([*theirs, *ours])
-    return [name for name in names if our_shapes.get(name) != their_shapes.get(name)]
-
-
-def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return timm's statistics for another number of channels: their average for each."""
-    if len(values) == channels:
-        return tuple(values)
-    return (sum(values) / len(values),) * channels
-
-
 @cache
 def define_missing_operators() -> torch.library.Library | None:
     """Make torchvision importable with a CPU build of torch; return the object that keeps it so.
 
-    Its wheels contain CUDA operators. With CPU-only torch their library does not load, and the
-    import fails when it registers fake implementations of operators that are not defined. With
-    schemas for two of them the import works; timm uses neither.
+    Its import registers fake implementations of CUDA operators, which must be defined; timm uses
+    none of them.
     """
     if torch.version.cuda is not None:
         return None

@@ -269,7 +269,8 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
     config = swin(kind, window=8)
-    learned = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu").model
+    job = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu")
+    learned = job.model
     save_model(tmp_path / "dense", dense)
     moved = load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)

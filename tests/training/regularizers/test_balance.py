@@ -3,13 +3,11 @@ terms that need a teacher, and those that are told the region: what routing is t
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
@@ -66,15 +64,11 @@ def test_load_by_hand():
 LOGITS = [[[0.0, math.log(3)], [math.log(2), math.log(6)]]]
 
 
-def test_z_loss_by_hand():
+def test_z_loss_by_hand_and_of_large_logits():
     # (ln²4 + ln²8)/2 = (4 + 9)/2·ln²2
     assert z_loss(logits=torch.tensor(LOGITS)).item() == pytest.approx(6.5 * math.log(2) ** 2)
-
-
-def test_z_loss_of_large_logits_stays_finite():
-    assert z_loss(logits=torch.full((1, 1, 2), 1e4)).item() == pytest.approx(
-        (1e4 + math.log(2)) ** 2
-    )
+    large = z_loss(logits=torch.full((1, 1, 2), 1e4)).item()
+    assert large == pytest.approx((1e4 + math.log(2)) ** 2)
 
 
 # Tokens (½, ¼, ¼): ½ ln 2 + 2·¼ ln 4 = 1.5 ln 2, and (1, 0, 0): 0. Their mean:
@@ -102,17 +96,12 @@ STUDENT = [[[0.25, 0.75], [0.25, 0.75]]]
 VALUE = (0.5 * math.log(4 / 3) + math.log(4)) / 2
 
 
-def test_value_by_hand():
-    assert router_kl(
-        teacher=torch.tensor(TEACHER), student=torch.tensor(STUDENT)
-    ).item() == pytest.approx(VALUE)
-
-
-def test_layers_are_averaged_and_the_weight_is_left_to_the_objective():
-    two = step(
-        record(probs=STUDENT), record(probs=TEACHER), guidance=[TEACHER, TEACHER]
-    )  # the second layer agrees: 0
-    assert RouterKl()(two).item() == pytest.approx(VALUE / 2)
+def test_value_by_hand_averaged_over_layers_without_the_weight():
+    divergence = router_kl(teacher=torch.tensor(TEACHER), student=torch.tensor(STUDENT))
+    assert divergence.item() == pytest.approx(VALUE)
+    layers = record(probs=STUDENT), record(probs=TEACHER)  # the second agrees: 0
+    term = RouterKl(weight=7.0)(step(*layers, guidance=[TEACHER, TEACHER]))
+    assert term.item() == pytest.approx(VALUE / 2)
 
 
 def test_gradient_is_student_minus_teacher_and_the_teacher_gets_none():
@@ -134,11 +123,9 @@ def test_probabilities_of_zero_stay_finite():
 
 
 def test_it_acts_until_its_share_of_the_training():
-    half = RouterKl(until=0.5)
-    assert half(
-        step(record(probs=STUDENT), guidance=[TEACHER], progress=0.499)
-    ).item() == pytest.approx(VALUE)
-    assert half(step(record(probs=STUDENT), guidance=[TEACHER], progress=0.5)).item() == 0
+    for progress, value in ((0.499, VALUE), (0.5, 0)):
+        one = step(record(probs=STUDENT), guidance=[TEACHER], progress=progress)
+        assert RouterKl(until=0.5)(one).item() == pytest.approx(value)
 
 
 def test_router_kl_without_guidance_is_explained():
@@ -170,20 +157,14 @@ def test_the_oracle_teaches_each_token_the_expert_of_its_kind():
 TEACHER_PROBS = [[[0.5, 0.5], [1.0, 0.0]]]
 
 
-def test_terms_by_hand():
-    terms = teacher_router_terms(
-        probs=(torch.tensor(TEACHER_PROBS), torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]))
-    )  # balanced and sure: 0 and 0
-    assert terms["balance"].item() == pytest.approx(0.25) and terms[
-        "entropy"
-    ].item() == pytest.approx(0.5 * math.log(2))
-
-
-def test_factors_and_layers():
+def test_terms_by_hand_with_factors_and_layers():
+    even = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # balanced and sure: 0 and 0
+    terms = teacher_router_terms(probs=(torch.tensor(TEACHER_PROBS), even))
+    found = {name: term.item() for name, term in terms.items()}
+    assert found == pytest.approx({"balance": 0.25, "entropy": 0.5 * math.log(2)})
     guided = step(guidance=[TEACHER_PROBS, TEACHER_PROBS])
-    assert TeacherRouter(balance=0.3, entropy=0.7)(guided).item() == pytest.approx(
-        2 * (0.3 * 0.25 + 0.7 * 0.5 * math.log(2))
-    )
+    expected = 2 * (0.3 * 0.25 + 0.7 * 0.5 * math.log(2))
+    assert TeacherRouter(balance=0.3, entropy=0.7)(guided).item() == pytest.approx(expected)
 
 
 def test_only_the_teachers_probs_are_read():
@@ -193,27 +174,22 @@ def test_only_the_teachers_probs_are_read():
     assert student.grad is None and teacher.grad.abs().sum() > 0
 
 
-def step_of(scores, belongs):
-    record = RoutingRecord(*[scores] * 5)
-    return ObjectiveInputs(
-        Batch(None, None, None, 1, belongs),
-        ModelOutput(None, (record, record._replace(logits=3 * scores))),
-        SimpleNamespace(),
-    )
+def region_routing(scores, belongs):
+    """Of two layers; the second layer's scores are three times as large."""
+    inputs = step(record(logits=scores), record(logits=3 * scores))
+    return RegionRouting()(inputs._replace(batch=inputs.batch._replace(belongs=belongs)))
 
 
-def test_by_hand():
+def test_region_routing_by_hand():
     # token 0 belongs to expert 1: scores 0, 0.1 / 0.1 = 0, 1 → −log(e / (1 + e)); token 1 to none;
     # token 2 to expert 0: 0.2, 0 → 2, 0
     scores = torch.tensor([[[0.0, 0.1], [5.0, 0.0], [0.2, 0.0]]])
     belongs = torch.tensor([[1, -1, 0]])
     expected = (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-2))) / 2
-    assert float(
-        region_routing_loss(scores=scores, belongs=belongs, temperature=0.1)
-    ) == pytest.approx(expected)
-    # the second layer's scores are three times as large; the mean of both layers
+    found = region_routing_loss(scores=scores, belongs=belongs, temperature=0.1)
+    assert float(found) == pytest.approx(expected)
     steep = (math.log(1 + math.exp(-3)) + math.log(1 + math.exp(-6))) / 2
-    assert float(RegionRouting()(step_of(scores, belongs))) == pytest.approx((expected + steep) / 2)
+    assert float(region_routing(scores, belongs)) == pytest.approx((expected + steep) / 2)
 
 
 def test_no_label_no_loss():
@@ -221,7 +197,7 @@ def test_no_label_no_loss():
     loss = region_routing_loss(scores=scores, belongs=torch.full((1, 3), -1), temperature=0.1)
     loss.backward()
     assert loss == 0 and (scores.grad == 0).all()
-    assert RegionRouting()(step_of(torch.rand(1, 3, 2), None)) == 0
+    assert region_routing(torch.rand(1, 3, 2), None) == 0
 
 
 SWITCH = [

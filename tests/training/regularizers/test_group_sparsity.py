@@ -23,9 +23,8 @@ from moecore.training.regularizers.orthogonality import Orthogonality, orthogona
 from tests.training.small import record, step
 
 AVERAGE = math.inf
-BINARY = math.sqrt(
-    1 / (2 * math.log(2))
-)  # exp(−d²/2σ²) = 2^(−d²): one side is (½, 1, ½)/2 = (¼, ½, ¼)
+# exp(−d²/2σ²) = 2^(−d²): one side is (½, 1, ½)/2 = (¼, ½, ¼)
+BINARY = math.sqrt(1 / (2 * math.log(2)))
 
 
 def value(probs, sigma=AVERAGE, size=3):
@@ -82,12 +81,8 @@ def test_gaussian_filter_by_hand():
 
 def test_a_map_with_two_rows_cuts_the_filter():
     # 8 experts: a 2 × 4 map, 2 × 3 windows, two of them, side by side.
-    assert (
-        value(one_hot(0, 8))
-        == value(one_hot(4, 8))
-        == value(one_hot(3, 8))
-        == near(math.sqrt(1 / 6))
-    )
+    corners = [value(one_hot(expert, 8)) for expert in (0, 4, 3)]
+    assert corners == [near(math.sqrt(1 / 6))] * 3
     assert value(one_hot(1, 8)) == value(one_hot(6, 8)) == near(2 * math.sqrt(1 / 6))
     # Gaussian: both rows weigh ½, columns ¼, ½, ¼. Expert 2 ends the first window and is in the
     # middle of the second.
@@ -102,15 +97,11 @@ def test_a_map_with_two_rows_cuts_the_filter():
     st.integers(0, 1000),
 )
 def test_agrees_with_loops(experts, size, sigma, seed):
-    probs = (
-        3
-        * torch.randn(
-            2, 3, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-    ).softmax(-1)
-    assert group_sparsity(probs=probs, size=size, sigma=sigma).item() == pytest.approx(
-        by_loops(probs, size, sigma), rel=1e-3
-    )
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.randn(2, 3, experts, generator=generator, dtype=torch.float64)
+    probs = (3 * probs).softmax(-1)
+    found = group_sparsity(probs=probs, size=size, sigma=sigma).item()
+    assert found == pytest.approx(by_loops(probs, size, sigma), rel=1e-3)
 
 
 def test_probabilities_of_zero_stay_finite():
@@ -143,10 +134,8 @@ def test_a_step_uses_the_sigma_of_its_progress_and_layers_are_summed():
     probs = torch.randn(2, 3, 16).softmax(-1)
     for progress in (0.0, 0.25):
         expected = group_sparsity(probs=probs, size=2, sigma=10 - 8.5 * progress**0.3)
-        part = GroupSparsity(size=2, weight=7.0)
-        torch.testing.assert_close(
-            part(step(record(probs=probs), record(probs=probs), progress=progress)), 2 * expected
-        )
+        layers = step(record(probs=probs), record(probs=probs), progress=progress)
+        torch.testing.assert_close(GroupSparsity(size=2, weight=7.0)(layers), 2 * expected)
     average = GroupSparsity(filter="average")(step(record(probs=probs), progress=0.9))
     torch.testing.assert_close(average, group_sparsity(probs=probs, size=3, sigma=AVERAGE))
 
@@ -227,14 +216,11 @@ def test_autocast_does_not_round_it():
 
 def test_layers_are_summed_whoever_owns_the_basis():
     experts = Eigen(number=3, rank=2).build(4)
-    shared = MoEFeedForward(
-        Eigenbasis().build(4, 3, experts.basis), experts, Eigenbasis().wants, Eigen.provides
-    )
+    router = Eigenbasis().build(4, 3, experts.basis)
+    shared = MoEFeedForward(router, experts, Eigenbasis().wants, Eigen.provides)
     own = Eigenbasis(rank=2).build(4, 3)
     model = nn.ModuleDict({"shared": shared, "own": own, "dense": nn.Linear(4, 4)})
-    model["dense"].register_parameter(
-        "no_basis", nn.Parameter(torch.randn(3, 4, 2))
-    )  # not called `basis`
+    model["dense"].no_basis = nn.Parameter(torch.randn(3, 4, 2))  # not called `basis`
     with torch.no_grad():
         experts.basis.mul_(2)  # BᵀB − I = 3 I: 9·r = 18 an expert, 54
         own.basis.mul_(0)  # −I: r = 2 an expert, 6

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -6,21 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, TokenLayout
+from moecore.core.routing_records import TokenLayout
 from moecore.training.regularizers.jensen_shannon import JensenShannon, jensen_shannon
 from moecore.training.regularizers.pairwise_consistency import (
     PairwiseConsistency,
     pairwise_consistency,
 )
-from tests.training.small import record
+from tests.training.small import record, step
 
 ONE_HOT = torch.eye(8)
-SPREAD = torch.tensor(
-    [
-        [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4],
-        [[0, 0.5, 0.25, 0.25], [0, 0, 1, 0], [0.5, 0, 0, 0.5]],
-    ]
-)
+OURS = [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4]
+SPREAD = torch.tensor([OURS, [[0, 0.5, 0.25, 0.25], [0, 0, 1, 0], [0.5, 0, 0, 0.5]]])
 ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
@@ -31,26 +28,19 @@ def draw_two_views(*layers, special=1, columns=2, views=2, move=0.0):
     count = len(layers[0])
     affines = torch.eye(3).repeat(count, 1, 1)
     affines[count // 2 :, 1, 2] = move
-    blank = torch.zeros(count)
     layout = TokenLayout(special, (1, columns), (4, 4 * columns))
     model = SimpleNamespace(layouts=(layout,) * len(layers))
-    return ObjectiveInputs(
-        Batch(blank, blank, affines, views),
-        ModelOutput(blank, tuple(record(probs=layer) for layer in layers)),
-        model,
-    )
+    inputs = step(*(record(probs=layer) for layer in layers))
+    batch = inputs.batch._replace(affines=affines, views=views)
+    return inputs._replace(batch=batch, model=model)
 
 
 def terms(first, second, found=None):
     """The means of (1 − S_ii)² and of S_ij² of one image's pairs (T', E)."""
     found = torch.ones(1, len(first), dtype=torch.bool) if found is None else found
+    loss = partial(pairwise_consistency, first[None], second[None], found)
     parts = ((1.0, 0.0), (0.0, 1.0))
-    return [
-        pairwise_consistency(
-            first=first[None], second=second[None], present=found, diagonal=d, off_diagonal=o
-        ).item()
-        for d, o in parts
-    ]
+    return [loss(diagonal=diagonal, off_diagonal=other).item() for diagonal, other in parts]
 
 
 def by_loops(first, second, found, diagonal, off_diagonal):
@@ -67,11 +57,10 @@ def by_loops(first, second, found, diagonal, off_diagonal):
     for i in range(experts):
         for j in range(experts):
             s = matrix[i][j] * experts / count
-            total += (
-                diagonal / experts * (1 - s) ** 2
-                if i == j
-                else off_diagonal / (experts * (experts - 1)) * s**2
-            )
+            if i == j:
+                total += diagonal / experts * (1 - s) ** 2
+            else:
+                total += off_diagonal / (experts * (experts - 1)) * s**2
     return total
 
 
@@ -80,10 +69,7 @@ def by_loops(first, second, found, diagonal, off_diagonal):
     [
         (torch.full((8, 8), 1 / 8), (0.765625, 0.015625)),  # S_ij = 8/64 = 1/8: (7/8)² and (1/8)²
         (ONE_HOT, (0, 0)),  # S = I
-        (
-            ONE_HOT[[0, 1, 2, 3] * 2],
-            (1, 0),
-        ),  # S_ii is 2 four times and 0 four times: (1 − S_ii)² is 1
+        (ONE_HOT[[0, 1, 2, 3] * 2], (1, 0)),  # S_ii is 2 or 0 four times each: (1 − S_ii)² is 1
         (ONE_HOT[[0] * 8], (7, 0)),  # S_00 = 8: (49 + 7)/8
     ],
 )
@@ -110,29 +96,23 @@ def random_pairs(seed, dtype=torch.float64):
 def test_agrees_with_loops(seed, diagonal, off_diagonal):
     first, second, found = random_pairs(seed)
     found[0, 0] = True
-    ours = pairwise_consistency(
-        first=first, second=second, present=found, diagonal=diagonal, off_diagonal=off_diagonal
-    ).item()
-    assert ours == pytest.approx(by_loops(first, second, found, diagonal, off_diagonal))
+    weights = {"diagonal": diagonal, "off_diagonal": off_diagonal}
+    ours = pairwise_consistency(first, second, found, **weights).item()
+    assert ours == pytest.approx(by_loops(first, second, found, **weights))
 
 
 def test_no_pair_is_no_loss_and_no_gradient():
     probs = SPREAD.clone().requires_grad_()
-    loss = pairwise_consistency(
-        first=probs, second=probs, present=~ALL, diagonal=1.0, off_diagonal=1.0
-    )
+    loss = pairwise_consistency(probs, probs, ~ALL, diagonal=1.0, off_diagonal=1.0)
     loss.backward()
     assert loss.item() == 0 and torch.equal(probs.grad, torch.zeros_like(probs))
 
 
 def test_autocast_does_not_round_the_correlation():
-    first, second, found = random_pairs(0, torch.float32)
-    weights = {"diagonal": 0.3, "off_diagonal": 0.7}
-    expected = pairwise_consistency(first=first, second=second, present=found, **weights)
+    loss = partial(pairwise_consistency, *random_pairs(0, torch.float32))
+    expected = loss(diagonal=0.3, off_diagonal=0.7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(
-            pairwise_consistency(first=first, second=second, present=found, **weights), expected
-        )
+        assert torch.equal(loss(diagonal=0.3, off_diagonal=0.7), expected)
 
 
 def test_partners_of_a_step_by_hand():
@@ -140,79 +120,67 @@ def test_partners_of_a_step_by_hand():
     # E = 2: the one pair is (token 1 of view 1, token 2 of view 2) = (e0, e0): S = 2·[[1, 0], [0,
     # 0]], diagonal (1 + 1)/2 = 1, off the diagonal 0. With the class tokens (e0, e1): S = [[1, 1],
     # [0, 0]], diagonal (0 + 1)/2, off the diagonal (1 + 0)/2.
-    e0, e1 = torch.eye(2)
-    moved = draw_two_views(
-        torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, e0])]), move=4
-    )
-    assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01)(moved).item() == pytest.approx(0.1)
-    assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=True)(
-        moved
-    ).item() == pytest.approx(0.05 + 0.005)
+    moved = draw_two_views(torch.eye(2)[torch.tensor([[0, 0, 1], [1, 1, 0]])], move=4)
+    for special, value in ((False, 0.1), (True, 0.05 + 0.005)):
+        loss = PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=special)
+        assert loss(moved).item() == pytest.approx(value)
 
 
 def test_views_of_different_resolution_may_change_places():
-    step = draw_two_views(SPREAD, columns=2)
-    affines = step.batch.affines.clone()
-    affines[1, 0, 0] = affines[1, 1, 1] = (
-        2  # its centres 2 and 6 → 1 and 3, both patch 0 of the other
-    )
-    given = step._replace(batch=step.batch._replace(affines=affines))
+    loss, plain = PairwiseConsistency(), draw_two_views(SPREAD, columns=2)
+    affines = plain.batch.affines.clone()
+    # its centres 2 and 6 → 1 and 3, both patch 0 of the other
+    affines[1, 0, 0] = affines[1, 1, 1] = 2
+    given = plain._replace(batch=plain.batch._replace(affines=affines))
     turned = draw_two_views(SPREAD.flip(0), columns=2)
     turned = turned._replace(batch=turned.batch._replace(affines=affines.flip(0)))
-    assert PairwiseConsistency()(given).item() == pytest.approx(
-        PairwiseConsistency()(turned).item()
-    )
-    assert PairwiseConsistency()(given).item() != pytest.approx(PairwiseConsistency()(step).item())
+    assert loss(given).item() == pytest.approx(loss(turned).item())
+    assert loss(given).item() != pytest.approx(loss(plain).item())
 
 
 def test_layers_are_summed():
-    one = PairwiseConsistency()(draw_two_views(SPREAD)).item()
-    assert one > 0 and PairwiseConsistency()(
-        draw_two_views(SPREAD, SPREAD)
-    ).item() == pytest.approx(2 * one)
+    one, two = draw_two_views(SPREAD), draw_two_views(SPREAD, SPREAD)
+    loss = PairwiseConsistency()
+    assert loss(one).item() > 0 and loss(two).item() == pytest.approx(2 * loss(one).item())
     assert PairwiseConsistency.needs == {"routing", "two_views"}
 
 
 # p = (1, 0), q = (½, ½), m = (¾, ¼): KL(p ‖ m) = ln(4/3); KL(q ‖ m) = ½ ln(2/3) + ½ ln 2 = ½
 # ln(4/3). Half their sum:
 VALUE = 0.75 * math.log(4 / 3)
-FIRST, SECOND = (
-    torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]),
-    torch.tensor([[[0.5, 0.5], [0.0, 1.0]]]),
-)  # the second pair: ln 2
+FIRST = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+SECOND = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])  # the second pair: ln 2
+BOTH = torch.tensor([[True, True]])
 
 
 def test_value_by_hand():
-    both, one = torch.tensor([[True, True]]), torch.tensor([[True, False]])
-    assert jensen_shannon(first=FIRST, second=SECOND, present=both).item() == pytest.approx(
-        (VALUE + math.log(2)) / 2
-    )
-    assert jensen_shannon(first=FIRST, second=SECOND, present=one).item() == pytest.approx(VALUE)
-    assert jensen_shannon(first=FIRST, second=SECOND, present=~both).item() == 0
+    expected = (VALUE + math.log(2)) / 2
+    assert jensen_shannon(FIRST, SECOND, BOTH).item() == pytest.approx(expected)
+    one = torch.tensor([[True, False]])
+    assert jensen_shannon(FIRST, SECOND, one).item() == pytest.approx(VALUE)
+    assert jensen_shannon(FIRST, SECOND, ~BOTH).item() == 0
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 30))
 def test_bounds_and_symmetries(seed, sharpness):
     generator = torch.Generator().manual_seed(seed)
-    first, second = (
-        sharpness * torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
-    ).softmax(-1)
+    logits = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
+    first, second = (sharpness * logits).softmax(-1)
     found = torch.rand(3, 5, generator=generator) < 0.5
     found[0, 0] = True
-    value = jensen_shannon(first=first, second=second, present=found)
+    value = jensen_shannon(first, second, found)
     assert -1e-12 <= value.item() <= math.log(2) + 1e-12
-    torch.testing.assert_close(jensen_shannon(first=second, second=first, present=found), value)
+    torch.testing.assert_close(jensen_shannon(second, first, found), value)
     names = torch.randperm(4)
-    torch.testing.assert_close(
-        jensen_shannon(first=first[..., names], second=second[..., names], present=found), value
-    )
-    assert jensen_shannon(first=first, second=first, present=found).item() == 0
+    renamed = jensen_shannon(first[..., names], second[..., names], found)
+    torch.testing.assert_close(renamed, value)
+    assert jensen_shannon(first, first, found).item() == 0
 
 
 def test_probabilities_of_zero_stay_finite():
     first, second = FIRST.clone().requires_grad_(), FIRST.flip(-1).clone().requires_grad_()
     for other in (second, first):  # no expert in common; equal, with a shared zero
-        loss = jensen_shannon(first=first, second=other, present=torch.tensor([[True, True]]))
+        loss = jensen_shannon(first, other, BOTH)
         loss.backward()
         assert loss.isfinite() and first.grad.isfinite().all()
     assert second.grad.isfinite().all()
@@ -221,13 +189,11 @@ def test_probabilities_of_zero_stay_finite():
 def test_layers_are_summed_and_pairs_come_from_the_affines():
     # View 2 shows view 1's patch 0 as its patch 1: tokens 1 and 2 are the only pair, p = (1, 0)
     # with q = (½, ½).
-    e0, e1, even = torch.tensor([1.0, 0]), torch.tensor([0, 1.0]), torch.tensor([0.5, 0.5])
-    layer = torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, even])])
+    layer = torch.tensor([[[1.0, 0], [1, 0], [0, 1]], [[0, 1], [0, 1], [0.5, 0.5]]])
     moved = draw_two_views(layer, layer, move=4)
     assert JensenShannon(weight=7.0)(moved).item() == pytest.approx(2 * VALUE)
-    assert JensenShannon(special=True)(moved).item() == pytest.approx(
-        VALUE + math.log(2)
-    )  # each layer: (VALUE + ln 2)/2
+    with_class = JensenShannon(special=True)(moved).item()  # each layer: (VALUE + ln 2)/2
+    assert with_class == pytest.approx(VALUE + math.log(2))
     assert JensenShannon.needs == {"routing", "two_views"}
 
 
@@ -237,10 +203,10 @@ def test_layers_with_other_grids_have_pairs_of_their_own():
     coarse = torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
     loss = PairwiseConsistency(special=False)
 
-    def step(*given):
-        made = draw_two_views(*(layer for layer, _ in given), special=0)
-        return made._replace(model=SimpleNamespace(layouts=tuple(layout for _, layout in given)))
+    def of_layers(*given):
+        layers, layouts = zip(*given, strict=True)
+        inputs = draw_two_views(*layers, special=0)
+        return loss(inputs._replace(model=SimpleNamespace(layouts=layouts))).item()
 
     both = (fine, TokenLayout(0, (2, 2), (8, 8))), (coarse, TokenLayout(0, (1, 1), (8, 8)))
-    alone = [loss(step(one)) for one in both]
-    assert loss(step(*both)).item() == pytest.approx(sum(alone).item())
+    assert of_layers(*both) == pytest.approx(of_layers(both[0]) + of_layers(both[1]))

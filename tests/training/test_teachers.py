@@ -1,5 +1,6 @@
 """A CLIP in open_clip's layout becomes both towers; the forward passes as CLIP's paper has them. A
-timm checkpoint in the real format becomes our frozen teacher.
+timm checkpoint in the real format becomes our frozen teacher; what ours lack is said in one line,
+before anything is downloaded. A teacher that is trained here, on data of its own.
 """
 
 import math
@@ -8,38 +9,29 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.data.sources.clusters import Clusters
+from moecore.data.sources.digits import Digits
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
+from moecore.nn.meta_device import meta_device_context
+from moecore.study.check import check_study
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.testing import check_teacher
 from moecore.training.method import Method
+from moecore.training.teachers.dense import Dense
 from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
 from moecore.training.teachers.timm import Timm, define_missing_operators
 from moecore.training.upcycle import upcycle_model
+from tests.project import PARAMS
 
 WIDTH, TEXT, JOINT, PATCH, WORDS, CONTEXT = 128, 64, 24, 8, 30, 9
 TASK = ImageText(words=WORDS, context=CONTEXT, captions=2, end=29, vocabulary="0" * 64)
 IMAGE = ImageSpec(channels=3, size=16, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), task=TASK)
-
-
-def block(start: str, width: int, draw) -> dict[str, torch.Tensor]:
-    return {
-        f"{start}.ln_1.weight": 1 + draw(width),
-        f"{start}.ln_1.bias": draw(width),
-        f"{start}.attn.in_proj_weight": draw(3 * width, width),
-        f"{start}.attn.in_proj_bias": draw(3 * width),
-        f"{start}.attn.out_proj.weight": draw(width, width),
-        f"{start}.attn.out_proj.bias": draw(width),
-        f"{start}.ln_2.weight": 1 + draw(width),
-        f"{start}.ln_2.bias": draw(width),
-        f"{start}.mlp.c_fc.weight": draw(4 * width, width),
-        f"{start}.mlp.c_fc.bias": draw(4 * width),
-        f"{start}.mlp.c_proj.weight": draw(width, 4 * width),
-        f"{start}.mlp.c_proj.bias": draw(width),
-    }
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -48,26 +40,34 @@ def weights() -> dict[str, torch.Tensor]:
     def draw(*shape: int) -> torch.Tensor:
         return 0.1 * torch.randn(shape, generator=generator)
 
+    def draw_map(name: str, inputs: int, outputs: int, separator: str = ".") -> None:
+        found[f"{name}{separator}weight"] = draw(outputs, inputs)
+        found[f"{name}{separator}bias"] = draw(outputs)
+
+    def draw_norm(name: str, width: int) -> None:
+        found[f"{name}.weight"], found[f"{name}.bias"] = 1 + draw(width), draw(width)
+
     found = {
         "logit_scale": torch.tensor(3.0),
         "visual.conv1.weight": draw(WIDTH, 3, PATCH, PATCH),
         "visual.class_embedding": draw(WIDTH),
         "visual.positional_embedding": draw(5, WIDTH),
-        "visual.ln_pre.weight": 1 + draw(WIDTH),
-        "visual.ln_pre.bias": draw(WIDTH),
-        "visual.ln_post.weight": 1 + draw(WIDTH),
-        "visual.ln_post.bias": draw(WIDTH),
         "visual.proj": draw(WIDTH, JOINT),
         "token_embedding.weight": draw(WORDS, TEXT),
         "positional_embedding": draw(CONTEXT, TEXT),
-        "ln_final.weight": 1 + draw(TEXT),
-        "ln_final.bias": draw(TEXT),
         "text_projection": draw(TEXT, JOINT),
     }
-    for number in range(3):
-        found |= block(f"visual.transformer.resblocks.{number}", WIDTH, draw)
-    for number in range(2):
-        found |= block(f"transformer.resblocks.{number}", TEXT, draw)
+    for name, width in (("visual.ln_pre", WIDTH), ("visual.ln_post", WIDTH), ("ln_final", TEXT)):
+        draw_norm(name, width)
+    for tower, width, depth in (("visual.", WIDTH, 3), ("", TEXT, 2)):
+        for number in range(depth):
+            block = f"{tower}transformer.resblocks.{number}"
+            draw_norm(f"{block}.ln_1", width)
+            draw_map(f"{block}.attn.in_proj", width, 3 * width, "_")
+            draw_map(f"{block}.attn.out_proj", width, width)
+            draw_norm(f"{block}.ln_2", width)
+            draw_map(f"{block}.mlp.c_fc", width, 4 * width)
+            draw_map(f"{block}.mlp.c_proj", 4 * width, width)
     return found
 
 
@@ -91,9 +91,8 @@ def transformer(hidden, given, start: str, depth: int, causal: bool, quick: bool
         name = f"{start}transformer.resblocks.{number}"
         one = {key.removeprefix(f"{name}."): value for key, value in given.items()}
         inner = norm(hidden, one["ln_1.weight"], one["ln_1.bias"])
-        query, key, value = (inner @ one["attn.in_proj_weight"].T + one["attn.in_proj_bias"]).chunk(
-            3, dim=-1
-        )
+        inner = inner @ one["attn.in_proj_weight"].T + one["attn.in_proj_bias"]
+        query, key, value = inner.chunk(3, dim=-1)
         parts = []
         for head in range(width // 64):
             own = slice(64 * head, 64 * head + 64)
@@ -147,15 +146,11 @@ def test_both_towers_are_clips(checkpoint, activation):
     model = OpenClip(checkpoint=checkpoint, activation=activation).build(IMAGE)
     given, quick = weights(), activation == "quick_gelu"
     images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
-    unit = torch.nn.functional.normalize(
-        torch.stack([clip_image(one, given, quick) for one in images]), dim=1
-    )
+    unit = normalize(torch.stack([clip_image(one, given, quick) for one in images]))
     sides = model(images).prediction
     torch.testing.assert_close(sides[:, :JOINT], math.exp(3) * unit, atol=1e-4, rtol=1e-4)
     words = captions(5)
-    unit = torch.nn.functional.normalize(
-        torch.stack([clip_text(one[0].long(), given, quick) for one in words]), dim=1
-    )
+    unit = normalize(torch.stack([clip_text(one[0].long(), given, quick) for one in words]))
     texts = model.targets(words)
     torch.testing.assert_close(texts[:, 0, :JOINT], unit, atol=1e-5, rtol=1e-4)
 
@@ -175,9 +170,8 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
     images = torch.rand(4, 3, 16, 16)
     found = model.eval()(images).prediction
     torch.testing.assert_close(found, teacher(images).prediction, atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(
-        model.targets(captions(3)), teacher.targets(captions(3)), atol=1e-5, rtol=1e-4
-    )
+    found, words = model.targets(captions(3)), teacher.targets(captions(3))
+    torch.testing.assert_close(found, words, atol=1e-5, rtol=1e-4)
     other = entry | {"experts": entry["experts"] | {"activation": "gelu"}}
     wrong = Method.model_validate(other).merge_model_settings(teacher.config)
     with pytest.raises(UserError, match="has quick_gelu, the experts have gelu; set experts.activ"):
@@ -196,9 +190,8 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
 
     with pytest.raises(UserError, match=r"allowed: an existing \.safetensors file"):
         build(path=str(tmp_path / "clip.pt"))
-    classes = Classification(classes=("a", "b"))
     with pytest.raises(UserError, match="open_clip needs captions; choose timm or dense"):
-        build(IMAGE.model_copy(update={"task": classes}))
+        build(IMAGE.model_copy(update={"task": TWO}))
     other = TASK.model_copy(update={"words": 31})
     with pytest.raises(UserError, match="31 words and 9 tokens per caption; allowed: 30 and 9"):
         build(IMAGE.model_copy(update={"task": other}))
@@ -209,13 +202,8 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
 
 
 NAME = "deit_tiny_patch16_224"
-IMAGENET = ImageSpec(
-    channels=3,
-    size=224,
-    task=Classification(classes=("a", "b")),
-    mean=(0.1, 0.1, 0.1),
-    std=(1.0, 1.0, 1.0),
-)
+TWO = Classification(classes=("a", "b"))
+IMAGENET = ImageSpec(channels=3, size=224, task=TWO, mean=(0.1,) * 3, std=(1.0,) * 3)
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +221,11 @@ def timm_checkpoint(tmp_path_factory):
 def test_the_teacher_is_timms_model_with_timms_normalisation(timm_checkpoint):
     source, path = timm_checkpoint
     teacher = Timm(name=NAME, checkpoint=path).build(IMAGENET)
-    images = torch.rand(1, 3, 224, 224)
-    mean, std = (
-        torch.tensor(source.pretrained_cfg[name]).view(1, 3, 1, 1) for name in ("mean", "std")
-    )
+    images, config = torch.rand(1, 3, 224, 224), source.pretrained_cfg
+    mean, std = (torch.tensor(config[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
-        torch.testing.assert_close(
-            teacher(images).prediction, source((images - mean) / std), atol=1e-4, rtol=0
-        )
+        expected = source((images - mean) / std)
+        torch.testing.assert_close(teacher(images).prediction, expected, atol=1e-4, rtol=0)
 
 
 def test_another_resolution_and_grey_images(timm_checkpoint):
@@ -274,9 +259,7 @@ def swin_checkpoint(kind: str):
 def microsofts(name: str) -> str:
     """The name of one of timm's weights in Microsoft's files."""
     name = name.replace("head.fc.", "head.")
-    return re.sub(
-        r"layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) - 1}.downsample", name
-    )
+    return re.sub(r"\d+(?=\.downsample)", lambda found: str(int(found[0]) - 1), name)
 
 
 @pytest.mark.parametrize(("kind", "names"), [("swin", microsofts), ("swin_v2", str)])
@@ -320,3 +303,66 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, name):
     with pytest.raises(UserError, match=said) as refused:
         Timm(name=name, checkpoint=str(path)).build(IMAGENET)
     assert "\n" not in str(refused.value)
+
+
+UNSUPPORTED = {
+    "vit_small_patch14_reg4_dinov2": "register tokens",
+    "vit_giant_patch14_dinov2": "gated feed-forwards (GluMlp), the activation SiLU",
+    "vit_base_patch16_rope_224": "the architecture eva",
+    "vit_base_patch32_clip_quickgelu_224": "a norm before the first block, the activation Quick",
+    "vit_base_patch16_siglip_224": "the pooling map",
+    "vit_small_patch16_18x2_224": "blocks of the kind ParallelThingsBlock",
+    "swin_s3_tiny_224": "windows of different sizes",
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_ours_lack_of_a_model_is_named(name):
+    with meta_device_context(), pytest.raises(UserError) as refused:
+        Timm(name=name, checkpoint="not_read.safetensors").check_name(IMAGENET)
+    said = str(refused.value)
+    assert said.startswith(f"teacher.name: found {name}, which has ")
+    assert UNSUPPORTED[name] in said and "; allowed: " in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deit3_small_patch16_224", "deit_tiny_distilled_patch16_224.fb_in1k", SWIN["swin_v2"]],
+)
+def test_plain_models_are_taken(name):
+    with meta_device_context():
+        Timm(name=name).check_name(IMAGENET)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224.no_such_tag", "vit_small_patch32_clip_224"])
+def test_names_without_weights_are_refused(name):
+    with meta_device_context(), pytest.raises(UserError, match="^teacher.name: found "):
+        Timm(name=name).check_name(IMAGENET)
+
+
+def test_the_check_of_a_study_names_file_line_and_key(tmp_path):
+    before, _, after = PARAMS.partition("teacher:\n")
+    teacher = "teacher: {kind: timm, name: vit_small_patch14_reg4_dinov2}\n"
+    text = before + teacher + after[after.index("teacher_router") :]
+    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+    line = before.count("\n") + 1
+    said = "teacher.name: found vit_small_patch14_reg4_dinov2, which has register tokens"
+    with pytest.raises(UserError, match=rf"params\.yaml:{line}:\d+: {said}[^\n]*$"):
+        check_study(tmp_path / "params.yaml")
+
+
+def test_a_dense_teachers_own_data_are_prepared_once(tmp_path):
+    settings = {
+        "model": {"kind": "vit", "patch": 8, "width": 8, "depth": 1, "heads": 1},
+        "training": {"epochs": 1, "batch": 4, "learning_rate": 1e-3},
+    }
+    Digits(size=16).write(tmp_path / "pretrain")
+    first = Prepared.open(tmp_path / "pretrain")
+    assert Dense(**settings).open_data(first, tmp_path) is first
+    own = Dense(**settings, data=Clusters(patch=8, grid=2, train=40, validation=10, test=10))
+    opened = own.open_data(first, tmp_path)
+    assert len(opened.train.labels) == 40 and opened.task.classes == ("-1", "+1")
+    (opened.folder / "card.json").touch()  # what a second call would replace
+    before = (opened.folder / "card.json").stat().st_mtime_ns
+    own.open_data(first, tmp_path)
+    assert (opened.folder / "card.json").stat().st_mtime_ns == before
