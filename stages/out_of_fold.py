@@ -11,7 +11,7 @@ from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.progress import report_progress
-from moecore.run.resume import record_resumable
+from moecore.run.run_record import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.method import Method

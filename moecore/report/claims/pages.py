@@ -27,7 +27,7 @@ from moecore.study.papers import (
     UnjudgedMetrics,
     load_papers,
 )
-from moecore.study.questions import WORLDS, QuestionFile, load_questions
+from moecore.study.questions import WORLDS, QuestionFile, load_questions, load_rounds
 from moecore.study.sections import Claim, Question
 
 CLAIMS_PAGE = Path("docs/claims.md")
@@ -64,7 +64,7 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 def render_claims_page(root: Path = Path()) -> str:
     """Return the text of docs/claims.md."""
-    rounds = [study for question in load_questions(root) for study in question.rounds]
+    rounds = load_rounds(root)
     commands = {study.name: study.command for study in rounds}
     studies, answers = evaluate_results(rounds)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
