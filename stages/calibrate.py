@@ -5,14 +5,8 @@ from pathlib import Path
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
+from moecore.measure import calibration
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import (
-    Calibrate,
-    CalibrationFiles,
-    ClassCalibration,
-    ModelCalibration,
-    check_calibrator_fits_task,
-)
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
@@ -21,23 +15,23 @@ from moecore.study.settings import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-CALIBRATED: dict[str, type[ModelCalibration]] = {  # by what the calibrator predicts
-    "classes": ClassCalibration,
+CALIBRATED: dict[str, type[calibration.ModelCalibration]] = {  # by what the calibrator predicts
+    "classes": calibration.ClassCalibration,
     "numbers": AgeCalibration,
 }
 
 
 class Params(Config):
-    calibrate: Calibrate
+    calibrate: calibration.Calibrate
 
 
 def calibrate(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
-    check_calibrator_fits_task(settings, data.task, phase)
+    calibration.check_calibrator_fits_task(settings, data.task, phase)
     item = f"{phase}/{method}/{seed}"
-    files = CalibrationFiles(
+    files = calibration.CalibrationFiles(
         item=item,
         model=Path("artifacts") / item,
         out_of_fold=Path("artifacts/out_of_fold") / item / "predictions.csv",
@@ -49,9 +43,9 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
     ) as run:
         model = load_model(files.model).to(tune_runtime().device)
-        calibration = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
+        fit = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
         subject = MeasuredModel(model, data)
-        run.result(calibration.collect_result(subject, lambda name, compute: compute()))
+        run.result(fit.collect_result(subject, lambda name, compute: compute()))
 
 
 if __name__ == "__main__":

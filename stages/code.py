@@ -8,15 +8,17 @@ nothing if neither its inputs nor its result have changed.
 
 from pathlib import Path
 
+from moecore.core.source_layout import PROJECT_ANSWERS
 from moecore.pipeline.code_hashes import code_inputs, is_code_written, remember_code, write_code
-from moecore.pipeline.project import refuse_newer_project
+from moecore.pipeline.project import read_answers
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.document import load_yaml_document
 
 
 def code() -> None:
-    refuse_newer_project()
+    if Path(PROJECT_ANSWERS).is_file():
+        read_answers(Path())  # refuses a newer project
     document = load_yaml_document(params_path())
     inputs = code_inputs(document)
     if is_code_written(inputs, document):

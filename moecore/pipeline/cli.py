@@ -7,43 +7,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_file_errors, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 
-JobCount = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="stages at a time; left out: the number of GPUs, else of cores, at most 4"
-    ),
-]
-SetValues = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-S",
-        metavar="KEY=VALUE",
-        help="write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated",
-    ),
-]
-QUESTION = "a question, such as tgr/table_3"
-QuestionName = Annotated[str | None, typer.Argument(help=QUESTION)]
-RoundNumber = Annotated[
-    int | None, typer.Option("--round", min=1, help="of the question's rounds; left out: the last")
-]
 HERE = Path()
 PARAMS_FILE = Path("params.yaml")
-TraceFolder = Annotated[Path, typer.Argument(help="the trace's folder")]
-Items = Annotated[int | None, typer.Option(min=1, help="at most this many, evenly spread")]
-ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
 SCHEMA_FILE = Path("params.schema.json")
 QUICK = "quick"
-PASS_ON_ARGUMENTS = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-}
+QUESTION = "a question, such as tgr/table_3"
+SET = "write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated"
+JOBS = "stages at a time; left out: the number of GPUs, else of cores, at most 4"
+ROUND = "of the question's rounds; left out: the last"
+QuestionName = Annotated[str | None, Argument(help=QUESTION)]
+QuestionNames = Annotated[list[str] | None, Argument(help=QUESTION)]
+Question = Annotated[str, Argument(help=QUESTION)]
+RoundNumber = Annotated[int | None, Option("--round", min=1, help=ROUND)]
+JobCount = Annotated[int | None, Option(min=1, help=JOBS)]
+SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE", help=SET)]
+ParamsFile = Annotated[Path, Argument(help="the params.yaml")]
+Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
 
 
 class _Group(TyperGroup):
@@ -53,9 +38,9 @@ class _Group(TyperGroup):
         try:
             refuse_other_checkout()
             if Path(PROJECT_ANSWERS).is_file():
-                from moecore.pipeline.project import refuse_newer_project
+                from moecore.pipeline.project import read_answers
 
-                refuse_newer_project()
+                read_answers(HERE)  # refuses a newer project
             with explain_file_errors():
                 return super().invoke(ctx)
         except UserError as error:
@@ -63,6 +48,30 @@ class _Group(TyperGroup):
             raise typer.Exit(1) from None
 
 
+OPTIONS: dict[str, Any] = {
+    "cls": _Group,
+    "no_args_is_help": True,
+    "add_completion": False,
+    "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
+    "rich_markup_mode": None,
+}
+study_app = typer.Typer(help="The questions below pipelines/.", **OPTIONS)
+claims_app = typer.Typer(help="The papers' claims, over all studies.", **OPTIONS)
+lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **OPTIONS)
+
+
+def _build_app() -> typer.Typer:
+    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
+    for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
+        program.add_typer(group, name=name)
+    return program
+
+
+app = _build_app()
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("check")
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate all of params.yaml; print every problem with file, line, column and key."""
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
@@ -72,6 +81,7 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     say_changed_raw_data(params)
 
 
+@app.command("plan")
 def plan_command() -> None:
     """Print which stages would run, why, and how long they took the last time."""
     from moecore.pipeline.plan import print_plan
@@ -80,9 +90,10 @@ def plan_command() -> None:
     print_plan()
 
 
+@app.command("pilot")
 def pilot_command(
-    study: Annotated[str, typer.Argument(help="a params.yaml, its folder, or a question")] = ".",
-    seeds: Annotated[int, typer.Option(min=2, help="trainings of each method")] = 3,
+    study: Annotated[str, Argument(help="a params.yaml, its folder, or a question")] = ".",
+    seeds: Annotated[int, Option(min=2, help="trainings of each method")] = 3,
 ) -> None:
     """Print whether a setting is worth a study, before its methods are trained.
 
@@ -107,162 +118,7 @@ def pilot_command(
     raise typer.Exit(0 if all(verdict.holds for verdict in verdicts) else 1)
 
 
-def quick_command(jobs: JobCount = None) -> None:
-    """Run a first study in about a minute: how much of the value of routing does V-MoE find?"""
-    from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
-    from moecore.report.tables.terminal_summary import main as print_terminal_summary
-    from moecore.study.questions import QuestionFile, list_question_names
-
-    if QUICK_QUESTION in list_question_names(HERE):
-        folder = QuestionFile(HERE, QUICK_QUESTION).round(None).folder
-        study_run(QUICK_QUESTION, jobs=jobs)
-    else:
-        folder = write_quick_look(HERE)
-        with chdir(folder):
-            run_command(jobs)
-    print_terminal_summary(str(folder / "reports/compare.json"))
-    typer.echo(f"Page: {folder / 'reports/index.html'}")
-
-
-def new_command(
-    name: Annotated[str, typer.Argument(help="of the project and its package: letters, digits, _")],
-    folder: Annotated[
-        Path | None, typer.Argument(help="empty or new; left out: one of that name")
-    ] = None,
-    study: Annotated[
-        str, typer.Option("--from", help="the question that it begins as; main: six methods")
-    ] = QUICK,
-    overlay: Annotated[
-        bool, typer.Option("--overlay", help="params.yaml is written from what differs from ours")
-    ] = False,
-) -> None:
-    """Begin a project: settings, stages, an example router with a test, a Makefile."""
-    from moecore.pipeline.project_files import begin_project
-
-    place = folder or Path(name)
-    begin_project(name, place, study, overlay)
-    typer.echo(f"{place}: begun from {study}; edit params.yaml, then `make repro` in it")
-
-
-def upgrade_command(
-    yes: Annotated[bool, typer.Option("--yes", help="write it; left out: only print it")] = False,
-) -> None:
-    """Upgrade a project to the installed version: show the diff, and which stages run again."""
-    from moecore.pipeline.project import hold_project, read_answers
-    from moecore.pipeline.project_files import upgrade_project
-
-    answers = read_answers(Path())
-    with hold_project():
-        upgrade_project(answers, yes)
-
-
-def ui_command(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="on 127.0.0.1")] = 5000,
-) -> None:
-    """Serve MLflow's pages, and import new results from disk continuously."""
-    from moecore.tracking.ui import serve_ui
-
-    raise typer.Exit(serve_ui(port))
-
-
-def sync_command() -> None:
-    """Import all runs into MLflow."""
-    from moecore.tracking.sync import sync_runs
-
-    typer.echo(sync_runs())
-
-
-def predict_command(context: typer.Context) -> None:
-    """Predict what pictures or volumes show, with a trained model; see `--help`."""
-    command = [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args]
-    os.execv(sys.executable, command)
-
-
-def export_command(
-    model: Annotated[Path, typer.Argument(help="folder of a trained model")],
-    to: Annotated[Literal["onnx", "torch"], typer.Option(help="ONNX, or torch.export's program")],
-    out: Annotated[Path, typer.Option(help="the file, such as model.onnx or model.pt2")],
-    records: Annotated[
-        bool, typer.Option(help="with the routing records among its outputs")
-    ] = False,
-    package: Annotated[list[str] | None, typer.Option(help="with parts of it; repeatable")] = None,
-) -> None:
-    """Write a trained model as one file that runs without moecore."""
-    from moecore.predict.export import export_model
-
-    typer.echo(export_model(model, to, out, records, package or ()))
-
-
-def schema_command() -> None:
-    """Write params.schema.json, with which editors complete and document every key."""
-    from moecore.core.outside_packages import allow_packages
-    from moecore.study.check import params_schema
-    from moecore.study.document import load_yaml_document
-
-    document = load_yaml_document(PARAMS_FILE)
-    allow_packages(document.packages, document.folders)
-    try:
-        schema = params_schema()
-    except ValueError as error:
-        raise UserError(f"{PARAMS_FILE}: {error}") from None
-    write_json(SCHEMA_FILE, schema)
-    typer.echo(f"{SCHEMA_FILE}: written")
-
-
-def claims_write() -> None:
-    """Write docs/claims.md: the papers' tables and figures next to the studies' results."""
-    from moecore.report.claims.pages import CLAIMS_PAGE, write_claims_page
-    from moecore.study.questions import list_question_names
-
-    if not CLAIMS_PAGE.is_file() or not list_question_names(HERE):
-        raise UserError(
-            f"{CLAIMS_PAGE}: found no such file or questions; start from moecore's clone"
-        )
-    typer.echo(f"{write_claims_page()}: written")
-
-
-def claims_check() -> None:
-    """Compute intervals again from stored items; print when each claim was asked."""
-    from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
-    from moecore.report.claims.records import date_questions, has_whole_history, verify_kept_items
-    from moecore.study.questions import load_questions
-
-    rounds = [
-        question_round for question in load_questions(HERE) for question_round in question.rounds
-    ]
-    for question_round in rounds:
-        if number := verify_kept_items(question_round.results):
-            checked = f"{number} intervals follow from the stored items"
-            typer.echo(f"{question_round.name}: {checked}")
-    is_whole = has_whole_history(HERE)
-    for question_round in rounds if is_whole else ():
-        dated = date_questions(question_round)
-        for question in dated:
-            typer.echo(f"{question_round.name}: {question.line}")
-        if late := "; ".join(question.line for question in dated if question.is_refused):
-            problem = "asked in no commit before the commit of its answer"
-            raise UserError(f"{question_round.name}: {problem}: {late}")
-    if not is_whole:
-        typer.echo("when claims were asked is not known: git has no history here, or a part of it")
-    if not CLAIMS_PAGE.is_file():
-        return
-    if CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page(HERE, rounds):
-        raise UserError(f"{CLAIMS_PAGE}: is not what these studies say; run `moecore claims write`")
-
-
-def claims_plan() -> None:
-    """Print what would decide each open claim and question: seeds, items, minutes, or a run."""
-    from moecore.report.claims.answers import describe_open_answers, evaluate_results
-    from moecore.study.questions import load_questions
-
-    rounds = [
-        question_round for question in load_questions(HERE) for question_round in question.rounds
-    ]
-    studies, answers = evaluate_results(rounds)
-    for line in describe_open_answers(answers, studies):
-        typer.echo(line)
-
-
+@app.command("run")
 def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all stages that are not up to date, several at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
@@ -284,6 +140,113 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
         run_pipeline(jobs)
 
 
+@app.command("quick")
+def quick_command(jobs: JobCount = None) -> None:
+    """Run a first study in about a minute: how much of the value of routing does V-MoE find?"""
+    from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
+    from moecore.report.tables.terminal_summary import main as print_terminal_summary
+    from moecore.study.questions import QuestionFile, list_question_names
+
+    if QUICK_QUESTION in list_question_names(HERE):
+        folder = QuestionFile(HERE, QUICK_QUESTION).round(None).folder
+        study_run(QUICK_QUESTION, jobs=jobs)
+    else:
+        folder = write_quick_look(HERE)
+        with chdir(folder):
+            run_command(jobs)
+    print_terminal_summary(str(folder / "reports/compare.json"))
+    typer.echo(f"Page: {folder / 'reports/index.html'}")
+
+
+@app.command("new")
+def new_command(
+    name: Annotated[str, Argument(help="of the project and its package: letters, digits, _")],
+    folder: Annotated[
+        Path | None, Argument(help="empty or new; left out: one of that name")
+    ] = None,
+    study: Annotated[
+        str, Option("--from", help="the question that it begins as; main: six methods")
+    ] = QUICK,
+    overlay: Annotated[
+        bool, Option("--overlay", help="params.yaml is written from what differs from ours")
+    ] = False,
+) -> None:
+    """Begin a project: settings, stages, an example router with a test, a Makefile."""
+    from moecore.pipeline.project_files import begin_project
+
+    place = folder or Path(name)
+    begin_project(name, place, study, overlay)
+    typer.echo(f"{place}: begun from {study}; edit params.yaml, then `make repro` in it")
+
+
+@app.command("upgrade")
+def upgrade_command(
+    yes: Annotated[bool, Option("--yes", help="write it; left out: only print it")] = False,
+) -> None:
+    """Upgrade a project to the installed version: show the diff, and which stages run again."""
+    from moecore.pipeline.project import hold_project, read_answers
+    from moecore.pipeline.project_files import upgrade_project
+
+    answers = read_answers(Path())
+    with hold_project():
+        upgrade_project(answers, yes)
+
+
+@app.command("ui")
+def ui_command(port: Annotated[int, Option(min=1, max=65535, help="on 127.0.0.1")] = 5000) -> None:
+    """Serve MLflow's pages, and import new results from disk continuously."""
+    from moecore.tracking.ui import serve_ui
+
+    raise typer.Exit(serve_ui(port))
+
+
+@app.command("sync")
+def sync_command() -> None:
+    """Import all runs into MLflow."""
+    from moecore.tracking.sync import sync_runs
+
+    typer.echo(sync_runs())
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[Path, Argument(help="folder of a trained model")],
+    to: Annotated[Literal["onnx", "torch"], Option(help="ONNX, or torch.export's program")],
+    out: Annotated[Path, Option(help="the file, such as model.onnx or model.pt2")],
+    records: Annotated[bool, Option(help="with the routing records among its outputs")] = False,
+    package: Annotated[list[str] | None, Option(help="with parts of it; repeatable")] = None,
+) -> None:
+    """Write a trained model as one file that runs without moecore."""
+    from moecore.predict.export import export_model
+
+    typer.echo(export_model(model, to, out, records, package or ()))
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """Write params.schema.json, with which editors complete and document every key."""
+    from moecore.core.outside_packages import allow_packages
+    from moecore.study.check import params_schema
+    from moecore.study.document import load_yaml_document
+
+    document = load_yaml_document(PARAMS_FILE)
+    allow_packages(document.packages, document.folders)
+    try:
+        schema = params_schema()
+    except ValueError as error:
+        raise UserError(f"{PARAMS_FILE}: {error}") from None
+    write_json(SCHEMA_FILE, schema)
+    typer.echo(f"{SCHEMA_FILE}: written")
+
+
+@app.command("predict", context_settings=PASS_ON)
+def predict_command(context: typer.Context) -> None:
+    """Predict what pictures or volumes show, with a trained model; see `--help`."""
+    command = [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args]
+    os.execv(sys.executable, command)
+
+
+@study_app.command("write")
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     """Write the folder in which a question runs, below .runs/, and print what changes.
 
@@ -302,16 +265,18 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
         typer.echo(f"{question_round.folder}: {line}")
 
 
-def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
+@study_app.command("new")
+def study_new(name: Annotated[str, Argument(help="small letters, digits and _")]) -> None:
     """Begin a question: a file pipelines/ours/NAME.yaml to edit, written once."""
     from moecore.pipeline.study_runs import begin_question
 
     typer.echo(f"{begin_question(name)}: edit it, then `moecore study run ours/{name}`")
 
 
+@study_app.command("preset")
 def study_preset(
-    name: Annotated[str, typer.Argument(help=QUESTION)],
-    names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
+    name: Question,
+    names: Annotated[list[str] | None, Argument(help="presets, in this order")] = None,
     number: RoundNumber = 1,
 ) -> None:
     """Write the folder of a question's first round with presets; without names: list them."""
@@ -323,17 +288,15 @@ def study_preset(
         typer.echo("\n".join(question.presets) or "no presets")
         return
     question_round = question.round(number)
+    folder = question_round.folder
     for line in write_run(question_round, names) or ["nothing changes"]:
         typer.echo(line)
-    folder = question_round.folder
     typer.echo(f"{folder}: written; to run it: cd {folder} && moecore run")
 
 
+@study_app.command("run")
 def study_run(
-    name: Annotated[str, typer.Argument(help=QUESTION)],
-    number: RoundNumber = None,
-    jobs: JobCount = None,
-    sets: SetValues = None,
+    name: Question, number: RoundNumber = None, jobs: JobCount = None, sets: SetValues = None
 ) -> None:
     """Write the folder of a question, run its stages that are not up to date, keep its results."""
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
@@ -354,9 +317,8 @@ def study_run(
         typer.echo(f"{keep_results(question_round)}: written")
 
 
-def study_keep(
-    name: Annotated[str, typer.Argument(help=QUESTION)], number: RoundNumber = None
-) -> None:
+@study_app.command("keep")
+def study_keep(name: Question, number: RoundNumber = None) -> None:
     """Keep the results of a question that `dvc repro` or `moecore run` ran in its folder."""
     from moecore.pipeline.study_runs import keep_results
     from moecore.study.questions import find_question
@@ -364,9 +326,10 @@ def study_keep(
     typer.echo(f"{keep_results(find_question(HERE, name).round(number))}: written")
 
 
+@study_app.command("check")
 def study_check(
-    names: Annotated[list[str] | None, typer.Argument(help=QUESTION)] = None,
-    check_all: Annotated[bool, typer.Option("--all", help="all questions of pipelines/")] = False,
+    names: QuestionNames = None,
+    check_all: Annotated[bool, Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
     from moecore.pipeline.study_runs import check_question
@@ -374,17 +337,16 @@ def study_check(
 
     if not (names or check_all):
         raise UserError("found no question; allowed: names of questions, or --all")
-    questions = (
-        load_questions(HERE) if check_all else [find_question(HERE, name) for name in names or ()]
-    )
     problems = []
-    for question in questions:
+    chosen = (find_question(HERE, name) for name in names or ())
+    for question in load_questions(HERE) if check_all else chosen:
         for line in check_question(question, problems):
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))
 
 
+@study_app.command("index")
 def study_index() -> None:
     """Write pipelines/README.md, and the tables of answers in the READMEs of its folders."""
     from moecore.report.claims.pages import write_study_pages
@@ -393,20 +355,61 @@ def study_index() -> None:
         typer.echo(f"{path}: written")
 
 
-def say_changed_raw_data(params: Path) -> None:
-    """Print raw data that changed since they were prepared."""
-    from moecore.pipeline.plan import describe_changed_raw_data
+@claims_app.command("write")
+def claims_write() -> None:
+    """Write docs/claims.md: the papers' tables and figures next to the studies' results."""
+    from moecore.report.claims.pages import CLAIMS_PAGE, write_claims_page
+    from moecore.study.questions import list_question_names
 
-    for line in describe_changed_raw_data(params):
+    if not CLAIMS_PAGE.is_file() or not list_question_names(HERE):
+        problem = "found no such file or questions; start from moecore's clone"
+        raise UserError(f"{CLAIMS_PAGE}: {problem}")
+    typer.echo(f"{write_claims_page()}: written")
+
+
+@claims_app.command("check")
+def claims_check() -> None:
+    """Compute intervals again from stored items; print when each claim was asked."""
+    from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
+    from moecore.report.claims.records import date_questions, has_whole_history, verify_kept_items
+    from moecore.study.questions import load_rounds
+
+    rounds = load_rounds(HERE)
+    for question_round in rounds:
+        if number := verify_kept_items(question_round.results):
+            typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
+    is_whole = has_whole_history(HERE)
+    for question_round in rounds if is_whole else ():
+        dated = date_questions(question_round)
+        for question in dated:
+            typer.echo(f"{question_round.name}: {question.line}")
+        if late := "; ".join(question.line for question in dated if question.is_refused):
+            problem = "asked in no commit before the commit of its answer"
+            raise UserError(f"{question_round.name}: {problem}: {late}")
+    if not is_whole:
+        typer.echo("when claims were asked is not known: git has no history here, or a part of it")
+    if not CLAIMS_PAGE.is_file():
+        return
+    if CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page(HERE, rounds):
+        raise UserError(f"{CLAIMS_PAGE}: is not what these studies say; run `moecore claims write`")
+
+
+@claims_app.command("plan")
+def claims_plan() -> None:
+    """Print what would decide each open claim and question: seeds, items, minutes, or a run."""
+    from moecore.report.claims.answers import describe_open_answers, evaluate_results
+    from moecore.study.questions import load_rounds
+
+    studies, answers = evaluate_results(load_rounds(HERE))
+    for line in describe_open_answers(answers, studies):
         typer.echo(line)
 
 
+@lens_app.command("record")
 def lens_record(
-    model: Annotated[
-        Path, typer.Argument(help="a model's folder, or a Python file that names one")
-    ],
-    out: Annotated[Path, typer.Option(help="the trace's folder")] = Path("trace"),
-    data: Annotated[Path | None, typer.Option(help="prepared folder, of a model's folder")] = None,
+    model: Annotated[Path, Argument(help="a model's folder, or a Python file that names one")],
+    out: Annotated[Path, Option(help="the trace's folder")] = Path("trace"),
+    data: Annotated[Path | None, Option(help="prepared folder, of a model's folder")] = None,
     items: Items = None,
 ) -> None:
     """Write a trace of a model's routing of texts or images: docs/tutorials/lens.md."""
@@ -422,12 +425,13 @@ def lens_record(
     typer.echo(f"{out}: {number:,} items; next: moecore lens read {out}")
 
 
+@lens_app.command("read")
 def lens_read(
-    trace: TraceFolder = Path("trace"),
-    page: Annotated[Path, typer.Option(help="what to write")] = Path("lens.html"),
+    trace: Annotated[Path, Argument(help="the trace's folder")] = Path("trace"),
+    page: Annotated[Path, Option(help="what to write")] = Path("lens.html"),
     items: Items = None,
     against: Annotated[
-        Path | None, typer.Option(help="a trace of the same items, to compare with")
+        Path | None, Option(help="a trace of the same items, to compare with")
     ] = None,
 ) -> None:
     """Print a summary of a trace's routing, and write a page and an explorer of it."""
@@ -437,54 +441,12 @@ def lens_read(
     typer.echo(f"{page}: written")
 
 
-def _build_app() -> typer.Typer:
-    options: dict[str, Any] = {
-        "cls": _Group,
-        "no_args_is_help": True,
-        "add_completion": False,
-        "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
-        "rich_markup_mode": None,
-    }
-    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **options)
-    for command in (
-        check_command,
-        plan_command,
-        pilot_command,
-        run_command,
-        quick_command,
-        new_command,
-        upgrade_command,
-        ui_command,
-        sync_command,
-        export_command,
-        schema_command,
-    ):
-        program.command(command.__name__.removesuffix("_command"))(command)
-    program.command("predict", context_settings=PASS_ON_ARGUMENTS)(predict_command)
-    study = typer.Typer(help="The questions below pipelines/.", **options)
-    for command in (
-        study_write,
-        study_new,
-        study_preset,
-        study_run,
-        study_keep,
-        study_check,
-        study_index,
-    ):
-        study.command(command.__name__.removeprefix("study_"))(command)
-    program.add_typer(study, name="study")
-    claims = typer.Typer(help="The papers' claims, over all studies.", **options)
-    for command in (claims_write, claims_check, claims_plan):
-        claims.command(command.__name__.removeprefix("claims_"))(command)
-    program.add_typer(claims, name="claims")
-    lens = typer.Typer(help="Routing of any model: record it, and look at it.", **options)
-    for command in (lens_record, lens_read):
-        lens.command(command.__name__.removeprefix("lens_"))(command)
-    program.add_typer(lens, name="lens")
-    return program
+def say_changed_raw_data(params: Path) -> None:
+    from moecore.pipeline.plan import describe_changed_raw_data
 
+    for line in describe_changed_raw_data(params):
+        typer.echo(line)
 
-app = _build_app()
 
 if __name__ == "__main__":
     app()

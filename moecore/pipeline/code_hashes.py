@@ -31,40 +31,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moecore.core import outside_packages
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json, write_whole
-from moecore.core.outside_packages import (
-    OUR_PACKAGE,
-    allow_packages,
-    allowed_packages,
-    list_allowed_modules,
-    package_folder,
-)
+from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, allowed_packages
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.run.inputs import (
-    hash_source_file,
-    hash_syntax,
-    locate_source,
-    parse_source,
-    read_source_text,
-    wheel_record,
-)
+from moecore.run import inputs as source_hashes
+from moecore.run.inputs import locate_source
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
 CODE_STATE = Path(".state/code.sha256")
 COMPARE = "compare"  # the only script whose result is made by the room `report`
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
-DECIDING = (  # rooms whose code decides a result; an edit of other rooms reruns nothing
-    "core",
-    "statistics",
-    "tasks",
-    "nn",
-    "data",
-    "attacks",
-    "training",
-    "measure",
-    "brain",
-)
+# Rooms whose code decides a result; an edit of other rooms reruns nothing
+DECIDING = ("core", "statistics", "tasks", "nn", "data", "attacks", "training", "measure", "brain")
 OUTSIDE = "outside"  # instead of a room: packages that params.yaml lists
 PASSED_THROUGH = ("run", "parts.py")  # decide no result, but their imports do
 PUBLIC_MODULES = ("moecore", "moecore/parts")  # pass on names of other modules
@@ -99,9 +79,11 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 def code_inputs(document: Document) -> str:
     """Return a checksum of all that the stage ``code`` reads, except raw data."""
     allow_packages(document.packages, document.folders)
-    folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *map(package_folder, allowed_packages())]
-    files = [file for folder in folders for file in folder.rglob("*") if _is_source(file)]
-    files += [Path(document.path), Path("dvc.yaml")]
+    outside = map(outside_packages.package_folder, allowed_packages())
+    folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *outside]
+    files = {file for folder in folders for file in folder.rglob("*")}
+    files = {file for file in files if "__pycache__" not in file.parts}
+    files |= {Path(document.path), Path("dvc.yaml")}
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
     return _digest([platform.python_version(), *libraries, *_checksums(files)])
 
@@ -112,10 +94,8 @@ def is_code_written(inputs: str, document: Document) -> bool:
     Importing torch and parsing all source would take longer than the rest of an idle ``dvc repro``.
     Raw data, which the check also reads, do not matter once all data are prepared.
     """
-    cards = [
-        Path("artifacts/data", phase, "card.json") for phase in document.data.get("data") or ()
-    ]
-    is_prepared = all(card.is_file() for card in cards)
+    phases = document.data.get("data") or ()
+    is_prepared = all(Path("artifacts/data", phase, "card.json").is_file() for phase in phases)
     return is_prepared and CODE_STATE.is_file() and CODE_STATE.read_bytes() == _code_state(inputs)
 
 
@@ -126,10 +106,6 @@ def remember_code(inputs: str) -> None:
 
 def _code_state(inputs: str) -> bytes:
     return f"{inputs} {_digest(_checksums(CODE.rglob('*.json')))}\n".encode()
-
-
-def _is_source(file: Path) -> bool:
-    return file.is_file() and "__pycache__" not in file.parts
 
 
 def _checksums(files: Iterable[Path]) -> list[str]:
@@ -143,28 +119,21 @@ def _digest(lines: Iterable[str]) -> str:
 def hash_settings(document: Document) -> dict[str, str]:
     """Return key → sha256 of its values, for every key that stages name under ``params``."""
     run = document.data.get("run") or {}
-    items = {
-        "key": document.data.get("data"),
-        "method": run.get("methods"),
-        "what": run.get("measurements"),
-    }
+    sources, methods = document.data.get("data"), run.get("methods")
+    items = {"key": sources, "method": methods, "what": run.get("measurements")}
     hashes = {}
     for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
         for value in items[names[0]] or () if names else ("",):
             key = template.format(**dict.fromkeys(names, value))
             with suppress(UserError):  # the file may lack keys of stages that it does not have
-                hashes[key] = _hash_values(document.get(key.split(".")))
+                value = _with_whole_numbers(document.get(key.split(".")))
+                hashes[key] = _digest([json.dumps(value, sort_keys=True)])
     return hashes
 
 
-def _hash_values(value: Any) -> str:
-    """Return a hash of a value; 1 and 1.0 have the same."""
-    text = json.dumps(_with_whole_numbers(value), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _with_whole_numbers(value: Any) -> Any:
+    """Return a value with 1 for 1.0, so that both have the same hash."""
     if isinstance(value, dict):
         return {str(key): _with_whole_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -174,7 +143,11 @@ def _with_whole_numbers(value: Any) -> Any:
 
 def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
-    tasks = _task_files(params.get("data"), root)
+    sources = part_files(params.get("data"), root, "data")
+    # The tasks' files that sources import; for outside sources all imported files
+    tasks = {
+        file for file in sources if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
+    }
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
@@ -210,7 +183,7 @@ def _report_files(root: Path) -> list[Path]:
     """Return the files that decide what the page shows; it finds them by folder, not by import."""
     folders = ("report/measures", "report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
-    modules = list_allowed_modules(_shows_results)
+    modules = outside_packages.list_allowed_modules(_shows_results)
     return [
         *(file.relative_to(root) for file in sorted(files)),
         *(file for name in modules for file in outside_module_files(name, root)),
@@ -221,14 +194,6 @@ def _shows_results(file: Path) -> bool:
     """Return whether an outside module declares something that the page shows."""
     text = file.read_text(encoding="utf-8")
     return "(Measurement):" in text or "\nSHOWN = " in text
-
-
-def _task_files(data: Any, root: Path) -> set[Path]:
-    """Return the tasks' files that sources import; for outside sources all imported files."""
-    files = part_files(data, root, "data")
-    return {
-        file for file in files if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
-    }
 
 
 def import_closure(
@@ -246,15 +211,12 @@ def import_closure(
         file = waiting.pop()
         if file not in reached:
             reached.add(file)
-            waiting.extend(
-                file
-                for file in _imported_files(file, root, allowed_packages())
-                if _room(file) in (*rooms, "stages", *PASSED_THROUGH, OUTSIDE)
-            )
+            imported = _imported_files(file, root, allowed_packages())
+            followed = (*rooms, "stages", *PASSED_THROUGH, OUTSIDE)
+            waiting.extend(file for file in imported if _room(file) in followed)
     reached = {file for file in reached if _room(file) not in PASSED_THROUGH}
-    return reached.union(
-        *(_data_files(folder, root) for folder in {file.parent for file in reached})
-    )
+    folders = {file.parent for file in reached}
+    return reached.union(*(_data_files(folder, root) for folder in folders))
 
 
 def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
@@ -265,9 +227,15 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
     """
     if isinstance(section, dict):
         files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
-        for file in _kind_files(section.get("kind"), under, root):
-            files |= import_closure(file, root)
-        return files
+        kind = section.get("kind")
+        if isinstance(kind, str) and "." in kind:
+            named = outside_module_files(kind, root)
+        else:
+            paths = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
+            existing = [path for path in paths if (root / path).is_file()]
+            family = FAMILY_AT_KEY.get(under, under)
+            named = [path for path in existing if path.parent.name == family] or existing
+        return files.union(*(import_closure(file, root) for file in named))
     if isinstance(section, list):
         return set().union(*(part_files(value, root, under) for value in section))
     return set()
@@ -288,15 +256,12 @@ def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) ->
 @cache
 def _sha256(file: Path, root: Path, shown: bool) -> str:
     if file.suffix != ".py" or (shown and _read_source(file, root).has_metrics):
-        return hash_source_file(file, root, shown)
+        return source_hashes.hash_source_file(file, root, shown)
     return _read_source(file, root).syntax
 
 
 def _room(file: Path) -> str:
-    top, *folders = file.parts
-    if top != OUR_PACKAGE:
-        return OUTSIDE
-    return folders[0]
+    return file.parts[1] if file.parts[0] == OUR_PACKAGE else OUTSIDE
 
 
 @cache
@@ -305,29 +270,16 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     data_files: set[Path] = set()
     home = locate_source(folder, root)
     for path in home.iterdir():
-        if path.name == "__pycache__" or path.name.startswith("."):
-            continue
-        if path.is_file() and path.suffix != ".py":
-            data_files.add(folder / path.name)
-        elif path.is_dir() and not any(path.rglob("*.py")):
-            data_files |= {
-                folder / file.relative_to(home)
-                for file in path.rglob("*")
-                if file.is_file() and "__pycache__" not in file.parts
-            }
-    recorded = wheel_record(folder.parts[0])
+        if path.name != "__pycache__" and not path.name.startswith("."):
+            files = [path, *path.rglob("*")]
+            if not any(file.suffix == ".py" for file in files):
+                data_files |= {
+                    folder / file.relative_to(home)
+                    for file in files
+                    if file.is_file() and "__pycache__" not in file.parts
+                }
+    recorded = source_hashes.wheel_record(folder.parts[0])
     return frozenset(data_files & set(recorded) if recorded else data_files)
-
-
-def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
-    if not isinstance(kind, str):
-        return []
-    if "." in kind:
-        return outside_module_files(kind, root)
-    files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
-    existing = [file for file in files if (root / file).is_file()]
-    in_family = [file for file in existing if file.parent.name == FAMILY_AT_KEY.get(under, under)]
-    return in_family or existing
 
 
 @cache
@@ -378,31 +330,25 @@ class _Source(NamedTuple):
 
 @cache
 def _read_source(file: Path, root: Path) -> _Source:
-    return _analyse_source(read_source_text(file, root), file)
+    return _analyse_source(source_hashes.read_source_text(file, root), file)
 
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
     """Return facts about a source file; caching its tree would slow the garbage collector."""
-    tree = parse_source(text, file)
+    tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
-    imports = tuple(_list_imports(tree, file))
-    return _Source(imports, hash_syntax(tree), has_code, "Metric(" in text or "OnPage(" in text)
-
-
-def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
-    """Yield all imports as (path of the module, imported name or "")."""
+    imports: list[tuple[str, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imports = [(alias.name, "") for alias in node.names]
+            imports += [(alias.name.replace(".", "/"), "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = file.parent.parts[: len(file.parent.parts) - node.level + 1]
             segments = [*(above if node.level else ()), *([node.module] if node.module else [])]
-            imports = [(".".join(segments), alias.name) for alias in node.names]
-        else:
-            continue
-        for module, name in imports:
-            yield module.replace(".", "/"), name
+            module = ".".join(segments).replace(".", "/")
+            imports += [(module, alias.name) for alias in node.names]
+    has_metrics = "Metric(" in text or "OnPage(" in text
+    return _Source(tuple(imports), source_hashes.hash_syntax(tree), has_code, has_metrics)
 
 
 @cache

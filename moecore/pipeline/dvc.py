@@ -8,14 +8,12 @@ large study has one dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import CODE, STAGE_MODULES, list_project_dvc_files
-from moecore.study.document import load_yaml_document
+from moecore.core.source_layout import CODE, STAGE_MODULES
 from moecore.study.stages import CODE_STAGE, EACH, LAST_STAGES, ROWS, STAGES, Stage, hash_file
 
 HEAD = "# Written by `moecore study write` from moecore/study/stages.py.\n"
@@ -52,9 +50,8 @@ def study_dvc_yaml_texts(
     texts = {"dvc.yaml": head + _dump_yaml({"stages": rest})}
     for name in per_method:
         stage = {name: {"wdir": "../..", **stages[name]}}
-        texts[f"steps/{name}/dvc.yaml"] = head + _dump_yaml(
-            {"vars": ["../../params.yaml"], "stages": stage}
-        )
+        text = _dump_yaml({"vars": ["../../params.yaml"], "stages": stage})
+        texts[f"steps/{name}/dvc.yaml"] = head + text
     return texts
 
 
@@ -75,15 +72,6 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
-def list_our_stages(folder: Path) -> list[str]:
-    """Return the stages in a project's dvc.yaml files that this version defines."""
-    names: list[str] = []
-    for file in list_project_dvc_files(folder):
-        data = load_yaml_document(file).data
-        names += (isinstance(data, dict) and data.get("stages")) or ()
-    return [name for name in names if name in STAGES]
-
-
 def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
     """Return stages' entries in dvc.yaml, by default of the usual stages; UserError if unknown."""
     names = [stage.name for stage in ROWS if stage.usual] if names is None else names
@@ -91,10 +79,20 @@ def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(STAGES)}")
     chosen = dict.fromkeys((CODE_STAGE, *names, *LAST_STAGES))
     entries = {name: dvc_entry(STAGES[name]) for name in chosen}
+    outs = [out for entry in entries.values() for out in entry.get("do", entry)["outs"]]
+    # An out may have options: {path: {cache: false}}
+    paths = [CODE.as_posix(), *(out if isinstance(out, str) else next(iter(out)) for out in outs)]
+    written = {_artifact_folder(path) for path in paths}
     for entry in entries.values():
         entry = entry.get("do", entry)
-        if "deps" in entry:
-            entry["deps"] = _without_unwritten(entry["deps"], entries.values())
+        if "deps" in entry:  # without artifacts that no stage writes, such as a missing teacher
+            entry["deps"] = [
+                path
+                for path in entry["deps"]
+                if (folder := _artifact_folder(path)) in written
+                or "$" in folder
+                or not path.startswith("artifacts/")
+            ]
     return entries
 
 
@@ -116,41 +114,19 @@ def dvc_entry(stage: Stage) -> dict[str, Any]:
     if not stage.reads:
         del entry["deps"], entry["params"]
     template = "${{{}}}" if stage.each == "data" else "${{item.{}}}"
-    names = {name: template.format(name) for name in stage.item}
-    entry = {key: _fill(value, names) for key, value in entry.items()} | dict(stage.entry)
+    names = {name: template.format(name) for name in stage.item}  # ${item.seed} for {seed}
+    for key, value in entry.items():
+        is_list = isinstance(value, list)
+        entry[key] = [text.format(**names) for text in value] if is_list else value.format(**names)
+    entry |= dict(stage.entry)
     if stage.each == "data":
         return {"foreach": EACH["data"]["key"], "do": {"desc": stage.says, **entry}}
     matrix = {"matrix": dict(EACH[stage.each])} if item else {}
     return {"desc": stage.says, **matrix, **entry}
 
 
-def _fill(value: str | list[str], names: Mapping[str, str]) -> str | list[str]:
-    """Replace our names in texts by DVC's names: ${item.seed} for {seed}."""
-    if isinstance(value, list):
-        return [text.format(**names) for text in value]
-    return value.format(**names)
-
-
-def _without_unwritten(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return ``deps`` without artifacts that no stage writes, such as a missing teacher."""
-    written = {_artifact_folder(path) for stage in stages for path in _out_paths(stage)}
-    written.add(str(CODE))
-    folders = {path: _artifact_folder(path) for path in deps}
-    return [
-        path
-        for path, folder in folders.items()
-        if folder in written or "$" in folder or not path.startswith("artifacts/")
-    ]
-
-
 def _artifact_folder(path: str) -> str:
     return "/".join(path.split("/")[:2])
-
-
-def _out_paths(stage: Mapping[str, Any]) -> list[str]:
-    """Return the paths of outs, which may have options: ``{path: {cache: false}}``."""
-    outs = stage.get("do", stage)["outs"]
-    return [out if isinstance(out, str) else next(iter(out)) for out in outs]
 
 
 def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
@@ -161,11 +137,8 @@ def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:
         if any(isinstance(item, Mapping | list) for item in values):
             text += f"{indent}{key}:\n{_dump_yaml(inner, f'{indent}  ')}"
         else:
-            shown = inner if isinstance(inner, str) else _flow_style(inner)
-            text += fill(
-                f"{indent}{key}: {shown}", 100, subsequent_indent=f"{indent}  ", **WHOLE_WORDS
-            )
-            text += "\n"
+            line = f"{indent}{key}: {inner if isinstance(inner, str) else _flow_style(inner)}"
+            text += fill(line, 100, subsequent_indent=f"{indent}  ", **WHOLE_WORDS) + "\n"
     return text
 
 

@@ -94,24 +94,6 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
     return method, seed, phase
 
 
-def query_pending_stage_graph() -> dict[str, set[str]]:
-    """Return stage → direct ancestors, in topological order, of the stages that have to run."""
-    pipeline = query_pipeline_status()
-    stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
-    if stages == [CODE_STAGE]:  # always pending; no stage's code was edited
-        return {}
-    return {
-        stage: {before for before, after in pipeline.edges if after == stage and before in stages}
-        for stage in stages
-    }
-
-
-def dvc_target(stage: str) -> str:
-    """Return DVC's name of a stage: with its file, unless that is ./dvc.yaml."""
-    file = Path("steps", _stage_kind(stage), "dvc.yaml")
-    return f"{file}:{stage}" if file.is_file() else stage
-
-
 def run_job_stages(
     job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
 ) -> int:
@@ -120,9 +102,11 @@ def run_job_stages(
     If DVC stops because another process uses the same path, the job is tried again. ending: set
     before all ``started`` processes are ended; a process that starts later is ended immediately.
     """
+    files = {stage: Path("steps", _stage_kind(stage), "dvc.yaml") for stage in job}
+    targets = [f"{file}:{stage}" if file.is_file() else stage for stage, file in files.items()]
     for _ in range(TRIES):
         process = subprocess.Popen(
-            dvc_command("--wait-for-lock", "repro", "--single-item", *map(dvc_target, job)),
+            dvc_command("--wait-for-lock", "repro", "--single-item", *targets),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -155,28 +139,20 @@ def run_stages(
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while True:
-                while (
-                    len(running) < jobs
-                    and not failed
-                    and (job := next_job_stages(above, done, begun))
-                ):
-                    places = choose_places(job, free)
-                    if places is None:
+                while len(running) < jobs and not failed:
+                    job = next_job_stages(above, done, begun)
+                    places = choose_places(job, free) if job else None
+                    if job is None or places is None:
                         break
                     begun |= set(job)
                     for place in places:
                         free.remove(place)
                     environment = merge_environments(places)
                     if _is_exclusive(job[0], above):
-                        environment = {
-                            key: environment[key]
-                            for key in environment
-                            if key not in THREAD_VARIABLES
-                        }
-                    running[pool.submit(run_job_stages, job, environment, started, ending)] = (
-                        job,
-                        places,
-                    )
+                        for name in THREAD_VARIABLES:
+                            environment.pop(name, None)
+                    future = pool.submit(run_job_stages, job, environment, started, ending)
+                    running[future] = job, places
                 if not running:
                     return [stage for stage in above if stage not in done]
                 finished: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
@@ -193,14 +169,24 @@ def run_stages(
 
 
 def run_pipeline(jobs: int | None = None) -> None:
-    """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
+    """Run all pending stages, ``jobs`` at a time; UserError if some are not finished.
+
+    jobs: by default one per GPU; without GPUs one per core, at most 4.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    stages = query_pending_stage_graph()
-    if not stages:
+    pipeline = query_pipeline_status()
+    stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
+    if stages in ([], [CODE_STAGE]):  # it is always pending; here no stage's code was edited
         print("Nothing to do: everything is up to date.")
         return
-    jobs = jobs or default_jobs()
-    unfinished = run_stages(stages, add_stage_server(job_environments(jobs)), jobs)
+    import torch  # takes seconds, which an idle run does not need
+
+    above = {
+        stage: {before for before, after in pipeline.edges if after == stage and before in stages}
+        for stage in stages
+    }
+    jobs = jobs or torch.cuda.device_count() or min(4, available_cores())
+    unfinished = run_stages(above, add_stage_server(job_environments(jobs)), jobs)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"
@@ -272,10 +258,3 @@ def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]
 
     forking = start_stage_server().environment()
     return [environment | forking for environment in environments]
-
-
-def default_jobs() -> int:
-    """Return how many jobs run at a time: one per GPU; without GPUs one per core, at most 4."""
-    import torch
-
-    return torch.cuda.device_count() or min(4, available_cores())

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
@@ -32,14 +31,14 @@ from moecore.run.progress import report_progress
 from moecore.study.check import check_study
 from moecore.study.data_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.document import Document, load_yaml_document
-from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings, format_error_line
+from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
 from moecore.training.loop import forward_and_embed_labels, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
-from moecore.training.runtime import Runtime, tune_runtime
+from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 
 MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
@@ -49,8 +48,6 @@ RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have 
 
 
 class PilotParams(Config):
-    """The keys of params.yaml that a pilot reads."""
-
     source: Annotated[Source, ParamsKeyTemplate("data.pretrain")]
     model: Backbone
     methods: dict[str, Method]
@@ -66,8 +63,6 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    """The results of all trainings."""
-
     score: Score
     dense: PilotRow
     told: PilotRow
@@ -77,7 +72,6 @@ class PilotResult(NamedTuple):
 
     @property
     def rows(self) -> tuple[PilotRow, ...]:
-        """Return the rows of the four methods."""
         return self.dense, self.told, self.learned, self.begun
 
     @property
@@ -97,8 +91,6 @@ class PilotResult(NamedTuple):
 
 
 class PilotCondition(NamedTuple):
-    """One condition of a study."""
-
     holds: bool
     line: str
 
@@ -115,7 +107,12 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
     methods = choose_pilot_methods(params, document)
     with TemporaryDirectory() as scratch:
         with chdir_to_stages(path.parent):
-            data = open_without_test(params.source, Path(scratch, "data"))
+            folder = PREPARED_DATA.absolute() / "pretrain"
+            if read_matching_data_card(folder / "card.json", params.source) is None:
+                folder = Path(scratch, "data")
+                params.source.write(folder)
+            data = Prepared.open(folder)
+            data = data._replace(test=Split(data.test.images[:0], data.test.labels[:0]))
         with chdir(scratch):
             return _train_all(params, methods, data, seeds)
 
@@ -132,7 +129,7 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, M
     if not dense or not told:
         allowed = "one without router and experts, and one with router: {kind: told}"
         text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
-        raise UserError(format_error_line(document, ("methods",), text))
+        raise document.error(("methods",), text)
     routers = [method.router for method in params.methods.values()]
     plain = NoisyTopK(k=1, noise_std=0.0)
     learned = next((router for router in routers if isinstance(router, NoisyTopK)), plain)
@@ -144,16 +141,6 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, M
         "learned": mixture,
         f"learned, begun as {told[0]}": mixture,
     }
-
-
-def open_without_test(source: Source, scratch: Path) -> Prepared:
-    """Return the data of ``source``, prepared in ``scratch`` if necessary, with no test images."""
-    folder = PREPARED_DATA.absolute() / "pretrain"
-    if read_matching_data_card(folder / "card.json", source) is None:
-        folder = scratch
-        source.write(folder)
-    data = Prepared.open(folder)
-    return data._replace(test=Split(data.test.images[:0], data.test.labels[:0]))
 
 
 def _train_all(
@@ -174,9 +161,14 @@ def _train_all(
         ]
         shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))
         for row, job, training in zip(rows, jobs, settings, strict=True):
-            score, seconds = _train_once(job, training, seed, runtime, f"{row.name} {seed}")
-            row.scores.append(score)
-            row.seconds.append(seconds)
+            name, begun = f"validation_{job.task.history_name}", time.process_time()
+            score = math.nan
+            with report_progress(f"{row.name} {seed}", total_steps(job, training)) as bar:
+                for point in iterate_training(job, training, seed, runtime):
+                    score = point.values.get(name, score)
+                    bar.update(point.step)
+            row.scores.append(math.exp(score) if job.task.long else score)
+            row.seconds.append(time.process_time() - begun)
     return PilotResult(pilot_score_for_task(data.task), *rows, fitted=fmean(shares))
 
 
@@ -217,18 +209,14 @@ def _oracle_choices(
     ]
     for step in range(oracle.updates(settings)):
         forward_and_embed_labels(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
-        if all(
-            sum(len(chosen) for _, chosen in batches) >= FITTED_TOKENS for batches in pairs.values()
-        ):
+        counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
+        if all(count >= FITTED_TOKENS for count in counts):
             break
     for hook in hooks:
         hook.remove()
+    columns = {name: zip(*batches, strict=True) for name, batches in pairs.items()}
     return {
-        name: (
-            torch.cat([tokens for tokens, _ in batches]),
-            torch.cat([chosen for _, chosen in batches]),
-        )
-        for name, batches in pairs.items()
+        name: (torch.cat(tokens), torch.cat(chosen)) for name, (tokens, chosen) in columns.items()
     }
 
 
@@ -245,19 +233,6 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
     optimizer.step(compute_loss)
     return weight.detach()
-
-
-def _train_once(
-    job: TrainingJob, settings: Training, seed: int, runtime: Runtime, title: str
-) -> tuple[float, float]:
-    """Return the final validation score, and the CPU seconds."""
-    name = f"validation_{job.task.history_name}"
-    score, begun = math.nan, time.process_time()
-    with report_progress(title, total_steps(job, settings)) as bar:
-        for point in iterate_training(job, settings, seed, runtime):
-            score = point.values.get(name, score)
-            bar.update(point.step)
-    return math.exp(score) if job.task.long else score, time.process_time() - begun
 
 
 def pilot_score_for_task(task: Task) -> Score:

@@ -4,7 +4,7 @@ Also raw data that changed since they were prepared, which DVC does not notice.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -76,8 +76,16 @@ def plan_stages(
             reasons[_stage_name(stage)] = texts
     for stage, texts in (by_code or {}).items():
         reasons[stage] = (*reasons.get(stage, ()), *texts)
+    sorter = TopologicalSorter(dict.fromkeys(reasons, ()))
+    for before, after in pipeline.edges:
+        sorter.add(after, before)
+    sorter.prepare()
+    order: list[str] = []
+    while batch := sorted(sorter.get_ready()):
+        order += batch
+        sorter.done(*batch)
     planned = []
-    for stage in sort_stages(reasons, pipeline.edges):
+    for stage in order:
         above = [before for before, after in pipeline.edges if after == stage if before in reasons]
         if by_code is not None:
             above = [before for before in above if before != CODE_STAGE]
@@ -85,7 +93,10 @@ def plan_stages(
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
         if stage in reasons:
-            planned.append(PlannedStage(stage, reasons[stage], _estimate_seconds(stage, seconds)))
+            kind = stage.split("@")[0]
+            siblings = [value for name, value in seconds.items() if name.split("@")[0] == kind]
+            estimate = seconds.get(stage, fmean(siblings) if siblings else None)
+            planned.append(PlannedStage(stage, reasons[stage], estimate))
     return planned
 
 
@@ -100,36 +111,24 @@ def stages_changed_by_code(
     entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
-    params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
-    edited = _edited_hash_files(params, root) if entries else {}
+    document = load_yaml_document(os.environ.get("MOECORE_PARAMS", "params.yaml"))
+    hashed = hash_code_files(document, root) if entries else {}
+    edits: dict[Path, list[str]] = {}  # hash file → source files that differ
+    for name, hashes in hashed.items():
+        file = CODE / name
+        before = read_json(file) if file.exists() else {}
+        differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}
+        edits[file] = [f"{path} edited" for path in sorted(differing)]
     present = {stage for edge in pipeline.edges for stage in edge}
     edited_by_stage = {}
     for stage, ran in read_dvc_locks().items():
         if stage not in present:
             continue  # of a method or a seed that the study no longer names
-        paths = [Path(dep["path"]) for dep in ran.get("deps", ())]
-        sources = [edited[file] for file in edited if any(_is_within(path, file) for path in paths)]
-        if sources:
-            edited_by_stage[stage] = tuple(
-                dict.fromkeys(name for names in sources for name in names)
-            )
+        paths = {Path(dep["path"]) for dep in ran.get("deps", ())}
+        files = [file for file in edits if paths & {file, *file.parents}]
+        if names := tuple(dict.fromkeys(name for file in files for name in edits[file])):
+            edited_by_stage[stage] = names
     return edited_by_stage
-
-
-def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
-    """Return hash file → source files that differ, for the hash files that will change."""
-    edits = {}
-    for name, hashes in hash_code_files(load_yaml_document(str(params)), root).items():
-        file = CODE / name
-        before = read_json(file) if file.exists() else {}
-        differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}
-        if differing:
-            edits[file] = tuple(f"{path} edited" for path in sorted(differing))
-    return edits
-
-
-def _is_within(path: Path, file: Path) -> bool:
-    return path == file or path in file.parents
 
 
 def _stage_name(addressing: str) -> str:
@@ -150,45 +149,21 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
                     yield f"{what.removeprefix('changed ').rstrip('s')} {path} {change}"
 
 
-def sort_stages(stages: Collection[str], edges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return all stages, including the stages of edges, in topological order."""
-    sorter = TopologicalSorter(dict.fromkeys(stages, ()))
-    for before, after in edges:
-        sorter.add(after, before)
-    sorter.prepare()
-    order: list[str] = []
-    while batch := sorted(sorter.get_ready()):
-        order += batch
-        sorter.done(*batch)
-    return order
-
-
-def _estimate_seconds(stage: str, seconds: Mapping[str, float]) -> float | None:
-    kind = stage.split("@")[0]
-    siblings = [value for name, value in seconds.items() if name.split("@")[0] == kind]
-    return seconds.get(stage, fmean(siblings) if siblings else None)
-
-
-def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
+def past_seconds() -> dict[str, float]:
     """Return DVC stage → seconds of its finished run."""
     seconds = {}
-    for file in sorted(folder.rglob(HISTORY_FILE)):
+    for file in sorted(Path("artifacts/history").rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
-        if lines and "uid" in lines[0] and lines[-1].get("status") == "FINISHED":
-            seconds[_dvc_stage(lines[0])] = lines[-1]["seconds"]
+        if not lines or "uid" not in lines[0] or lines[-1].get("status") != "FINISHED":
+            continue
+        header = lines[0]
+        item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
+        stage = f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
+        seconds[_stage_name(header["dvc_stage"] or stage)] = lines[-1]["seconds"]
     return seconds
 
 
-def _dvc_stage(header: Mapping[str, Any]) -> str:
-    """Return the DVC stage of a run from the header of its history."""
-    if header["dvc_stage"]:
-        return _stage_name(header["dvc_stage"])
-    item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
-    return f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
-
-
 def print_plan() -> None:
-    """Print the plan as a table."""
     pipeline = query_pipeline_status()
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
     heavy = [item for item in planned if item.stage != CODE_STAGE]

@@ -52,22 +52,14 @@ def read_answers(folder: Path) -> ProjectAnswers:
     except UserError as error:
         problem = str(error).removeprefix(f"{path}: ").partition(";")[0]
         raise UserError(f"{path}: {problem}; restore it: git checkout {path}") from error
-    if version_numbers(answers.moecore) > version_numbers(version("moecore")):
-        newer = f"{path}: the project is of moecore {answers.moecore}, newer than the installed"
-        raise UserError(
-            f"{newer} {version('moecore')}; install moecore{version_range(answers.moecore)}"
-        )
+    installed = version("moecore")
+    if version_numbers(answers.moecore) > version_numbers(installed):
+        newer = f"the project is of moecore {answers.moecore}, newer than the installed {installed}"
+        raise UserError(f"{path}: {newer}; install moecore{version_range(answers.moecore)}")
     return answers
 
 
-def refuse_newer_project(folder: Path = Path()) -> None:
-    """Raise UserError if ``folder`` is a project of a newer version than this."""
-    if (folder / PROJECT_ANSWERS).is_file():
-        read_answers(folder)
-
-
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return major, minor and patch."""
     return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
@@ -95,7 +87,6 @@ def moecore_requirement() -> str:
 
 
 def hash_text(text: str) -> str:
-    """Return the sha256 of a file's text."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
@@ -103,20 +94,20 @@ def hash_text(text: str) -> str:
 def hold_project(path: Path = LOCK) -> Iterator[None]:
     """Hold the project's lock while its stages run; UserError names the process that holds it."""
     holder = path.with_name(HOLDER)
-    with hold_lock(path, lambda: f"{path.parent}: {describe_driver(holder)}"):
+
+    def describe_driver() -> str:
+        mend = "wait for it, or end it and start again"
+        try:
+            driver = json.loads(holder.read_text(encoding="utf-8"))
+            who = f"process {driver['pid']} has been running the stages of this folder since "
+            return f"{path.parent}: {who}{driver['since']}; {mend} (`kill {driver['pid']}`)"
+        except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+            who = "another process is running the stages of this folder"
+            return f"{path.parent}: {who}; {mend}"
+
+    with hold_lock(path, describe_driver):
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
         yield
-
-
-def describe_driver(holder: Path) -> str:
-    """Return a text: which process runs the stages, and what to do."""
-    mend = "wait for it, or end it and start again"
-    try:
-        driver = json.loads(holder.read_text(encoding="utf-8"))
-        who = f"process {driver['pid']} has been running the stages of this folder since "
-        return f"{who}{driver['since']}; {mend} (`kill {driver['pid']}`)"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-        return f"another process is running the stages of this folder; {mend}"
 
 
 def dvc_command(*arguments: str) -> list[str]:

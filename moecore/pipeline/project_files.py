@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore.core.files import UserError, write_whole
-from moecore.core.source_layout import SHIPPED
+from moecore.core.source_layout import SHIPPED, list_project_dvc_files
 from moecore.pipeline import dvc, project
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study import params_file
-from moecore.study.document import parse_yaml_document
+from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.layers import OVERLAY, Composed
 from moecore.study.questions import PIPELINES, QuestionFile, find_old_study, find_question
+from moecore.study.stages import STAGES
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
@@ -48,9 +49,8 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     """
     refuse_study_name(name)
     if importlib.util.find_spec(name):
-        raise UserError(
-            f"found the name {name!r}, which Python finds already; allowed: another one"
-        )
+        text = f"found the name {name!r}, which Python finds already"
+        raise UserError(f"{text}; allowed: another one")
     if study != MAIN_STUDY:
         study = find_shipped_question(study).name
     if is_overlay and study == MAIN_STUDY:
@@ -68,7 +68,12 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
         texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
         project.write_answers(part, name, study, texts)
-        _begin_repository(part, folder)
+        if not any((above / ".git").exists() for above in folder.resolve().parents):
+            if shutil.which("git"):
+                subprocess.run(["git", "init", "--quiet", str(part)], check=True)
+            else:
+                config = (part / DVC_CONFIG).read_text(encoding="utf-8")
+                write_whole(part / DVC_CONFIG, config + dvc.WITHOUT_GIT)
         for path in part.iterdir():
             path.rename(folder / path.name)
     finally:
@@ -110,11 +115,15 @@ def shipped_params_text(study: str) -> str:
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that an upgrade writes again.
 
-    folder: the project. Its overlay.yaml, if any, is read; its stages stay, as its params.yaml has
-    their settings.
+    folder: the project. Its overlay.yaml, if any, is read; its stages of this version stay, as its
+    params.yaml has their settings.
     """
-    texts = template_texts(name, is_of_user=False)
-    return texts | _dvc_texts(folder, study, dvc.list_our_stages(folder))
+    stages: list[str] = []
+    for file in list_project_dvc_files(folder):
+        data = load_yaml_document(file).data
+        stages += (isinstance(data, dict) and data.get("stages")) or ()
+    ours = [stage for stage in stages if stage in STAGES]
+    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study, ours)
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
@@ -132,7 +141,6 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write the files below ``folder``."""
     for path, text in texts.items():
         write_whole(folder / path, text)
 
@@ -141,13 +149,12 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
     """Return path → text of the template's files that the user edits, or of the other files."""
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            path = file.relative_to(TEMPLATE).as_posix()
-            text = file.read_text(encoding="utf-8")
+        path = file.relative_to(TEMPLATE).as_posix()
+        is_file = file.is_file() and "__pycache__" not in file.parts
+        if is_file and path.startswith(EDITED) == is_of_user:
+            text = file.read_text(encoding="utf-8").replace(TEMPLATE_NAME, name)
             text = text.replace(REQUIREMENT, project.moecore_requirement())
-            if path.startswith(EDITED) == is_of_user:
-                path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
-                texts[path] = text.replace(TEMPLATE_NAME, name)
+            texts[path.replace("dot_", ".").replace(TEMPLATE_NAME, name)] = text
     return texts
 
 
@@ -171,36 +178,24 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
-def _begin_repository(part: Path, folder: Path) -> None:
-    """Begin a git repository, unless ``folder`` is in one; without git, configure DVC for that."""
-    above = folder.resolve().parents
-    if any((parent / ".git").exists() for parent in above):
-        return
-    if shutil.which("git"):
-        subprocess.run(["git", "init", "--quiet", str(part)], check=True)
-    else:
-        config = part / DVC_CONFIG
-        write_whole(config, config.read_text(encoding="utf-8") + dvc.WITHOUT_GIT)
-
-
-class UpgradeChanges(NamedTuple):
-    """Files that an upgrade writes, or leaves as edited: path → new text, None if removed."""
-
-    written: dict[str, str | None]
-    edited: dict[str, str | None]
-
-
 def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     """Print how the project here changes and what runs again; write it if ``is_written``."""
-    renamed = _renamed_texts(answers)
-    with _files_as(renamed):  # an overlay must be valid to be read
+    changes = _renamed_texts(answers)
+    with _files_as(changes):  # an overlay must be valid to be read
         texts = upgradable_project_texts(HERE, answers.name, answers.study)
-        ours = _changed_texts(answers, texts)
-    changes = renamed | _required_moecore() | ours.written
+        written, edited = _changed_texts(answers, texts)
+    pyproject = Path("pyproject.toml")
+    if before := _read(pyproject):
+        requirement = project.moecore_requirement()
+        if (after := INSTALLED.sub(lambda _: requirement, before)) != before:
+            changes[str(pyproject)] = after
+    changes |= written
     print(f"moecore {answers.moecore} → {version('moecore')}")
-    for path, text in {**changes, **ours.edited}.items():
-        print(_diff(path, text), end="")
-    for path in ours.edited:
+    for path, text in {**changes, **edited}.items():
+        lines, now = (_read(Path(path)) or "").splitlines(True), (text or "").splitlines(True)
+        names = f"{path} (here)", f"{path} (new)"
+        print("".join(difflib.unified_diff(lines, now, *names)), end="")
+    for path in edited:
         print(f"{path}: edited in this project and stays so; the diff above is for you to take")
     with _files_as(changes):
         print_plan()
@@ -215,63 +210,42 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
 
 def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
     """Return path → text of settings files whose keys were renamed since the project's version."""
-    since = project.version_numbers(answers.moecore)
-    steps = [
-        step for step in params_file.RENAMED_KEYS if project.version_numbers(step.version) > since
-    ]
+    since, renamed = project.version_numbers(answers.moecore), params_file.RENAMED_KEYS
+    steps = [step for step in renamed if project.version_numbers(step.version) > since]
     texts: dict[str, str | None] = {}
-    questions = sorted(PIPELINES.glob("*/*.yaml"))
-    for path in (Path(OVERLAY), Path("params.yaml"), *questions):
-        if path.is_file():
-            before = path.read_text(encoding="utf-8")
+    for path in (Path(OVERLAY), Path("params.yaml"), *sorted(PIPELINES.glob("*/*.yaml"))):
+        if (before := _read(path)) is not None:
             after = params_file.rename_keys_in_text(before, steps, str(path))
             if after != before:
                 texts[path.as_posix()] = after
     return texts
 
 
-def _required_moecore() -> dict[str, str | None]:
-    """Return pyproject.toml with the installed moecore as requirement, if that changes it."""
-    path = Path("pyproject.toml")
-    if not path.is_file():
-        return {}
-    before = path.read_text(encoding="utf-8")
-    requirement = project.moecore_requirement()
-    after = INSTALLED.sub(lambda _: requirement, before)
-    return {str(path): after} if after != before else {}
-
-
-def _changed_texts(answers: project.ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
-    """Return the template's files that differ from the project's, edited or not."""
-    upgrade = UpgradeChanges({}, {})
+def _changed_texts(
+    answers: project.ProjectAnswers, texts: Mapping[str, str]
+) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """Return the template's files to write, and those that the user edited; None: removed."""
+    written: dict[str, str | None] = {}
+    edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:
-        text = texts.get(path)
-        file = HERE / path
-        before = file.read_text(encoding="utf-8") if file.is_file() else None
+        before, text = _read(HERE / path), texts.get(path)
         if text == before:
             continue
-        written = answers.files.get(path)
+        known = answers.files.get(path)
         current = None if before is None else project.hash_text(before)
-        if _is_from_overlay(path) or written == current:
-            upgrade.written[path] = text
-        elif text is None or project.hash_text(text) != written:
-            upgrade.edited[path] = text
-    return upgrade
-
-
-def _is_from_overlay(path: str) -> bool:
-    """Return whether ``moecore study write`` overwrites this file here."""
-    return Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
+        # `moecore study write` overwrites the files of an overlay
+        is_free = Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
+        if is_free or known == current:
+            written[path] = text
+        elif text is None or project.hash_text(text) != known:
+            edited[path] = text
+    return written, edited
 
 
 @contextmanager
 def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
     """Replace the files' texts while the block runs, and restore them afterwards."""
-    files = {path: Path(path) for path in texts}
-    before = {
-        path: file.read_text(encoding="utf-8") if file.is_file() else None
-        for path, file in files.items()
-    }
+    before = {path: _read(Path(path)) for path in texts}
     try:
         for path, text in texts.items():
             _write(path, text)
@@ -281,15 +255,12 @@ def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
             _write(path, text)
 
 
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
 def _write(path: str, text: str | None) -> None:
     if text is None:
         Path(path).unlink(missing_ok=True)
     else:
         write_whole(path, text)
-
-
-def _diff(path: str, text: str | None) -> str:
-    file = Path(path)
-    before = file.read_text(encoding="utf-8").splitlines(True) if file.is_file() else []
-    after = [] if text is None else text.splitlines(True)
-    return "".join(difflib.unified_diff(before, after, f"{path} (here)", f"{path} (new)"))

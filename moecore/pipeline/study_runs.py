@@ -11,14 +11,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moecore.core.files import (
-    UserError,
-    file_checksum,
-    read_json,
-    whole_file,
-    write_json,
-    write_whole,
-)
+from moecore.core import files
+from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
@@ -42,6 +36,8 @@ SHIPPED_PARAMS = "moecore's params.yaml"
 ASKED_FILE = "asked.json"  # of a run folder: the commit that asked, when the folder was written
 IGNORED = "artifacts/\nreports/\n.state/\ndvc_plots/\n.dvc/tmp/\n"
 COMMITTED = ("params.yaml", "dvc.yaml", "steps", ".dvc/config")
+COMMIT = ("-c", "user.name=moecore", "-c", "user.email=moecore@localhost", "commit", "--quiet")
+COMMIT += ("--no-verify", "--no-gpg-sign", "-m", "written by moecore")
 NEW_QUESTION = """\
 # Everything else is as in the world that `world:` names, or as in params.yaml.
 question: what is asked, in one line?
@@ -62,58 +58,57 @@ def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
     """
     root, folder = question_round.question.root, question_round.folder
     composed = question_round.compose(presets)
-    up = Path("../..")
-    origin = ParamsOrigin(
-        str(PIPELINES / f"{question_round.question.name}.yaml"),
-        "params.yaml",
-        str(up / "params.schema.json"),
-        root / PIPELINES,
-    )
+    edited = str(PIPELINES / f"{question_round.question.name}.yaml")
+    schema = "../../params.schema.json"
+    origin = ParamsOrigin(edited, "params.yaml", schema, root / PIPELINES)
     text = params_text(composed, origin, presets)
     is_new = not (folder / "params.yaml").is_file()
     with hold_project(folder / LOCK):
         changes = write_params(folder / "params.yaml", text)
         write_dvc_files(folder, composed)
         if shutil.which("git"):
-            write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
-            _commit_written(folder)
+            files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
+            if not (folder / ".git").is_dir():
+                run_git(folder, "init", "--quiet", "--template=")
+                files.write_whole(folder / ".git/info/exclude", IGNORED)
+            names = [name for name in COMMITTED if (folder / name).exists()]
+            run_git(folder, "add", "--all", "--", *names)
+            run_git(folder, *COMMIT)
         else:
-            write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
+            files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
         if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
-            files = [path.relative_to(root) for path in question_round.question.asking_files]
-            record = {"commit": committed_at(root, *files), "file": files[0].as_posix()}
-            write_json(folder / ASKED_FILE, record)
+            asking = [path.relative_to(root) for path in question_round.question.asking_files]
+            record = {"commit": committed_at(root, *asking), "file": asking[0].as_posix()}
+            files.write_json(folder / ASKED_FILE, record)
     return ["written"] if is_new else changes
 
 
 def write_project(folder: Path = HERE) -> list[str]:
     """Write params.yaml and dvc.yaml of an overlay, in a clone dvc.yaml; return what changes."""
     if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
-        write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
+        files.write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
-    composed = compose_project(folder)
-    changes = write_params(folder / "params.yaml", params_text(composed, _overlay_origin(folder)))
+    composed, text = _compose_project(folder)
+    changes = write_params(folder / "params.yaml", text)
     write_dvc_files(folder, composed)
     return changes
 
 
 def project_texts_from_overlay(folder: Path) -> dict[str, str]:
     """Return path → text of the files that ``write_project`` writes."""
-    composed = compose_project(folder)
-    texts = dvc.study_dvc_yaml_texts(
-        dvc.stage_definitions(composed.stages), composed.document.data["run"]
-    )
-    return {"params.yaml": params_text(composed, _overlay_origin(folder))} | texts
+    composed, text = _compose_project(folder)
+    run = composed.document.data["run"]
+    stages = dvc.stage_definitions(composed.stages)
+    return {"params.yaml": text} | dvc.study_dvc_yaml_texts(stages, run)
 
 
-def compose_project(folder: Path) -> layers.Composed:
-    """Return the params.yaml of a project: its overlay.yaml over this version's params.yaml."""
+def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
+    """Return the params.yaml of a project: its overlay.yaml over this version's; and its text."""
     base = layers.load_root_layer(SHIPPED)
-    return layers.compose_layers([base, layers.load_overlay_layer(folder, base)], SHIPPED)
-
-
-def _overlay_origin(folder: Path) -> ParamsOrigin:
-    return ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
+    overlay = layers.load_overlay_layer(folder, base)
+    composed = layers.compose_layers([base, overlay], SHIPPED)
+    origin = ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
+    return composed, params_text(composed, origin)
 
 
 def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
@@ -124,7 +119,7 @@ def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
         if file.relative_to(folder).as_posix() not in texts:
             file.unlink()
     for name, text in texts.items():
-        write_whole(folder / name, text)
+        files.write_whole(folder / name, text)
 
 
 def why_results_stay(question_round: Round) -> str:
@@ -137,10 +132,10 @@ def why_results_stay(question_round: Round) -> str:
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return f"this run has other settings, {changes[0]}{more}"
     ran = read_dvc_locks(folder)
-    files = [*ran.get("compare", {}).get("deps", ()), *ran.get("numbers", {}).get("outs", ())]
-    hashes = {file["path"]: file.get("md5") for file in files}
+    seen = [*ran.get("compare", {}).get("deps", ()), *ran.get("numbers", {}).get("outs", ())]
+    hashes = {file["path"]: file.get("md5") for file in seen}
     for path in (Path("params.yaml"), NUMBERS, ITEMS):
-        if hashes.get(str(path)) != file_checksum(folder / path, "md5"):
+        if hashes.get(str(path)) != files.file_checksum(folder / path, "md5"):
             reason = f"{path} is not what the stages compare and numbers saw"
             return f"{reason}; run `{question_round.command}`"
     return ""
@@ -151,11 +146,10 @@ def keep_results(question_round: Round) -> Path:
     if reason := why_results_stay(question_round):
         raise UserError(f"{question_round.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
-    write_json(
-        question_round.results, {ASKED: read_json(question_round.folder / ASKED_FILE)} | numbers
-    )
+    asked = read_json(question_round.folder / ASKED_FILE)
+    files.write_json(question_round.results, {ASKED: asked} | numbers)
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
-        with whole_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
+        with files.whole_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
             shutil.copyfile(question_round.folder / ITEMS, temporary)
     return question_round.results
 
@@ -173,7 +167,7 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     if path.name == PAPER_FILE:
         raise UserError(f"{path}: is the name of a paper's file; take another name")
     layers.load_root_layer(root)  # nothing is written where there is no project
-    write_whole(path, NEW_QUESTION)
+    files.write_whole(path, NEW_QUESTION)
     try:
         composed = QuestionFile(root, f"{OUR_QUESTIONS}/{name}").rounds[0].compose()
         check_document(composed.document, composed.all_stages)
@@ -188,18 +182,6 @@ def refuse_study_name(name: str) -> None:
     if not STUDY_NAME.fullmatch(name) or keyword.iskeyword(name):
         allowed = "small letters, digits and _, beginning with a letter"
         raise UserError(f"found the name {name!r}; allowed: {allowed}")
-
-
-def _commit_written(folder: Path) -> None:
-    """Commit the written files in a run folder, which becomes a git repository."""
-    if not (folder / ".git").is_dir():
-        run_git(folder, "init", "--quiet", "--template=")
-        write_whole(folder / ".git/info/exclude", IGNORED)
-    names = [name for name in COMMITTED if (folder / name).exists()]
-    run_git(folder, "add", "--all", "--", *names)
-    author = ("-c", "user.name=moecore", "-c", "user.email=moecore@localhost")
-    commit = ("commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", "written by moecore")
-    run_git(folder, *author, *commit)
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:

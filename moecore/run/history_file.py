@@ -19,10 +19,10 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import yaml
@@ -40,9 +40,7 @@ PLACES = ("artifacts/history", ".state")  # published histories, and histories o
 
 
 def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
-    settings = {}
-    if params is not None:
-        settings = to_jsonable(params)
+    settings = {} if params is None else to_jsonable(params)
     canonical = json.dumps([stage, item, settings], sort_keys=True)
     return {
         "uid": uuid.uuid4().hex,
@@ -146,7 +144,16 @@ class GrowingHistory:
         """
         try:
             with open(self.path, "rb") as handle:
-                self._take(handle)
+                # A resumed run truncates its history at the checkpoint. If the last line is still
+                # in its place, so are all earlier lines, as every line has a different time.
+                handle.seek(self._size - len(self._last))
+                if handle.read(len(self._last)) != self._last:
+                    self._forget()
+                    handle.seek(0)
+                for line, value in whole_lines(handle.read(), is_history_line):
+                    self.lines.append(value)
+                    self._size += len(line)
+                    self._last = line
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
         except OSError as error:
@@ -158,18 +165,6 @@ class GrowingHistory:
         self.lines: list[dict] = []
         self._size = 0  # bytes of the lines
         self._last = b""  # the last line
-
-    def _take(self, handle: BinaryIO) -> None:
-        # A resumed run truncates its history at the checkpoint. If the last line is still in its
-        # place, so are all earlier lines, because every line has a different time.
-        handle.seek(self._size - len(self._last))
-        if handle.read(len(self._last)) != self._last:
-            self._forget()
-            handle.seek(0)
-        for line, value in whole_lines(handle.read(), is_history_line):
-            self.lines.append(value)
-            self._size += len(line)
-            self._last = line
 
 
 def read_lines(folder: str | Path) -> list[dict]:
@@ -246,28 +241,23 @@ def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     """Return the stages in a project's dvc.lock files; UserError for a damaged file."""
-    stages: dict[str, dict[str, Any]] = {}
-    for lock in list_project_dvc_files(folder, "dvc.lock"):
-        stages |= _read_lock(lock)
-    return stages
-
-
-def _read_lock(lock: Path) -> dict[str, dict[str, Any]]:
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
-            raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
-        stages = content.get("stages", {})
-        for name, entry in stages.items():
-            if not all("path" in file for kind in ("deps", "outs") for file in entry.get(kind, ())):
-                raise TypeError(f"a file of {name} without its path")
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{lock}: is not as DVC writes it ({why}); delete it: what ran here is then taken from "
-            "DVC's cache; or restore a committed one"
-        ) from error
+    stages: dict[str, dict[str, Any]] = {}
+    for lock in list_project_dvc_files(folder, "dvc.lock"):
+        try:
+            if (content := yaml.load(lock.read_text(encoding="utf-8"), Loader=loader)) is None:
+                raise ValueError("empty, as after a `dvc repro` that was killed while it wrote")
+            for name, entry in content.get("stages", {}).items():
+                if not all(
+                    "path" in file for key in ("deps", "outs") for file in entry.get(key, ())
+                ):
+                    raise TypeError(f"a file of {name} without its path")
+                stages[name] = entry
+        except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            mend = "delete it: what ran here is then taken from DVC's cache; or restore a committed"
+            raise UserError(f"{lock}: is not as DVC writes it ({why}); {mend} one") from error
     return stages
 
 
@@ -314,26 +304,19 @@ def is_process_running(host: str, pid: int, at: float) -> bool:
         return False
 
 
-def history_folders(study: Path) -> list[Path]:
-    """Return the folders of a study with a history, published ones first."""
-    folders = []
-    for place in PLACES:
-        for folder, inner, files in os.walk(study / place):
-            # skip folders that are being written or removed
-            inner[:] = sorted(n for n in inner if not n.endswith((".part", ".removed")))
-            if HISTORY_FILE in files:
-                inner.clear()
-                folders.append(Path(folder))
-    return folders
-
-
 def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
     """Return uid → its newest history; the published one of a resumed run may be older.
 
     readers: by folder; new readers are added.
     """
     newest: dict[str, ExecutionHistory] = {}
-    for folder in history_folders(study):
+    for place, inner, files in chain.from_iterable(os.walk(study / place) for place in PLACES):
+        # Skip folders that are being written or removed
+        inner[:] = sorted(name for name in inner if not name.endswith((".part", ".removed")))
+        if HISTORY_FILE not in files:
+            continue
+        inner.clear()
+        folder = Path(place)
         lines = readers.setdefault(folder, GrowingHistory(folder)).read()
         if lines and "uid" in lines[0]:
             newest_so_far = newest.setdefault(lines[0]["uid"], ExecutionHistory(folder, lines))

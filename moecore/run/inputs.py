@@ -18,7 +18,7 @@ from copy import copy
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.encoded_values import to_jsonable
@@ -97,7 +97,10 @@ class StageInputs:
     def refuse_all_edits(self) -> None:
         """Raise UserError if code, artifacts or settings have changed."""
         self.refuse_edited_code()
-        refuse_changed_inputs(self._hashes, self._artifacts)
+        now = hash_inputs(self._artifacts)
+        for file in {**self._hashes, **now}:
+            if self._hashes.get(file) != now.get(file):
+                raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
         self.refuse_edited_settings()
 
 
@@ -117,18 +120,16 @@ def stage_hash_files(stage: str, phase: str | None = None, method: str | None = 
     """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml."""
     script, *parts = [CODE / path for path in list_code_hashes(stage, key=phase, method=method)]
     if not script.is_file():
-        raise UserError(
-            f"{script}: no such file; run `python -m moecore.stages.code`, which writes it"
-        )
+        mend = "run `python -m moecore.stages.code`, which writes it"
+        raise UserError(f"{script}: no such file; {mend}")
     files = [file for path in parts for file in (sorted(path.glob("*.json")) or [path])]
     return [script, *(file for file in files if file.is_file())]
 
 
 def refuse_changed_document(before: Document) -> None:
     """Raise UserError with the key if the file of ``before`` now has other values."""
-    _refuse_changed_values(
-        flatten_keys(before.data), flatten_keys(load_yaml_document(before.path).data)
-    )
+    now = load_yaml_document(before.path)
+    _refuse_changed_values(flatten_keys(before.data), flatten_keys(now.data))
 
 
 def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -137,39 +138,22 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
             continue
         was, is_now = (repr(side[key]) if key in side else "missing" for side in (before, now))
         keys = [int(word) if word.isdigit() else word for word in key.split(".")]
+        place = load_yaml_document(params_path()).place(keys)
         changed = f"was {was} when this stage read it, and is {is_now}"
-        raise UserError(
-            f"{load_yaml_document(params_path()).place(keys)}: {key}: {changed}; {GO_ON}"
-        )
-
-
-def list_input_files(inputs: Iterable[str | Path]) -> list[Path]:
-    """Return the files that identify artifacts: all files, or the card of prepared data."""
-    return sorted(file for path in inputs for file in _identifying_files(Path(path)))
-
-
-def _identifying_files(path: Path) -> Sequence[Path]:
-    if not path.exists():
-        raise UserError(f"{path}: does not exist; run `dvc repro`, which makes it first")
-    if path.is_file():
-        return [path]
-    if (path / "card.json").is_file():
-        return [path / "card.json"]
-    return [file for file in path.rglob("*") if file.is_file()]
+        raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
 
 
 def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
-    """Return path → sha256 of the files that identify artifacts."""
-    files = list_input_files(inputs)
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path]) -> None:
-    """Raise UserError with the file if artifacts differ from the hashes ``before``."""
-    now = hash_inputs(inputs)
-    for file in {**before, **now}:
-        if before.get(file) != now.get(file):
-            raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
+    """Return path → sha256 of artifacts: of all files, or of the card of prepared data."""
+    files: list[Path] = []
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise UserError(f"{path}: does not exist; run `dvc repro`, which makes it first")
+        if (card := path / "card.json").is_file():
+            files.append(card)
+        else:
+            files += [file for file in (path, *path.rglob("*")) if file.is_file()]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
@@ -196,16 +180,16 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
         add("]")
     elif isinstance(node, ast.AST):
         if node.__class__ is ast.ClassDef:
-            node = _without_refusals(node)
+            body = [item for item in node.body if not _only_refuses(item)]
+            node = copy(node)
+            node.body = body
         add(node.__class__.__name__)
         add("(")
+        fields = node._fields
         if node.__class__ is ast.JoinedStr:  # Python 3.12 adds empty strings to some
-            _add_node(
-                [part for part in node.values if getattr(part, "value", None) != ""], add, shown
-            )
+            parts = [part for part in node.values if getattr(part, "value", None) != ""]
+            _add_node(parts, add, shown)
             fields = ()
-        else:
-            fields = node._fields
         for name in fields:
             value = getattr(node, name, None)
             # Versions of Python differ in their empty fields.
@@ -228,13 +212,6 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
         return call
     keywords = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
     return ast.Call(call.func, call.args[1:], keywords)
-
-
-def _without_refusals(node: ast.ClassDef) -> ast.ClassDef:
-    """Return a class without its refusals, whose words no result depends on."""
-    reduced = copy(node)
-    reduced.body = [item for item in node.body if not _only_refuses(item)]
-    return reduced
 
 
 def _only_refuses(item: Any) -> bool:
@@ -309,12 +286,8 @@ def wheel_record(package: str) -> dict[Path, str]:
     }
 
 
-class _Imported(NamedTuple):
-    content: str  # checksum of the file's bytes
-    sources: tuple[str, ...]  # hashes of the source, as in artifacts/code
-
-
-_imported_by_server: dict[Path, _Imported] = {}
+# By file: a checksum of its bytes, and the hashes of the source, as in artifacts/code
+_imported_by_server: dict[Path, tuple[str, tuple[str, str]]] = {}
 
 
 def remember_imported_sources() -> None:
@@ -327,7 +300,7 @@ def remember_imported_sources() -> None:
         if name.partition(".")[0] == OUR_PACKAGE and path.is_relative_to(ROOT):
             package = Path(*name.split("."))
             file = package / path.name if path.name == "__init__.py" else package.with_suffix(".py")
-            _imported_by_server[file] = _Imported(file_checksum(path), _hashes_of(file))
+            _imported_by_server[file] = file_checksum(path), _hashes_of(file)
 
 
 class StageCode:
@@ -339,10 +312,10 @@ class StageCode:
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
         self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
-        for file, imported in _imported_by_server.items():
-            if file in self._recorded and self._recorded[file] not in imported.sources:
+        for file, (content, hashes) in _imported_by_server.items():
+            if file in self._recorded and self._recorded[file] not in hashes:
                 raise _edited_source(file)
-            self._verified[file] = imported.content
+            self._verified[file] = content
 
     def refuse_edits(self) -> None:
         """Raise UserError with the file if code, and not only its formatting, was edited."""

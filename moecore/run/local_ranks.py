@@ -39,7 +39,15 @@ def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
                 running.append(subprocess.Popen(command, env=environment, preexec_fn=begin))
             return wait_for_exit_code(running)
         finally:
-            end_ranks(running)
+            for process in running:
+                process.terminate()
+            until = time.monotonic() + GRACE
+            for process in running:
+                try:
+                    process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
@@ -54,19 +62,6 @@ def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
             # 1, an error, comes before 143, the code of a rank that ended because of it.
             return min((code for code in codes if code), default=0)
         time.sleep(POLL)
-
-
-def end_ranks(running: Sequence[subprocess.Popen]) -> None:
-    """End running ranks by SIGTERM, and after ``GRACE`` seconds by SIGKILL."""
-    for process in running:
-        process.terminate()
-    until = time.monotonic() + GRACE
-    for process in running:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

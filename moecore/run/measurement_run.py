@@ -4,17 +4,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import create_model
+
 from moecore.core.config import Config
+from moecore.core.files import KeptParts
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.run.progress import report_progress
-from moecore.run.run_record import record_measurement
+from moecore.run.run_record import record_resumable
 from moecore.study.sections import Phase
-from moecore.study.settings import (
-    ParamsKeyTemplate,
-    read_params,
-    read_section_as_params,
-)
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
@@ -29,19 +28,26 @@ class MethodParams(Config):
 def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
     """Measure a trained model; write and return its values, or the reason to skip it."""
     measurement = find_measurement(what)
-    params = read_section_as_params(what, measurement)
-    with record_measurement(what, params, phase, method, seed) as (run, parts):
-        subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
+    section: dict[str, Any] = {what: (measurement, ...)}
+    params = read_params(create_model("Params", __base__=Config, **section))
+    inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
+    item = {"phase": phase, "method": method, "seed": seed}
+    with record_resumable(what, params, inputs, **item) as (run, work):
+        parts = KeptParts(work, run.inputs)  # survive a kill
+        device = tune_runtime(work=work).device
+        data, model = Prepared.open(inputs[0]), load_model(inputs[1]).to(device)
+        # The teacher was fitted on the images of the pretraining.
+        is_guided = measurement.guided and phase == "pretrain"
+        guide = load_guide(guide_folder(method, seed)) if is_guided else None
+        subject = MeasuredModel(model, data, guide, device)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
             named = read_params(MethodParams, method=method).method.regions
             subject = subject._replace(regions=named.experts if named else ())
         settings: Measurement = getattr(params, what)
         reason = measurement.applies(subject)
         if reason is None:
-            title = f"{what} {phase} {method} seed {seed}"
-            with (
-                report_progress(title, settings.pieces) if settings.pieces else nullcontext() as bar
-            ):
+            title, pieces = f"{what} {phase} {method} seed {seed}", settings.pieces
+            with report_progress(title, pieces) if pieces else nullcontext() as bar:
                 if bar is not None:
                     parts.show_progress(bar)
                 result = settings.collect_result(subject, parts.part)
@@ -49,13 +55,3 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
             result = Skipped(skipped=reason)
         run.result(result)
     return result
-
-
-def open_subject(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> MeasuredModel:
-    """Load the trained model and its data, and its teacher for a guided measurement."""
-    device = tune_runtime(work=work).device
-    model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
-    data = Prepared.open(Path("artifacts/data") / phase)
-    # The teacher was fitted on the images of the pretraining.
-    guide = load_guide(guide_folder(method, seed)) if guided and phase == "pretrain" else None
-    return MeasuredModel(model, data, guide, device)

@@ -21,10 +21,8 @@ def split_answerable_comparisons(
         methods = {comparison.method, comparison.against}
         has_models = methods <= set(run.methods) and comparison.phase in run.phases
         has_seeds = len(run.seeds) > 1 or not isinstance(comparison, Claim)
-        if has_models and has_seeds:
-            answerable.append(comparison)
-        else:
-            waiting.append(comparison)
+        chosen = answerable if has_models and has_seeds else waiting
+        chosen.append(comparison)
     return answerable, waiting
 
 

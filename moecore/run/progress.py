@@ -76,17 +76,11 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
             lines.flush(time.monotonic())
         return
     # Imported here: without a terminal a stage does not need it (0.1 s).
+    import rich.progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
     from rich.text import Text
 
-    class NotedProgress(Progress):
+    class NotedProgress(rich.progress.Progress):
         note = ""
 
         def get_renderables(self) -> Iterator[Any]:
@@ -95,11 +89,11 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
                 yield Text(self.note)
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[values]}"),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
+        rich.progress.TextColumn("{task.fields[values]}"),
     )
     with NotedProgress(*columns, console=Console(stderr=True)) as bar:
         yield ProgressBar(bar, title, total)
@@ -114,6 +108,4 @@ def format_duration(seconds: float) -> str:
     """Return ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02}"
-    return f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,44 +1,28 @@
-"""Record a run in a folder, which MLflow only displays.
+"""Record a run in a folder, which MLflow only displays, and continue killed runs.
 
 ``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON). It is
-published atomically at the end, also of a failed run.
+published atomically at the end, also of a failed run. A killed run continues in a work folder that
+is named by a hash of all inputs.
 """
 
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from moecore.core import files
 from moecore.core.config import Config
 from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import (
-    UnusableFile,
-    append_line,
-    whole_folder,
-    write_json,
-    write_sealed,
-    write_whole,
-)
-from moecore.run.history_file import (
-    HISTORY_FILE,
-    encode_line,
-    execution_subpath,
-    flatten_keys,
-    json_number,
-    keep_numbers,
-    lines_before_step,
-    logged_points,
-    new_header,
-    read_clocks,
-    read_lines,
-    routing_points,
-    spent_seconds,
-)
-from moecore.run.inputs import StageInputs
+from moecore.core.files import UnusableFile, UserError, append_line
+from moecore.run import history_file
+from moecore.run.history_file import HISTORY_FILE, execution_subpath, read_clocks, read_lines
+from moecore.run.inputs import StageInputs, read_stage_inputs
 from moecore.training.monitor import RoutingPoint
 
 
@@ -46,12 +30,7 @@ class Run:
     """A run's record, yielded by ``record_run``; its history grows in ``folder``."""
 
     def __init__(
-        self,
-        folder: Path,
-        path: str,
-        header: dict,
-        earlier: list[dict],
-        inputs: StageInputs,
+        self, folder: Path, path: str, header: dict, earlier: list[dict], inputs: StageInputs
     ) -> None:
         self.folder = folder
         self.inputs = inputs
@@ -74,7 +53,7 @@ class Run:
         Points of a killed process at this step or later are removed.
         """
         if self._earlier:
-            earlier = lines_before_step(self._earlier, step)
+            earlier = history_file.lines_before_step(self._earlier, step)
             self._earlier = []
             self._rewrite([*earlier, *self._lines])
         repeated = [name for name in values if self._last.get(name, -1) >= step]
@@ -84,7 +63,8 @@ class Run:
             raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
         self._last |= dict.fromkeys(values, step)
         self._write(
-            step=int(step), values={name: json_number(value) for name, value in values.items()}
+            step=int(step),
+            values={name: history_file.json_number(value) for name, value in values.items()},
         )
 
     def routing(self, point: RoutingPoint) -> None:
@@ -100,14 +80,16 @@ class Run:
         from moecore.measure.values import Found  # imports torch
 
         values = to_jsonable(result)
-        write_sealed(self.measured, values)
-        numbers = result.numbers() if isinstance(result, Found) else keep_numbers(values)
-        self._write(summary=flatten_keys(numbers))
+        files.write_sealed(self.measured, values)
+        numbers = (
+            result.numbers() if isinstance(result, Found) else history_file.keep_numbers(values)
+        )
+        self._write(summary=history_file.flatten_keys(numbers))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows to tables/<name>.json in the record's folder."""
         file = f"tables/{name}.json"
-        write_json(self.folder / file, to_jsonable(rows))
+        files.write_json(self.folder / file, to_jsonable(rows))
         self._write(file=file)
 
     def tag(self, name: str, value: Any) -> None:
@@ -122,19 +104,23 @@ class Run:
 
     def end(self, status: str, error: str | None = None) -> None:
         """Write the last line: FINISHED, FAILED or KILLED, and the seconds spent."""
-        spent = spent_seconds([*read_lines(self.folder), read_clocks()])
+        spent = history_file.spent_seconds([*read_lines(self.folder), read_clocks()])
         reason = {} if error is None else {"error": error}
         self._write(status=status, seconds=spent, **reason)
 
     def _write(self, **line: Any) -> None:
         line = {**read_clocks(), **line}
         self._lines.append(line)
-        append_line(self.folder / HISTORY_FILE, encode_line(line))
+        append_line(self.folder / HISTORY_FILE, history_file.encode_line(line))
 
     def _rewrite(self, lines: list[dict]) -> None:
-        self._last = {name: step for step, _, values in logged_points(lines) for name in values}
-        self.last_routing = next((point for _, point in routing_points(lines[::-1])), None)
-        write_whole(self.folder / HISTORY_FILE, "".join(map(encode_line, lines)))
+        self._last = {
+            name: step for step, _, values in history_file.logged_points(lines) for name in values
+        }
+        self.last_routing = next(
+            (point for _, point in history_file.routing_points(lines[::-1])), None
+        )
+        files.write_whole(self.folder / HISTORY_FILE, "".join(map(history_file.encode_line, lines)))
 
 
 @contextmanager
@@ -164,7 +150,9 @@ def record_run(
         earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
-    header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
+    header = (
+        earlier or [history_file.new_header(stage, params, method=method, seed=seed, phase=phase)]
+    )[0]
     run = Run(folder, path, header, earlier, inputs)
     try:
         yield run
@@ -203,5 +191,63 @@ def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
 
 
 def _publish_history(folder: Path, published: Path) -> None:
-    with whole_folder(published) as temporary:
+    with files.whole_folder(published) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True)
+
+
+@contextmanager
+def hold_work_folder(item: str, key: str) -> Iterator[Path]:
+    """Yield the folder ``.state/<item>/<key>`` for checkpoints and history; removed after success.
+
+    key: a hash of all inputs, so that a stage continues only work with the same inputs. Raises
+    UserError if another process holds the folder.
+    """
+    home = Path(".state") / item
+    busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
+    with hold_lock(home / "lock", lambda: busy):
+        work = home / key
+        work.mkdir(exist_ok=True)
+        yield work
+        for old in [path for path in home.iterdir() if path.is_dir()]:
+            # Renamed first: a kill in between leaves no incomplete folder to continue
+            doomed = old.with_name(f".{old.name}.{os.getpid()}.removed")
+            os.replace(old, doomed)
+            shutil.rmtree(doomed)
+
+
+@contextmanager
+def record_resumable(
+    stage: str,
+    params: Config,
+    inputs: Sequence[str | Path],
+    *,
+    phase: str | None = None,
+    method: str | None = None,
+    seed: int | None = None,
+) -> Iterator[tuple[Run, Path]]:
+    """Yield the record and the work folder of a stage that continues a killed process."""
+    item = {"phase": phase, "method": method, "seed": seed}
+    read = read_stage_inputs(stage, params, inputs, phase, method)
+    with (
+        hold_work_folder(execution_subpath(stage, **item), read.key()) as work,
+        record_run(stage, params, work=work, inputs=read, **item) as run,
+    ):
+        yield run, work
+
+
+@contextmanager
+def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
+    """Hold the lock file ``path``; UserError with ``describe_holder()`` if another process does."""
+    lock = FileLock(path, timeout=0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(describe_holder()) from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written, {why}; mend that") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -36,10 +36,14 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     values = _convert_arguments(function, arguments)
     command = " ".join([function.__name__, *arguments])
     end_with_parent()
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED_CODE))
     try:
-        if not any(STAGES[name].module == function.__name__ for name in TRAINING_STAGES):
-            refuse_several_ranks()
+        modules = {STAGES[name].module for name in TRAINING_STAGES}
+        if has_several_ranks() and function.__name__ not in modules:
+            *first, last = TRAINING_STAGES
+            shared = f"{', '.join(first)} and {last}, which train, may be shared"
+            size = os.environ["WORLD_SIZE"]
+            raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
         refuse_other_checkout()
         with explain_file_errors():
             allow_params_packages()
@@ -49,19 +53,13 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
         print_error_once(f"{prefix}{error}")
         _exit(1)
     except Exception as error:
-        if not is_other_rank_gone(error):
+        of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+        is_lost = of_torch or any(message in str(error) for message in CONNECTION_LOST)
+        if not (has_several_ranks() and isinstance(error, RuntimeError) and is_lost):
             raise
         reason = "another rank has ended; what was trained is in the checkpoint"
         print_error_once(f"{command}: {reason}")
         _exit(ENDED_CODE)
-
-
-def is_other_rank_gone(error: BaseException) -> bool:
-    """Return whether an error means that another rank has ended."""
-    if not has_several_ranks() or not isinstance(error, RuntimeError):
-        return False
-    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return of_torch or any(message in str(error) for message in CONNECTION_LOST)
 
 
 def _exit(code: int) -> None:
@@ -74,15 +72,6 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def refuse_several_ranks() -> None:
-    """Raise UserError if a launcher started several processes of a single-process stage."""
-    if has_several_ranks():
-        *first, last = TRAINING_STAGES
-        shared = f"{', '.join(first)} and {last}, which train, may be shared"
-        size = os.environ["WORLD_SIZE"]
-        raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
 
 
 def has_several_ranks() -> bool:
@@ -105,10 +94,6 @@ def end_with_parent() -> None:
     set_parent_death_signal()
     if os.getppid() != parent:  # the parent died in between
         sys.exit(ENDED_CODE)
-
-
-def _terminate(*_: Any) -> None:
-    sys.exit(ENDED_CODE)
 
 
 def _convert_arguments(function: Callable[..., None], arguments: list[str]) -> dict[str, Any]:

@@ -8,28 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moecore.core import ranks
 from moecore.core.config import Config
-from moecore.core.ranks import (
-    broadcast_text,
-    check_equal_across_ranks,
-    current_ranks,
-    exit_other_ranks,
-    has_process_group,
-    join_ranks,
-)
 from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
-from moecore.run.progress import ProgressBar, ProgressLines, report_progress
+from moecore.run.progress import report_progress
 from moecore.run.run_record import Run, record_resumable
 from moecore.study.settings import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob
-from moecore.training.loop import Metrics, iterate_training, total_steps
+from moecore.training.loop import iterate_training, total_steps
 from moecore.training.monitor import Monitor, build_routing_point, describe_point
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import trace_file, tune_runtime
 from moecore.training.settings import Training
+
+SHOWN_VALUES = ("loss", "train_", "validation_")  # next to a progress bar
 
 
 class MonitorSection(Config):
@@ -65,21 +60,16 @@ class TrainingRun:
         """
         inputs = self.recorded.inputs if self.recorded else None
         checkpoint = Checkpoint(self.work, inputs)
+        trace = trace_file(self.title)
         training = iterate_training(
-            job,
-            settings,
-            seed,
-            self.runtime,
-            checkpoint,
-            trace_file(self.title),
-            self.monitor,
+            job, settings, seed, self.runtime, checkpoint, trace, self.monitor
         )
         if self.recorded is None:
             deque(training, maxlen=0)
-            exit_other_ranks()
+            ranks.exit_other_ranks()
         for name, value in self.runtime._asdict().items():
             self.run.tag(f"runtime.{name}", value)
-        self.run.tag("runtime.ranks", current_ranks().size)
+        self.run.tag("runtime.ranks", ranks.current_ranks().size)
         with report_progress(self.title, total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
@@ -87,24 +77,21 @@ class TrainingRun:
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     agreement = each_epoch(int(metrics.epoch))
                 if self.monitor is not None and metrics.routing:
-                    self._tell_routing(metrics, self.monitor, agreement, bar)
-                bar.update(metrics.step, **_bar_values(metrics))
-        exit_other_ranks()
-
-    def _tell_routing(
-        self,
-        metrics: Metrics,
-        monitor: Monitor,
-        agreement: float | None,
-        bar: ProgressBar | ProgressLines,
-    ) -> None:
-        """Record and show the change of the routing since the last point."""
-        last = self.run.last_routing
-        point = build_routing_point(metrics.step, metrics.routing, last, monitor, agreement)
-        self.run.routing(point)
-        bar.show_note(describe_point(point))
-        for line in point.warnings:
-            bar.print_warning(line)
+                    last, routing = self.run.last_routing, metrics.routing
+                    point = build_routing_point(
+                        metrics.step, routing, last, self.monitor, agreement
+                    )
+                    self.run.routing(point)
+                    bar.show_note(describe_point(point))
+                    for line in point.warnings:
+                        bar.print_warning(line)
+                shown = {
+                    name: value
+                    for name, value in metrics.values.items()
+                    if name.startswith(SHOWN_VALUES) and name != "validation_loss"
+                }
+                bar.update(metrics.step, **shown)
+        ranks.exit_other_ranks()
 
     @property
     def run(self) -> Run:
@@ -139,23 +126,22 @@ def training_run(
     name = "/".join([stage, *item])
     monitor = read_params(MonitorSection).monitor
     if trains:
-        join_ranks()
+        ranks.join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
     settings = [name, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
-    check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
-    check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    check_equal_across_ranks("sources", package_source_hash() if has_process_group() else "")
-    if not current_ranks().first:
-        yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "), monitor)
+    ranks.check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
+    ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
+    ranks.check_equal_across_ranks(
+        "sources", package_source_hash() if ranks.has_process_group() else ""
+    )
+    if not ranks.current_ranks().first:
+        yield TrainingRun(None, Path(ranks.broadcast_text("")), name.replace("/", " "), monitor)
         return
-    artifacts = [data.folder, *inputs]
-    with record_resumable(stage, params, artifacts, method=method, seed=seed) as (
-        run,
-        work,
-    ):
+    artifacts, model = [data.folder, *inputs], {"method": method, "seed": seed}
+    with record_resumable(stage, params, artifacts, **model) as (run, work):
         run.dataset(data.card)
-        broadcast_text(str(work.resolve()))
+        ranks.broadcast_text(str(work.resolve()))
         yield TrainingRun(run, work, name.replace("/", " "), monitor)
 
 
@@ -169,8 +155,3 @@ def log_points_with_progress(
             run.log(step, values)
             bar.update(step, **values)
     return values
-
-
-def _bar_values(metrics: Metrics) -> dict[str, float]:
-    names = [n for n in metrics.values if n.startswith(("loss", "train_", "validation_"))]
-    return {name: metrics.values[name] for name in names if name != "validation_loss"}

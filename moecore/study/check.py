@@ -18,16 +18,9 @@ from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
 from moecore.study import data_rules, model_rules, part_rules, trial_rules
-from moecore.study.document import (
-    Document,
-    cap_line_count,
-    did_you_mean,
-    load_yaml_document,
-    spell_keys,
-)
-from moecore.study.layers import list_folder_stages
-from moecore.study.part_rules import first_by_place, list_remarks, part_misfits, walk_settings
-from moecore.study.settings import describe_field, format_error_line
+from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
+from moecore.study.layers import count_existing_keys, list_folder_stages
+from moecore.study.settings import describe_field, line_position
 from moecore.study.stages import MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
     MEASURED_SECTIONS,
@@ -41,7 +34,6 @@ from moecore.study.study import (
 
 # A rule of a higher room, about a study, its stages and data: yields keys, and what is wrong.
 ExtraCheck = Callable[[Study, Sequence[str], Mapping[str, Card]], Iterable[tuple[tuple, str]]]
-LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 MAX_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
@@ -51,8 +43,6 @@ class MissingData(UserError):
 
 
 class CheckedStudy(NamedTuple):
-    """A valid params.yaml."""
-
     study: Study
     notes: tuple[str, ...]  # a line per data set, and remarks that are not errors
     untried: tuple[str, ...]  # a line per outside part that could not be tried on small data
@@ -63,8 +53,8 @@ def check_study(
 ) -> CheckedStudy:
     """Validate the file, open its data sources (headers and counts) and build its models.
 
-    home: the folder in which its stages run; by default the file's folder. Raises UserError with
-    one line per problem: first of the file, in its order, then of data and models.
+    home: the folder in which its stages run; by default the file's. Raises UserError with one line
+    per problem: first of the file, in its order, then of data and models.
     """
     folder = Path(path).parent
     document, stages = load_yaml_document(path), list_folder_stages(folder)
@@ -86,13 +76,11 @@ def check_study_document(
     missing = format_misfits(document, data_rules.data_problems(previews, document.data))
     misfits = [
         *data_rules.misfits_with_pretrain_images(study, previews),
-        *part_misfits(study, previews),
+        *part_rules.part_misfits(study, previews),
     ]
-    misfits = [misfit for misfit in misfits if format_error_line(document, *misfit) not in problems]
+    misfits = [misfit for misfit in misfits if str(document.error(*misfit)) not in problems]
     if not problems:  # else models would be wrong for the same reasons
         misfits += model_rules.model_misfits(study, previews)
-        misfits += model_rules.paper_model_misfits(study)
-        misfits += model_rules.reduction_misfits(study, previews)
         if not misfits:
             misfits += trial_rules.outside_part_misfits(study, previews, untried)
             misfits += trial_rules.trial_step_misfits(study, [keys for keys, _ in misfits])
@@ -107,10 +95,7 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(data_rules.data_source_key_path(phase))
         notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
-    note_rules = (part_rules.unused_teacher_note, part_rules.gradientless_router_note)
-    notes += [note for tell in note_rules if (note := tell(study))]
-    notes += [f"{spell_keys(keys)}: {text}" for keys, text in list_remarks(study)]
-    return CheckedStudy(study, tuple(notes), tuple(untried))
+    return CheckedStudy(study, (*notes, *part_rules.list_notes(study)), tuple(untried))
 
 
 def check_and_describe_study(
@@ -122,9 +107,7 @@ def check_and_describe_study(
     if study.run.methods:
         seeds = ", ".join(map(str, study.run.seeds))
         trained = f"{', '.join(study.run.methods)}; seeds {seeds}"
-    return "\n".join(
-        [f"{path}: in order ({trained})", *(f"  {note}" for note in (*notes, *untried))]
-    )
+    return "\n  ".join([f"{path}: in order ({trained})", *notes, *untried])
 
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
@@ -150,14 +133,14 @@ def read_study_and_problems(
         problems += format_misfits(document, _missing_out_of_fold(study, stages))
     problems += format_misfits(document, cross_misfits(document.data, study))
     endless = format_misfits(document, _numbers_out_of_range(document.data))
-    places = {_position(line) for line in endless}
-    problems = endless + [line for line in problems if _position(line) not in places]
-    return study, sorted(dict.fromkeys(problems), key=_position)
+    places = {line_position(line) for line in endless}
+    problems = endless + [line for line in problems if line_position(line) not in places]
+    return study, sorted(dict.fromkeys(problems), key=line_position)
 
 
 def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
     """Return one line per misfit, with file, line, column and key."""
-    return [format_error_line(document, keys, text) for keys, text in misfits]
+    return [str(document.error(*misfit)) for misfit in misfits]
 
 
 def params_schema() -> dict[str, Any]:
@@ -172,8 +155,11 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield misfits between two sections, and between parts and what surrounds them."""
     yield from selection_misfits(data)
     if study is not None:
-        of_sections, of_parts = part_rules.section_misfits(study), part_misfits(study, {})
-        yield from first_by_place(of_sections, of_parts)
+        of_sections, of_parts = (
+            part_rules.section_misfits(study),
+            part_rules.part_misfits(study, {}),
+        )
+        yield from part_rules.first_by_place(of_sections, of_parts)
         yield from _unwritten_kinds(study, data)
 
 
@@ -240,20 +226,10 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
     """Yield parts whose ``kind`` is missing in the file, from which code hashes are made."""
-    for keys, settings, _ in walk_settings((), study, Surroundings()):
-        written = data
-        for key in keys if isinstance(settings, Part) else ():
-            if isinstance(written, list):
-                written = dict(enumerate(written))
-            written = _as_mapping(written).get(key)
-        if isinstance(settings, Part) and KIND not in _as_mapping(written):
+    for keys, settings, _ in part_rules.walk_settings((), study, Surroundings()):
+        if isinstance(settings, Part) and count_existing_keys(data, (*keys, KIND)) <= len(keys):
             text = f"found none; allowed: `kind: {settings.kind}`, as a default is not tracked"
             yield keys, f"{text}, so DVC would miss changes of that part"
-
-
-def _position(problem: str) -> tuple[str, int, int]:
-    match = LINE_PLACE.match(problem)
-    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def selection_misfits(data: Any) -> Misfits:
@@ -270,7 +246,14 @@ def selection_misfits(data: Any) -> Misfits:
             elif isinstance(name, str) and name not in names:
                 text = f"found {name!r}{did_you_mean(name, names)}; allowed: {allowed}"
                 yield ("run", key, index), text
-    yield from _repeated_entries(run)
+    for key in ("methods", "seeds", "phases", "measurements"):
+        before: set[str] = set()
+        for index, value in enumerate(_as_list(run.get(key))):
+            if repr(value) in before:
+                yield ("run", key, index), f"found {value!r} a second time; allowed: each once"
+            if key == "seeds" and isinstance(value, int) and value < 0:
+                yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
+            before.add(repr(value))
     yield from _claims(sections, run)
     yield from _repeated_claims(sections)
     for name in methods:
@@ -294,42 +277,25 @@ def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
             yield str(error)
 
 
-def _repeated_entries(run: dict) -> Misfits:
-    for key in ("methods", "seeds", "phases", "measurements"):
-        before: set[str] = set()
-        for index, value in enumerate(_as_list(run.get(key))):
-            if repr(value) in before:
-                yield ("run", key, index), f"found {value!r} a second time; allowed: each once"
-            if key == "seeds" and isinstance(value, int) and value < 0:
-                yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
-            before.add(repr(value))
-
-
 def _claims(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
     methods = list(_as_mapping(sections.get("methods")))
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
-    comparisons = [
-        (section, index, _as_mapping(comparison))
-        for section in ("claims", "questions")
-        for index, comparison in enumerate(_as_list(sections.get(section)))
-    ]
-    for section, index, comparison in comparisons:
-        for key, allowed in known_by_key.items():
-            value = comparison.get(key)
-            if isinstance(value, str) and value not in allowed:
-                listed = ", ".join(map(str, allowed))
-                text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {listed}"
-                yield (section, index, key), text
-        same = comparison.get("method") is not None and comparison.get("method") == comparison.get(
-            "against"
-        )
-        if same and not comparison.get("against_metric"):
-            run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
-            allowed = f"another of {run_methods}, or the same with against_metric"
-            text = f"found {comparison['against']!r}, the method itself; allowed: {allowed}"
-            yield (section, index, "against"), text
+    for section in ("claims", "questions"):
+        for index, comparison in enumerate(map(_as_mapping, _as_list(sections.get(section)))):
+            for key, allowed in known_by_key.items():
+                value = comparison.get(key)
+                if isinstance(value, str) and value not in allowed:
+                    listed = ", ".join(map(str, allowed))
+                    text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {listed}"
+                    yield (section, index, key), text
+            method, against = comparison.get("method"), comparison.get("against")
+            if method is not None and method == against and not comparison.get("against_metric"):
+                run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
+                allowed = f"another of {run_methods}, or the same with against_metric"
+                text = f"found {against!r}, the method itself; allowed: {allowed}"
+                yield (section, index, "against"), text
 
 
 def _repeated_claims(sections: dict) -> Misfits:
@@ -349,18 +315,13 @@ def _phases(sections: dict, run: dict) -> Misfits:
     """Yield phases of ``run.phases`` without the sections that they need."""
     if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
+    data = _as_mapping(sections.get("data"))
     for index, phase in enumerate(_as_list(run.get("phases"))):
         if phase not in PHASES:
             continue
-        needed = {
-            phase: phase in sections,
-            f"data.{phase}": phase in _as_mapping(sections.get("data")),
-        }
-        lacking = [name for name in sorted(needed) if not needed[name]]
-        if lacking:
-            text = (
-                f"found {phase} without {' and '.join(lacking)}; allowed: with these, or no phase"
-            )
+        needed = {phase: phase in sections, f"data.{phase}": phase in data}
+        if lacking := " and ".join(name for name in sorted(needed) if not needed[name]):
+            text = f"found {phase} without {lacking}; allowed: with these, or no phase"
             yield ("run", "phases", index), text
 
 

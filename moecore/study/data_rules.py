@@ -62,43 +62,32 @@ def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
 
 
 def misfits_with_pretrain_images(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield phases with whose images a pretrained model cannot be trained further."""
+    """Yield phases and teachers whose data do not fit those of pretraining."""
     first = previews.get("pretrain")
     if first is None:
         return
     for phase, preview in previews.items():
         if phase == "pretrain" or getattr(study, phase) is None:
             continue
-        axes, first_axes = len(preview.shape), len(first.shape)
+        keys, axes, first_axes = data_source_key_path(phase), len(preview.shape), len(first.shape)
         if axes != first_axes:
             text = f"found images of {axes} axes, in data.pretrain of {first_axes}"
-            yield data_source_key_path(phase), f"{text}; allowed: as many"
+            yield keys, f"{text}; allowed: as many"
         elif preview.channels != first.channels:
             text = f"found {preview.channels} channels, in data.pretrain {first.channels}"
-            yield (
-                data_source_key_path(phase),
-                f"{text}; allowed: as many, choose other data for one of them",
-            )
+            yield keys, f"{text}; allowed: as many, choose other data for one of them"
         elif phase == "teacher" and preview.shape != first.shape:
             sides, first_sides = ("×".join(map(str, card.shape)) for card in (preview, first))
             text = f"found images of {sides} pixels, in data.pretrain of {first_sides}"
-            yield data_source_key_path(phase), f"{text}; allowed: the same size"
-    yield from _unknown_answers(study, previews)
-
-
-def _unknown_answers(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield methods that distil from a teacher with other classes than the method's."""
-    teacher = previews.get("teacher")
-    if teacher is None or teacher.classes == previews["pretrain"].classes:
-        return
-    for name in study.run.methods:
+            yield keys, f"{text}; allowed: the same size"
+    teacher = previews.get("teacher", first)
+    for name in study.run.methods if teacher.classes != first.classes else ():
         if study.methods[name].distillation:
             text = "found a teacher of other classes (teacher.data) than data.pretrain has"
             yield ("methods", name, "distillation"), f"{text}; allowed: 0"
 
 
 def describe_planned_data(preview: Card) -> str:
-    """Return a description of a data set in one line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     phrases = [preview.name, f"images of {size}"]
     if len(preview.shape) == 1:

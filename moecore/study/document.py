@@ -35,12 +35,11 @@ OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[
 # on both sides of a value
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
-MAX_WORD_LETTERS = 255  # of a word: no file has a longer name
+MAX_WORD_LETTERS = 255  # of a word: no file has a longer name, and no similar one is searched
 CONTROL_LETTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MAX_LINE_LETTERS = 1_500  # letters of a line
 MAX_LINES = 20
 SHOWN_LETTERS = 60  # letters of a value
-MAX_COMPARED_LETTERS = 255  # letters of a word for which a similar one is searched
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,10 @@ class Document:
                 break
             mark, node = _child(node, key, mark)
         return _place(self.path, mark)
+
+    def error(self, keys: Sequence[str | int], text: str) -> UserError:
+        """Return an error in one line: place, key and text; control characters are escaped."""
+        return UserError(f"{self.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}")
 
     def below(self, key: str | int) -> "Document":
         """Return the value at an existing key as a separate document."""
@@ -114,11 +117,7 @@ def load_yaml_document(path: str | Path) -> Document:
 
 
 def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
-    """Read one YAML 1.2 document.
-
-    Raises UserError, with file, line and column, for a syntax error, a duplicate key or anchor, and
-    another version of YAML.
-    """
+    """Read one YAML 1.2 document; UserError, with file, line and column, if it is not valid."""
     if other := OTHER_VERSION.search(text):
         place = _place(path, (text.count("\n", 0, other.start()), 0))
         directive = shorten_to_one_line(other[0].strip("\ufeff "), SHOWN_LETTERS)
@@ -170,10 +169,8 @@ class _Composer(Composer):
             raise _UnfitNode(event.start_mark, "found the tag !; allowed: values without one")
         if not isinstance(event, AliasEvent) and event.anchor in self.anchors:
             first = self.anchors[event.anchor].start_mark.line + 1
-            allowed = f"another name than in line {first}: DVC reads no anchor twice"
-            raise _UnfitNode(
-                event.start_mark, f"found the anchor &{event.anchor}; allowed: {allowed}"
-            )
+            text = f"found the anchor &{event.anchor}; allowed: another name than in line {first}"
+            raise _UnfitNode(event.start_mark, f"{text}: DVC reads no anchor twice")
         self.level += 1
         node = super().compose_node(parent, index)
         self.level -= 1
@@ -230,11 +227,8 @@ class _PlainData:
     def _text(self, text: str, mark: Mark) -> str:
         if "\0" in text:
             raise self._refuse(mark, "found a text with the character NUL; allowed: any other")
-        segments = text.replace("/", " ").split()
-        if (
-            len(text) > MAX_WORD_LETTERS
-            and (longest := max(map(len, segments), default=0)) > MAX_WORD_LETTERS
-        ):
+        longest = max(map(len, text.replace("/", " ").split()), default=0)
+        if longest > MAX_WORD_LETTERS:
             allowed = f"{MAX_WORD_LETTERS}, as in file names"
             raise self._refuse(mark, f"found a word of {longest:,} letters; allowed: {allowed}")
         return text
@@ -264,7 +258,7 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
 
 def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
     """Return ``, did you mean 'x'?`` if a candidate is similar, else ""."""
-    if len(str(word)) > MAX_COMPARED_LETTERS:
+    if len(str(word)) > MAX_WORD_LETTERS:
         return ""
     close = get_close_matches(str(word), [str(name) for name in candidates], 1)
     return f", did you mean {close[0]!r}?" if close else ""
@@ -292,11 +286,11 @@ def cap_line_count(lines: Sequence[str]) -> str:
 
 def spell_keys(keys: Sequence[str | int]) -> str:
     """Return ``("a", 0, "b")`` as ``a[0].b``."""
-    segments = [
-        f"[{key}]" if isinstance(key, int) else f".{shorten_to_one_line(str(key), SHOWN_LETTERS)}"
-        for key in keys
-    ]
-    return "".join(segments).lstrip(".") or "(the whole file)"
+    text = ""
+    for key in keys:
+        shown = shorten_to_one_line(str(key), SHOWN_LETTERS)
+        text += f"[{key}]" if isinstance(key, int) else f".{shown}"
+    return text.lstrip(".") or "(the whole file)"
 
 
 def show_value(value: Any) -> str:

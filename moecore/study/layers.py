@@ -16,7 +16,7 @@ A project may have two layers: ``overlay.yaml`` over the params.yaml of the inst
 layers of a question are in ``questions.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from moecore.study.document import (
     shorten_to_one_line,
     show_value,
 )
-from moecore.study.settings import format_error_line
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import Sections, Study, stage_by_section
 
@@ -81,24 +80,19 @@ class LayeredFiles(Document):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the folders of all files."""
         return tuple(dict.fromkeys(Path(layer.document.path).parent for layer in self.layers))
 
     def place(self, keys: Sequence[str | int]) -> str:
         """Return ``path:line:column`` in the file that decides the value at ``keys``."""
-        places = [(layer, tuple(keys)) for layer in self._last_layers(keys[:1])]
+        layers = visible_layers(self.layers, keys[0]) if keys else self.layers
+        places = [(layer, tuple(keys)) for layer in layers]
         if len(keys) > 1 and keys[0] == "methods":
             chain = self.methods.get(str(keys[1]), ())
             places = [(layer, ("methods", name, *keys[2:])) for layer, name in chain] or places
-        layer, rest = max(reversed(places), key=lambda pair: _depth(pair[0].sections, pair[1]))
+        layer, rest = max(
+            reversed(places), key=lambda pair: count_existing_keys(pair[0].sections, pair[1])
+        )
         return layer.place(rest)
-
-    def _last_layers(self, section: Sequence[str | int]) -> tuple[Layer, ...]:
-        """Return the layers from the last one that replaces the section."""
-        for index in range(len(self.layers) - 1, 0, -1):
-            if section and section[0] in self.layers[index].whole:
-                return self.layers[index:]
-        return self.layers
 
 
 class Composed(NamedTuple):
@@ -130,17 +124,21 @@ def read_layer(
     packages: packages of earlier layers, whose names are sections, too. Raises UserError for other
     keys, and for unknown names in ``stages`` and ``whole``.
     """
-    check_keys(document, (*DIRECTIVES, *directives), (*packages, *document.packages))
-    data = document.data or {}
-    sections = {
-        key: section for key, section in data.items() if key not in (*DIRECTIVES, *directives)
-    }
-    return Layer(
-        document,
-        sections,
-        _read_list(document, "stages", tuple(SECTIONS)),
-        _read_list(document, "whole", section_names()) or (),
-    )
+    # Sections of single stages and measurements last
+    names = sorted(Study.model_fields, key=lambda name: name in Sections.model_fields)
+    directives = (*DIRECTIVES, *directives)
+    allowed = (*directives, *names, *packages, *document.packages)
+    data = {} if document.data is None else document.data
+    if not isinstance(data, dict):
+        listed = f"allowed: sections of params.yaml ({', '.join(names)})"
+        raise UserError(f"{document.place([])}: found no mapping; {listed}")
+    for key in data:
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
+    sections = {key: section for key, section in data.items() if key not in directives}
+    stages, whole = _read_list(document, "stages", SECTIONS), _read_list(document, "whole", names)
+    return Layer(document, sections, stages, whole or ())
 
 
 def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
@@ -158,7 +156,15 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
     chains: dict[str, Chain] = {}
     if isinstance(values.get("methods"), dict):
         chains = _compose_methods(layers)
-        values["methods"] = {name: _merge_chain(chain) for name, chain in chains.items()}
+        values["methods"] = dict.fromkeys(chains)
+        for name, chain in chains.items():
+            merged: Any = {}
+            for layer, entry_name in chain:
+                entry = layer.methods[entry_name]
+                if isinstance(entry, dict):
+                    entry = {key: value for key, value in entry.items() if key != FROM}
+                merged = merge_settings(merged, entry)
+            values["methods"][name] = merged
     stages = next((source.stages for source in reversed(layers) if source.stages is not None), None)
     all_stages = list_folder_stages(root) if stages is None else stages
     readers = stage_by_section(all_stages, values.get("run") or {})
@@ -166,7 +172,13 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
     for key in ("claims", "questions"):
         if key in values:
             values[key] = values.pop(key)  # written last, as they are the longest
-    _narrow_to_stages(values, all_stages)
+    unread = {
+        "data": set(PHASES[1:]) - set(all_stages),
+        "run": set() if MEASURE in all_stages else {"measurements", "thorough"},
+    }
+    for key, names in unread.items():
+        if isinstance(section := values.get(key), dict):
+            values[key] = {name: value for name, value in section.items() if name not in names}
     path = layers[0].document.path
     document = LayeredFiles(path, values, None, layers=tuple(layers), methods=chains)
     return Composed(document, stages, all_stages)
@@ -203,10 +215,9 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
     for name, chain in chains.items():
         if not chain:
             candidates = _known_methods(layers)
-            text = (
-                f"found {name!r}{did_you_mean(name, candidates)}; allowed: {', '.join(candidates)}"
-            )
-            raise UserError(shorten_to_one_line(f"{names[name]}: methods: {text}"))
+            text = f"found {name!r}{did_you_mean(name, candidates)}; allowed: "
+            text = f"{names[name]}: methods: {text}{', '.join(candidates)}"
+            raise UserError(shorten_to_one_line(text))
     return chains
 
 
@@ -215,9 +226,8 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
 
     above: the entries merged over this method. Raises UserError if ``from`` is unknown or circular.
     """
-    layers = _visible_layers(layers)
-    for at in range(len(layers) - 1, -1, -1):
-        layer = layers[at]
+    layers = visible_layers(layers, "methods")
+    for at, layer in reversed(list(enumerate(layers))):
         if name not in layer.methods:
             continue
         entry = layer.methods[name]
@@ -229,15 +239,14 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
         if base != name and not chain:
             candidates = [other for other in _known_methods(below) if other != name]
             text = f"found {show_value(base)}{did_you_mean(base, candidates)}; allowed: "
-            text += ", ".join(candidates)
-            raise UserError(format_error_line(layer.document, ("methods", name, FROM), text))
+            raise layer.document.error(("methods", name, FROM), text + ", ".join(candidates))
         return (*chain, (layer, name))
     return ()
 
 
-def _visible_layers(layers: Sequence[Layer]) -> Sequence[Layer]:
-    """Return the layers from the last one whose methods replace all others."""
-    starts = [at for at, layer in enumerate(layers) if "methods" in layer.whole]
+def visible_layers(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
+    """Return the layers from the last one that replaces a section of all others."""
+    starts = [at for at, layer in enumerate(layers) if section in layer.whole]
     return layers[starts[-1] :] if starts else layers
 
 
@@ -245,40 +254,18 @@ def _known_methods(layers: Sequence[Layer]) -> list[str]:
     return list(dict.fromkeys(name for layer in layers for name in layer.methods))
 
 
-def _merge_chain(chain: Chain) -> Any:
-    """Return the settings of a method."""
-    merged: Any = {}
-    for layer, name in chain:
-        entry = layer.methods[name]
-        if isinstance(entry, dict):
-            entry = {key: value for key, value in entry.items() if key != FROM}
-        merged = merge_settings(merged, entry)
-    return merged
-
-
-def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
-    """Remove the data of phases, and the keys of ``run``, that no stage reads."""
-    data, run = values.get("data"), values.get("run")
-    if isinstance(data, dict):
-        unused = set(PHASES[1:]) - set(stages)
-        values["data"] = {name: source for name, source in data.items() if name not in unused}
-    if isinstance(run, dict) and MEASURE not in stages:
-        unused = ("measurements", "thorough")
-        values["run"] = {key: value for key, value in run.items() if key not in unused}
-
-
-def _read_list(document: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+def _read_list(document: Document, key: str, allowed: Collection[str]) -> tuple[str, ...] | None:
     """Return the list at ``key``, or None; UserError for an entry that is not allowed."""
     entries = (document.data or {}).get(key)
     if entries is None:
         return None
     listed = f"allowed: a list of {', '.join(allowed)}"
     if not isinstance(entries, list):
-        raise UserError(format_error_line(document, [key], f"found no list; {listed}"))
+        raise document.error([key], f"found no list; {listed}")
     for index, entry in enumerate(entries):
         if entry not in allowed:
-            text = f"found {entry!r}{did_you_mean(entry, allowed)}; {listed}"
-            raise UserError(format_error_line(document, [key, index], text))
+            hint = did_you_mean(entry, [*allowed])
+            raise document.error([key, index], f"found {entry!r}{hint}; {listed}")
     return tuple(entries)
 
 
@@ -290,32 +277,12 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
         stages = document.get(["stages"])
         if not isinstance(stages, dict):
             text = f"found {show_value(stages)}; allowed: stages by their names"
-            raise UserError(format_error_line(document, ["stages"], text))
+            raise document.error(["stages"], text)
         names += [name for name in stages if name != CODE_STAGE]
     return tuple(names)
 
 
-def section_names() -> tuple[str, ...]:
-    """Return the sections of a params.yaml, sections of single stages and measurements last."""
-    return tuple(sorted(Study.model_fields, key=lambda name: name in Sections.model_fields))
-
-
-def check_keys(document: Document, directives: Sequence[str], packages: Sequence[str]) -> None:
-    """Raise UserError for a key that is no section, package or directive."""
-    allowed = (*directives, *section_names(), *packages)
-    if document.data is None:
-        return
-    if not isinstance(document.data, dict):
-        listed = f"allowed: sections of params.yaml ({', '.join(section_names())})"
-        raise UserError(f"{document.place([])}: found no mapping; {listed}")
-    for key in document.data:
-        if key not in allowed:
-            hint = did_you_mean(key, allowed)
-            text = f"unknown section{hint}; allowed: {', '.join(allowed)}"
-            raise UserError(format_error_line(document, [key], text))
-
-
-def _depth(value: Any, keys: Sequence[str | int]) -> int:
+def count_existing_keys(value: Any, keys: Sequence[str | int]) -> int:
     """Return how many leading ``keys`` exist in the nested ``value``."""
     for depth, key in enumerate(keys):
         if isinstance(value, dict) and key in value:

@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.card import Card
 from moecore.measure.sizes import PaperModel, build_on_meta
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.part_rules import ask_settings, first_by_place
 from moecore.study.sections import Phase
@@ -24,21 +24,13 @@ from moecore.study.study import Misfits, Study
 from moecore.tasks.classification import Classification
 from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method
-from moecore.training.surgery.expert_reduction import ExpertReduction
 from moecore.training.upcycle import upcycle_model
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # if the classes are not known yet
 TEACHER_SECTIONS = ("teacher", "model")
 # Errors of building a model with unusual numbers, also torch's and Python's
-REFUSED = (
-    UserError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    LookupError,
-    AssertionError,
-    ArithmeticError,
-)
+REFUSED = (UserError, ValueError, TypeError, RuntimeError, LookupError, AssertionError)
+REFUSED += (ArithmeticError,)
 KEY_PREFIX = re.compile(
     rf"((?:model|teacher|router|text|experts|blocks|finetune|regions|{'|'.join(REDUCING_PHASES)})"
     r"(?:\.\w+)*)(: | is )"
@@ -47,15 +39,13 @@ ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
 
 
 class TrainingPhase(NamedTuple):
-    """The name, the settings and the images of one training stage."""
-
     name: str
     settings: Any
     image: ImageSpec
 
 
 def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
-    """Return the first misfit of each place, for all models that cannot be built or used."""
+    """Return the misfits of models that cannot be built, used or reduced."""
     phases = [
         TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
         for name in TRAINING_PHASES
@@ -64,19 +54,22 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
     misfits: list[tuple[tuple, str]] = []
     with meta_device_context():
         if phases and phases[0].name == "pretrain":
-            misfits += _teacher_problems(study, phases[0].image)
+            image, teacher = phases[0].image, study.teacher
+            misfits += _refusal_problems(_build_teacher(study, image)[1], "pretrain")
+            if teacher is not None and len(image.shape) == 2:
+                try:
+                    teacher.check_name(image)
+                except REFUSED as error:
+                    key, text = split_key_and_message(error)
+                    misfits.append((key or ("teacher",), text))
         for name in study.run.methods:
             misfits += _method_problems(study, name, study.methods[name], phases)
-    return first_by_place(misfits)
-
-
-def paper_model_misfits(study: Study) -> Misfits:
-    """Yield models of ``sizes`` that cannot be built."""
     for index, entry in enumerate(study.sizes.models if study.sizes is not None else ()):
         if entry.model is not None and (refused := _try_paper_model(entry.model_dump_json())):
             key, text = refused
             inner = ("method",) if key[:1] in (("router",), ("experts",), ("blocks",)) else ()
-            yield ("sizes", "models", index, *inner, *key), text
+            misfits.append((("sizes", "models", index, *inner, *key), text))
+    return [*first_by_place(misfits), *_reduction_problems(study, previews)]
 
 
 @cache
@@ -91,15 +84,10 @@ def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
 
 def image_spec(preview: Card) -> ImageSpec:
     """Return the images that a model is built for, with arbitrary statistics."""
-    middle = (0.5,) * preview.channels
-    task = preview.task or ANY_CLASSES
+    channels, middle = preview.channels, (0.5,) * preview.channels
+    task, truth = preview.task or ANY_CLASSES, preview.truth
     return ImageSpec(
-        channels=preview.channels,
-        size=preview.size,
-        mean=middle,
-        std=middle,
-        task=task,
-        truth=preview.truth,
+        channels=channels, size=preview.size, mean=middle, std=middle, task=task, truth=truth
     )
 
 
@@ -137,7 +125,12 @@ def _method_problems(
         if learned.moe is not None:
             yield from _layer_problems(name, method, learned, phase, model)
         if phase.name == "pretrain":
-            yield from _upcycling_problems(study, name, method, model)
+            teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
+            if teacher is not None:
+                try:
+                    upcycle_model(model, teacher, method.upcycle)
+                except UserError as error:
+                    yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
         else:
             yield from _transfer_problems(("model",), phase.name, model)
         if method.guided or method.upcycle:
@@ -147,19 +140,15 @@ def _method_problems(
                 yield from _transfer_problems(TEACHER_SECTIONS, phase.name, teacher)
 
 
-def _training_of(method: Method, phase: TrainingPhase) -> Any:
-    """Return a phase's settings; for pretraining, with the method's changes."""
-    if phase.name != "pretrain":
-        return phase.settings
-    return method.merge_pretrain_settings(phase.settings)
-
-
 def _layer_problems(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
     """Yield misfits of parts that only show with the sizes of the built model."""
     routed = method.model_copy(update={"router": learned.router})
-    images = _training_of(method, phase).batch * method.views
+    training = phase.settings
+    if phase.name == "pretrain":
+        training = method.merge_pretrain_settings(training)
+    images = training.batch * method.views
     bare = Surroundings(phase=phase.name)
     sized = bare._replace(
         layers=len(model.layouts),
@@ -208,18 +197,6 @@ def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> 
         yield (*keys, "kind"), f"{text}; allowed with {phase}: {allowed}"
 
 
-def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
-    """Yield why the teacher cannot be built for the images of pretraining."""
-    yield from _refusal_problems(_build_teacher(study, image)[1], "pretrain")
-    teacher = study.teacher
-    if teacher is not None and len(image.shape) == 2:
-        try:
-            teacher.check_name(image)
-        except REFUSED as error:
-            key, text = split_key_and_message(error)
-            yield key or ("teacher",), text
-
-
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
     """Return the dense teacher or its error; (None, None) for a teacher trained elsewhere."""
     settings = study.teacher
@@ -235,17 +212,6 @@ def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
         key, text = split_key_and_message(refused)
         yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
-
-
-def _upcycling_problems(study: Study, name: str, method: Method, model: BackboneModel) -> Misfits:
-    """Yield why a method's experts cannot begin with the teacher's weights."""
-    teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
-    if teacher is None:
-        return
-    try:
-        upcycle_model(model, teacher, method.upcycle)
-    except UserError as error:
-        yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
 
 
 def _guiding_problems(
@@ -286,7 +252,7 @@ def _missing_block(
     return (*TEACHER_SECTIONS, key), f"{text}; allowed: {allowed}, or near it"
 
 
-def reduction_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
+def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield data other than for pretraining, and methods that cannot have fewer experts."""
     for phase in REDUCING_PHASES:
         reduction = getattr(study, phase)
@@ -295,25 +261,15 @@ def reduction_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
         if phase in study.data and study.data[phase] != study.data.get("pretrain"):
             text = "found other data than data.pretrain, on which the models are trained"
             yield ("data", phase), f"{text}; allowed: the same"
-        elif study.model is not None and "pretrain" in previews:
-            image = image_spec(previews["pretrain"])
-            for name in study.run.methods:
-                yield from _refusals(reduction, study.model, image, name, study.methods[name])
-
-
-def _refusals(
-    reduction: ExpertReduction, backbone: Backbone, image: ImageSpec, name: str, method: Method
-) -> Misfits:
-    """Yield why a method's models cannot have fewer experts; nothing for a dense method."""
-    if method.moe is None:
-        return
-    try:
-        moe = reduction.reduced_settings(method.moe)
-        with meta_device_context():
-            method.merge_model_settings(backbone).build(image, moe)
-    except UserError as error:
-        key, text = split_key_and_message(error)
-        if key[0] == reduction.section:
-            yield key, f"{text} (methods.{name})"
-        else:
-            yield ("methods", name, *key), f"{text} ({reduction.section})"
+            continue
+        for name in study.run.methods if "pretrain" in previews else ():
+            if study.methods[name].moe is None:
+                continue
+            try:
+                build_phase_model(study, name, phase, image_spec(previews["pretrain"]))
+            except UserError as error:
+                key, text = split_key_and_message(error)
+                if key[0] == phase:
+                    yield key, f"{text} (methods.{name})"
+                else:
+                    yield ("methods", name, *key), f"{text} ({phase})"

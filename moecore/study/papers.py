@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.core.source_layout import SHIPPED
 from moecore.study.document import Document, did_you_mean, parse_yaml_document, show_value
-from moecore.study.settings import format_error_line, validate_whole
+from moecore.study.settings import validate_whole
 
 PIPELINES = Path("pipelines")
 PAPER_FILE = "paper.yaml"
@@ -74,8 +73,6 @@ class ModelNumbers(Config):
 
 
 class Paper(Config):
-    """A paper's file."""
-
     name: str = Field(description="the paper's name in claims")
     title: str
     short: str
@@ -137,34 +134,26 @@ def expand_asks(
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"
-        raise UserError(format_error_line(document, (ASKS,), text))
+        raise document.error((ASKS,), text)
     claims, places = [], {}
+    folders = list_papers(root)
     for index, entry in enumerate(asks):
-        paper, claim = _find_claim(document, index, root)
-        changes = split_asked(entry)[2]
-        start = ("claims", index)
+        folder, name, changes = split_asked(entry)
+        paper = _load(find_paper_file(root, folder)) if folder in folders else None
+        named = {} if paper is None else named_claims(paper.data)
+        if paper is None or name not in named:
+            names = [f"{folder}/{other}" for other in named] or [f"{other}/" for other in folders]
+            asked_name = f"{folder}/{name}" if name else folder
+            hint = did_you_mean(asked_name, names)
+            text = f"found {show_value(asked_name)}{hint}; allowed: {', '.join(names)}"
+            raise document.error((ASKS, index), text)
+        claim, start = named[name], ("claims", index)
         places |= {
             (*start, key): (paper, (*claim.keys, key)) for key in claim.values if key not in changes
         }
         places[start] = (document, (ASKS, index))
         claims.append(claim.values | changes)
     return claims, places
-
-
-def _find_claim(document: Document, index: int, root: Path) -> tuple[Document, NamedClaim]:
-    folder, name, _ = split_asked(document.data[ASKS][index])
-    folders = list_papers(root)
-    names = [f"{other}/" for other in folders]
-    if folder in folders:
-        paper = _load(find_paper_file(root, folder))
-        claims = named_claims(paper.data)
-        if name in claims:
-            return paper, claims[name]
-        names = [f"{folder}/{other}" for other in claims]
-    asked_name = f"{folder}/{name}" if name else folder
-    hint = did_you_mean(asked_name, names)
-    text = f"found {show_value(asked_name)}{hint}; allowed: {', '.join(names)}"
-    raise UserError(format_error_line(document, (ASKS, index), text))
 
 
 def _load(path: Path) -> Document:

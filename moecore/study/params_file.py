@@ -22,7 +22,7 @@ from moecore.study.document import (
     parse_yaml_document,
     shorten_to_one_line,
 )
-from moecore.study.layers import Composed
+from moecore.study.layers import Composed, visible_layers
 
 HEAD = """\
 # yaml-language-server: $schema={schema}
@@ -41,14 +41,19 @@ WIDTH = 100
 ABSENT = object()
 
 
-def _represent_text(representer: SafeRepresenter, value: str) -> Any:
-    """Represent a string; quoted if it has a question mark, which libyaml misreads in braces."""
-    style = "'" if "?" in value else None
-    return representer.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
 class _TextRepresenter(SafeRepresenter):
-    yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: _represent_text}
+    def represent_str(self, data: str) -> Any:
+        """Quote a string with a question mark, which libyaml misreads in braces."""
+        return self.represent_scalar("tag:yaml.org,2002:str", data, "'" if "?" in data else None)
+
+    yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: represent_str}
+
+
+class _NullRepresenter(RoundTripRepresenter):
+    def represent_none(self, data: None) -> Any:
+        return self.represent_scalar("tag:yaml.org,2002:null", "null")
+
+    yaml_representers: dict = {**RoundTripRepresenter.yaml_representers, type(None): represent_none}
 
 
 class ParamsOrigin(NamedTuple):
@@ -66,11 +71,15 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
-    sections = [
-        f"# {_name_origins(composed, key, origin)}\n{dump_inline_yaml({key: value})}"
-        for key, value in composed.document.data.items()
-    ]
-    return "\n".join([head, *sections])
+    texts, root = [head], composed.document.layers[0]
+    for key, value in composed.document.data.items():
+        names = []  # of the files that have a section, the one that decides last
+        for layer in visible_layers(composed.document.layers, key):
+            if key in layer.sections:
+                path = Path(layer.document.path)
+                names.append(origin.base if layer is root else str(path.relative_to(origin.folder)))
+        texts.append(f"# {' + '.join(dict.fromkeys(names))}\n{dump_inline_yaml({key: value})}")
+    return "\n".join(texts)
 
 
 def write_params(path: Path, text: str) -> list[str]:
@@ -108,37 +117,18 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
         for key in dict.fromkeys([*before, *after]):
             inner = f"{keys}.{key}" if keys else str(key)
             yield from list_changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
-    elif _lists_mappings(before) and _lists_mappings(after):
-        yield from (
-            f"{keys}: {_show_value(entry)} → (absent)" for entry in before if entry not in after
+        return
+    changes = [(before, after)] if before != after else []
+    values = (before, after)
+    if all(isinstance(value, list) and value and isinstance(value[0], dict) for value in values):
+        changes = [(entry, ABSENT) for entry in before if entry not in after]
+        changes += [(ABSENT, entry) for entry in after if entry not in before]
+    for pair in changes:
+        old, new = (
+            "(absent)" if value is ABSENT else json.dumps(value, ensure_ascii=False)
+            for value in pair
         )
-        yield from (
-            f"{keys}: (absent) → {_show_value(entry)}" for entry in after if entry not in before
-        )
-    elif before != after:
-        yield f"{keys}: {_show_value(before)} → {_show_value(after)}"
-
-
-def _lists_mappings(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-
-
-def _name_origins(composed: Composed, key: str, origin: ParamsOrigin) -> str:
-    """Return the files that have a section, the one that decides last."""
-    layers = composed.document.layers
-    starts = [at for at, layer in enumerate(layers) if key in layer.whole]
-    names = []
-    for at, layer in enumerate(layers):
-        if key in layer.sections and at >= max(starts, default=0):
-            path = Path(layer.document.path)
-            names.append(str(path.relative_to(origin.folder)) if at else origin.base)
-    return " + ".join(dict.fromkeys(names))
-
-
-def _show_value(value: Any) -> str:
-    if value is ABSENT:
-        return "(absent)"
-    return json.dumps(value, ensure_ascii=False)
+        yield f"{keys}: {old} → {new}"
 
 
 def dump_inline_yaml(value: Any) -> str:
@@ -154,17 +144,6 @@ def dump_inline_yaml(value: Any) -> str:
     stream = io.StringIO()
     writer.dump(value, stream)
     return stream.getvalue()
-
-
-def _represent_null(representer: RoundTripRepresenter, _: None) -> Any:
-    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
-
-
-class _NullRepresenter(RoundTripRepresenter):
-    yaml_representers: dict = {
-        **RoundTripRepresenter.yaml_representers,
-        type(None): _represent_null,
-    }
 
 
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
@@ -257,7 +236,10 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
             if step.name in mapping:
                 both = f"{step.key} is called {step.name} since moecore {step.version}"
                 raise UserError(f"{path}: {both}, and both are there; allowed: one of them")
-            _rename_key(mapping, old, step.name)
+            place, comment = list(mapping).index(old), mapping.ca.items.pop(old, None)
+            mapping.insert(place, step.name, mapping.pop(old))
+            if comment is not None:
+                mapping.ca.items[step.name] = comment
             is_changed = True
     if not is_changed:
         return text
@@ -274,11 +256,3 @@ def _mappings_at(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:
         return
     for key in list(data) if segments[0] == "*" else [segments[0]]:
         yield from _mappings_at(data.get(key), segments[1:])
-
-
-def _rename_key(mapping: CommentedMap, old: str, new: str) -> None:
-    place = list(mapping).index(old)
-    comment = mapping.ca.items.pop(old, None)
-    mapping.insert(place, new, mapping.pop(old))
-    if comment is not None:
-        mapping.ca.items[new] = comment

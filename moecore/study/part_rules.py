@@ -1,21 +1,28 @@
-"""Collect the misfits of every settings object of a study (``Config.misfits``).
+"""Rules of the file alone: what settings say about themselves, and comparisons of two sections.
 
-Each part has its rules in its file. This module gives them the part's surroundings: its method, the
-data that it works on, the phases that use it.
+Each part has its rules in its file (``Config.misfits``). This module gives them the part's
+surroundings: its method, the data that it works on, the phases that use it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from moecore.core.config import Config, Surroundings
+from moecore.core.config import Config, Surroundings, list_own_names, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.data.card import Card
+from moecore.data.views.views import ViewSettings
+from moecore.measure.base import builtin_measurements
+from moecore.measure.calibrators.base import Calibrator
+from moecore.study.document import spell_keys
 from moecore.study.stages import ROWS, SECTIONS, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
 from moecore.training.method import Method
+from moecore.training.teachers.base import Teacher
 
 Previews = Mapping[str, Card]
+NO_TEACHER = "no_teacher"
 Placed = Iterator[tuple[tuple, Any, Surroundings]]  # keys, settings, what surrounds them
 HOLDERS = (Config, dict, list, tuple)  # of settings objects
 MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
@@ -34,7 +41,6 @@ def part_misfits(study: Study, previews: Previews) -> Misfits:
 
 
 def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
-    """Return the first misfit of each place."""
     first: dict[tuple, str] = {}
     for keys, text in chain(*several):
         first.setdefault(keys, text)
@@ -46,13 +52,6 @@ def ask_settings(keys: tuple, settings: Any, around: Surroundings) -> Misfits:
     for place, part, near in walk_settings(keys, settings, around):
         for inner, text in part.misfits(near):
             yield (*place, *inner), text
-
-
-def list_remarks(study: Study) -> Misfits:
-    """Yield the remarks of all settings, which are not errors."""
-    for keys, settings, _ in walk_settings((), study, Surroundings()):
-        for inner, text in settings.remarks():
-            yield (*keys, *inner), text
 
 
 def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
@@ -110,17 +109,15 @@ def find_section(study: Study, name: str) -> Any:
 
 def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
     """Return phase → images per step of a method, each view counted."""
-    trainings = {phase: getattr(study, phase) for phase in TRAINING_PHASES}
-    try:
-        if trainings["pretrain"] is not None:
-            trainings["pretrain"] = method.merge_pretrain_settings(trainings["pretrain"])
-    except UserError:
-        del trainings["pretrain"]  # ``section_misfits`` reports it
-    return {
-        phase: training.batch * method.views
-        for phase, training in trainings.items()
-        if training is not None
-    }
+    images = {}
+    for phase in TRAINING_PHASES:
+        training = getattr(study, phase)
+        with suppress(UserError):  # ``section_misfits`` reports it
+            if phase == "pretrain" and training is not None:
+                training = method.merge_pretrain_settings(training)
+            if training is not None:
+                images[phase] = training.batch * method.views
+    return images
 
 
 def _changed_trainings(study: Study, previews: Previews) -> Misfits:
@@ -137,3 +134,108 @@ def _changed_trainings(study: Study, previews: Previews) -> Misfits:
         for keys, text in ask_settings((), changed, around) if method.pretrain else ():
             if (keys, text) not in common:
                 yield ("methods", name, "pretrain", *keys), text
+
+
+def section_misfits(study: Study) -> Misfits:
+    """Yield misfits between sections, without reading data."""
+    for name, method in study.methods.items():
+        changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
+        for key, change in changes.items():
+            try:
+                if (section := getattr(study, key)) is not None:
+                    change(section)
+            except UserError as error:
+                yield ("methods", name, key), str(error)
+        if name in study.run.methods:
+            yield from _needs_of_teacher(study, name, method)
+            training = study.pretrain
+            if method.views == 2 and training is not None and training.views == ViewSettings():
+                kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
+                text = f"found {kind}, which compares two views, but pretrain.views changes nothing"
+                text += "; allowed: with a crop, shift or flip"
+                yield ("methods", name, "regularizers"), text
+    # A head predicts one kind of labels
+    phases = [phase for phase in study.run.phases if phase in study.data]
+    tasks = {phase: study.data[phase].labels_task.needs_classes("classes") for phase in phases}
+    other = [phase for phase in phases if bool(tasks[phase]) != bool(tasks[phases[0]])]
+    if other:
+        both = f"data.{phases[0]} and data.{other[0]} are of two sorts, real numbers and classes"
+        place = ("run", "phases", study.run.phases.index(other[0]))
+        yield place, f"found phases whose {both}; allowed: phases of one sort"
+    yield from _calibrator(study)
+    yield from _measurements(study)
+
+
+def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
+    """Yield settings of a method that need a teacher, if the study has none."""
+    teacher = study.teacher
+    if teacher is not None and teacher.kind != NO_TEACHER:
+        return
+    lack = "there is no section teacher" if teacher is None else f"teacher.kind is {NO_TEACHER}"
+    allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
+    asking: dict[tuple, Any] = {
+        ("distillation",): method.distillation > 0 and "distillation",
+        ("upcycle",): bool(method.upcycle) and "upcycling",
+        ("router",): method.routed_by_teacher and "a router",
+    }
+    for index, loss in enumerate(method.regularizers):
+        asking["regularizers", index] = "guidance" in loss.needs and loss.kind
+    for keys, need in asking.items():
+        if need:
+            text = f"found {need}, which needs a teacher, but {lack}"
+            yield ("methods", name, *keys), f"{text}; allowed: {allowed}"
+
+
+def _calibrator(study: Study) -> Misfits:
+    if study.calibrate is None:
+        return
+    calibrator = study.calibrate.calibrator
+    for index, phase in enumerate(study.run.phases):
+        kind = study.data[phase].labels_task.class_kind() if phase in study.data else None
+        calibrators = part_classes_by_kind(Calibrator).items()
+        fitting = [name for name, part in calibrators if kind in part.tasks]
+        if fitting and kind not in calibrator.tasks:
+            text = f"found {calibrator.kind}, but the labels of data.{phase} are of another sort"
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {', '.join(fitting)}"
+        if kind is not None and not fitting:
+            text = f"found {phase}, whose labels calibrate does not take ({kind})"
+            yield ("run", "phases", index), f"{text}; allowed: other phases, or no calibrate"
+
+
+def _measurements(study: Study) -> Misfits:
+    """Yield phases whose data a measurement does not measure."""
+    for index, phase in enumerate(study.run.phases):
+        keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
+        reasons = []
+        for name in study.run.measurements if phase in study.data else ():
+            part = builtin_measurements().get(name) or find_section(study, name)
+            if part is not None and study.run.covers(name, phase):
+                refusal = part.data_refusal(study.data[phase])
+                reasons += [f"{name} {refusal}"] if refusal else []
+        if reasons:
+            text = f"found {phase}, but {', '.join(reasons)} (data.{phase})"
+            yield keys, f"{text}; allowed: other phases or measurements"
+
+
+def list_notes(study: Study) -> Iterator[str]:
+    """Yield what is no error but better known before anything runs."""
+    methods = {name: study.methods[name] for name in study.run.methods}
+    needed = any(method.guided or method.upcycle for method in methods.values())
+    teacher, number = study.teacher, len(study.run.seeds)
+    if not needed and number > 1 and teacher is not None and teacher.training is not None:
+        text = f"{number} are trained, one per seed, but no method of run.methods needs one"
+        yield f"teacher: {text}; teacher: {{kind: no_teacher}} trains none"
+    kinds = {}  # of models in which a norm removes the scale that the weight of one expert gives
+    for name, method in methods.items():
+        if study.model is not None and getattr(method.router, "k", None) == 1:
+            model = method.merge_model_settings(study.model)
+            kinds |= {name: model.kind} if model.normalises_experts else {}
+    if kinds:
+        why = f"one expert per token in a {next(iter(kinds.values()))}, whose norm leaves routers"
+        yield (
+            f"methods {', '.join(kinds)}: {why} almost no gradient of the task; "
+            "model.kind: swin_moe gives one"
+        )
+    for keys, settings, _ in walk_settings((), study, Surroundings()):
+        for inner, text in settings.remarks():
+            yield f"{spell_keys((*keys, *inner))}: {text}"

@@ -23,17 +23,10 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import RUNS
+from moecore.study import papers
 from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
 from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
-from moecore.study.papers import (
-    ASKS,
-    PAPER_FILE,
-    PIPELINES,
-    expand_asks,
-    find_paper_file,
-    split_asked,
-)
-from moecore.study.settings import format_error_line
+from moecore.study.papers import ASKS, PIPELINES
 
 WORLDS = "worlds"
 RESULTS = "results"
@@ -65,7 +58,11 @@ class QuestionFile:
     @cached_property
     def presets(self) -> dict[str, Document]:
         """Return name → preset; UserError if they are no mapping."""
-        return _named_parts(self.document, "presets")
+        presets = self.document.data.get("presets") or {}
+        if not isinstance(presets, dict):
+            text = f"found {show_value(presets)}; allowed: presets by their names"
+            raise self.document.error(("presets",), text)
+        return {name: self.document.below("presets").below(name) for name in presets}
 
     def round(self, number: int | None) -> "Round":
         """Return a round by its number, from 1; None: the last. UserError for an unknown number."""
@@ -76,25 +73,19 @@ class QuestionFile:
             raise UserError.at(self.name, found=f"round {number}", allowed=allowed)
         return self.rounds[number - 1]
 
-    def preset_layers(self, names: Sequence[str]) -> list[Layer]:
-        """Return presets by name; UserError for an unknown name."""
-        layers = []
-        for name in names:
-            if name not in self.presets:
-                allowed = ", ".join(self.presets) or "none, as there are no presets"
-                hint = did_you_mean(name, list(self.presets))
-                raise UserError(f"{self.name}: found no preset {name!r}{hint}; allowed: {allowed}")
-            layers.append(self._expand(read_layer(self.presets[name], self._packages, (ASKS,))))
-        return layers
-
     @property
     def asking_files(self) -> list[Path]:
         """Return the question's file, and the project's files of the papers that it asks."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        papers = (split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
-        files = [find_paper_file(self.root, paper) for paper in dict.fromkeys(papers)]
+        asked = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
+        files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(asked)]
         return [self.path, *(file for file in files if self.root in file.parents)]
+
+    def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
+        """Return a round or a preset as a layer, with the claims that it asks in full."""
+        packages = tuple(name for layer in self.layers for name in layer.document.packages)
+        return self._expand(read_layer(document, packages, directives))
 
     def _expand(self, layer: Layer) -> Layer:
         """Return a layer with the claims that it asks, in full."""
@@ -102,14 +93,10 @@ class QuestionFile:
             return layer
         if "claims" in layer.sections:
             text = f"found it together with {ASKS}; allowed: one of them"
-            raise UserError(format_error_line(layer.document, ("claims",), text))
-        claims, moved = expand_asks(layer.document, self.root)
+            raise layer.document.error(("claims",), text)
+        claims, moved = papers.expand_asks(layer.document, self.root)
         sections = {**layer.sections, "claims": claims}
         return layer._replace(sections=sections, moved={**layer.moved, **moved})
-
-    @property
-    def _packages(self) -> tuple[str, ...]:
-        return tuple(name for layer in self.layers for name in layer.document.packages)
 
     def _read_layers(self) -> list[Layer]:
         layers = [load_root_layer(self.root)]
@@ -119,20 +106,15 @@ class QuestionFile:
         for key in TEXTS:
             value = self.document.data.get(key, "")
             if not isinstance(value, str):
-                text = f"found {show_value(value)}; allowed: a text"
-                raise UserError(format_error_line(self.document, (key,), text))
-        if self.text("world"):
-            layers.append(self._load_world())
+                raise self.document.error((key,), f"found {show_value(value)}; allowed: a text")
+        if name := self.text("world"):
+            folder = self.root / PIPELINES / WORLDS
+            worlds = sorted(path.stem for path in folder.glob("*.yaml"))
+            if name not in worlds:
+                text = f"found {name!r}{did_you_mean(name, worlds)}; allowed: {', '.join(worlds)}"
+                raise self.document.error(("world",), text)
+            layers.append(read_layer(load_yaml_document(folder / f"{name}.yaml"), ()))
         return [*layers, self._expand(question)]
-
-    def _load_world(self) -> Layer:
-        name = self.text("world")
-        folder = self.root / PIPELINES / WORLDS
-        worlds = sorted(path.stem for path in folder.glob("*.yaml"))
-        if name not in worlds:
-            text = f"found {name!r}{did_you_mean(name, worlds)}; allowed: {', '.join(worlds)}"
-            raise UserError(format_error_line(self.document, ("world",), text))
-        return read_layer(load_yaml_document(folder / f"{name}.yaml"), ())
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
         """Yield each round's document, and its layers."""
@@ -143,17 +125,17 @@ class QuestionFile:
             return
         if not isinstance(rounds, list) or not rounds:
             text = f"found {show_value(rounds)}; allowed: a list of at least one round"
-            raise UserError(format_error_line(self.document, ("rounds",), text))
+            raise self.document.error(("rounds",), text)
         for key in ("was", "seeds"):
             if key in self.document.data:
                 text = "found it together with rounds; allowed: in each of them"
-                raise UserError(format_error_line(self.document, (key,), text))
+                raise self.document.error((key,), text)
         for index in range(len(rounds)):
             part = self.document.below("rounds").below(index)
-            layer = self._expand(read_layer(part, self._packages, ROUND_DIRECTIVES))
+            layer = self.read_part(part, ROUND_DIRECTIVES)
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
-                raise UserError(format_error_line(part, ("methods",), text))
+                raise part.error(("methods",), text)
             yield part, [*below, _move_run_keys(question), _move_run_keys(layer)]
 
 
@@ -178,7 +160,6 @@ class Round(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Return the round's run folder."""
         return self.question.root / RUNS / self.name.replace("/", ".")
 
     @property
@@ -188,14 +169,19 @@ class Round(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Return the command that runs the round."""
         chosen = f" --round {self.number}" if len(self.question.rounds) > 1 else ""
         return f"moecore study run {self.question.name}{chosen}"
 
     def compose(self, presets: Sequence[str] = ()) -> Composed:
         """Return its params.yaml with presets; UserError for an unknown preset or method."""
-        layers = [*self.layers, *self.question.preset_layers(presets)]
-        return compose_layers(layers, self.question.root)
+        question, layers = self.question, [*self.layers]
+        for name in presets:
+            if name not in question.presets:
+                allowed = ", ".join(question.presets) or "none, as there are no presets"
+                text = f"found no preset {name!r}{did_you_mean(name, [*question.presets])}"
+                raise UserError(f"{question.name}: {text}; allowed: {allowed}")
+            layers.append(question.read_part(question.presets[name], (ASKS,)))
+        return compose_layers(layers, question.root)
 
 
 def list_question_names(root: Path) -> list[str]:
@@ -204,7 +190,7 @@ def list_question_names(root: Path) -> list[str]:
     return [
         f"{file.parent.name}/{file.stem}"
         for file in files
-        if file.parent.name not in (WORLDS, RESULTS) and file.name != PAPER_FILE
+        if file.parent.name not in (WORLDS, RESULTS) and file.name != papers.PAPER_FILE
     ]
 
 
@@ -213,17 +199,20 @@ def load_questions(root: Path) -> list[QuestionFile]:
     return [QuestionFile(root, name) for name in list_question_names(root)]
 
 
+def load_rounds(root: Path) -> list[Round]:
+    """Return the rounds of all questions of a project; UserError for an invalid one."""
+    return [part for question in load_questions(root) for part in question.rounds]
+
+
 def find_question(root: Path, name: str) -> QuestionFile:
     """Return a question by folder/file or unique file; UserError with a new or similar name."""
     names = list_question_names(root)
     short = name.strip("/").removeprefix(f"{PIPELINES}/").removesuffix(".yaml")
-    fitting = [
-        candidate
-        for candidate in names
-        if candidate == short or candidate.partition("/")[2] == short
-    ]
-    if short in names or len(fitting) == 1:
-        return QuestionFile(root, short if short in names else fitting[0])
+    if short in names:
+        return QuestionFile(root, short)
+    fitting = [candidate for candidate in names if candidate.partition("/")[2] == short]
+    if len(fitting) == 1:
+        return QuestionFile(root, fitting[0])
     if len(fitting) > 1:
         raise UserError(f"found {name!r}, which is {' or '.join(fitting)}; allowed: one of them")
     if old := find_old_study(root, short):
@@ -234,10 +223,7 @@ def find_question(root: Path, name: str) -> QuestionFile:
 
 def find_old_study(root: Path, name: str) -> Round | None:
     """Return the round that was the study ``name`` of moecore 0.2, or None."""
-    rounds = (
-        question_round for question in load_questions(root) for question_round in question.rounds
-    )
-    return next((question_round for question_round in rounds if question_round.was == name), None)
+    return next((candidate for candidate in load_rounds(root) if candidate.was == name), None)
 
 
 def _move_run_keys(layer: Layer) -> Layer:
@@ -245,44 +231,24 @@ def _move_run_keys(layer: Layer) -> Layer:
     sections = dict(layer.sections)
     run = sections.get("run", {})
     moved: dict[tuple, tuple[Document, tuple]] = {}
+    added: dict[str, Any] = {}
     methods = sections.get("methods")
     names = None
     if isinstance(methods, dict):
         names = tuple(methods)
+        added["methods"] = [name for name in names if methods[name] is not None]
     elif isinstance(methods, list) and all(isinstance(name, str) for name in methods):
         names = tuple(methods)
-        del sections["methods"]
-    added: dict[str, Any] = {}
-    if names is not None:
-        moved["run", "methods"] = layer.document, ("methods",)
-        added["methods"] = [name for name in names if not _is_removed(methods, name)]
+        added["methods"] = sections.pop("methods")
     data: Mapping[str, Any] = layer.document.data or {}
     if "seeds" in data:
-        moved["run", "seeds"] = layer.document, ("seeds",)
-        added["seeds"] = _expand_seeds(data["seeds"])
+        added["seeds"] = seeds = data["seeds"]
+        match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
+        if match and int(match[2]) - int(match[1]) < MAX_SEEDS:  # others are refused as run.seeds
+            added["seeds"] = list(range(int(match[1]), int(match[2]) + 1))
+    moved |= {("run", key): (layer.document, (key,)) for key in added}
     if added and isinstance(run, dict):
         for key in run:
             moved.pop(("run", key), None)
         sections["run"] = added | run
     return layer._replace(sections=sections, names=names, moved={**layer.moved, **moved})
-
-
-def _is_removed(methods: Any, name: str) -> bool:
-    return isinstance(methods, dict) and methods[name] is None
-
-
-def _expand_seeds(seeds: Any) -> Any:
-    """Return ``0-2`` as a list; other values unchanged, as they are checked as run.seeds."""
-    match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
-    if match is None or int(match[2]) - int(match[1]) >= MAX_SEEDS:
-        return seeds
-    return list(range(int(match[1]), int(match[2]) + 1))
-
-
-def _named_parts(document: Document, key: str) -> dict[str, Document]:
-    """Return the entries of a mapping as separate documents; UserError if it is no mapping."""
-    parts = document.data.get(key) or {}
-    if not isinstance(parts, dict):
-        text = f"found {show_value(parts)}; allowed: {key} by their names"
-        raise UserError(format_error_line(document, (key,), text))
-    return {name: document.below(key).below(name) for name in parts}

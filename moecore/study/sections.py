@@ -39,12 +39,9 @@ class Selection(Config):
         named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
         empty = [name for name, values in named.items() if not values]
         if empty and len(empty) < len(named):
-            raise ValueError(
-                describe_refusal(
-                    found=f"none of {' and '.join(empty)}",
-                    allowed="at least one each, or none of methods, seeds and phases",
-                )
-            )
+            allowed = "at least one each, or none of methods, seeds and phases"
+            lack = f"none of {' and '.join(empty)}"
+            raise ValueError(describe_refusal(found=lack, allowed=allowed))
         return self
 
     @model_validator(mode="after")
@@ -89,13 +86,9 @@ class Comparison(Config):
     def _margin_where_needed(self) -> Self:
         if (self.better in WITH_MARGIN) == (self.margin is None):
             kinds = " and ".join(WITH_MARGIN)
-            raise ValueError(
-                describe_refusal(
-                    found=f"margin {self.margin}, better {self.better}",
-                    allowed=f"a margin, a number > 0 in the metric's unit, with {kinds} and only "
-                    "there",
-                )
-            )
+            allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
+            pair = f"margin {self.margin}, better {self.better}"
+            raise ValueError(describe_refusal(found=pair, allowed=allowed))
         if self.against_metric == self.metric:
             metric = f"against_metric {self.metric}, the metric itself"
             raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
@@ -148,9 +141,8 @@ class Question(Comparison):
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the values of a claim or question that decide its numbers, but not its verdict."""
-    return tuple(
-        comparison[key] for key in ("metric", "method", "against", "against_metric", "phase")
-    )
+    keys = ("metric", "method", "against", "against_metric", "phase")
+    return tuple(comparison[key] for key in keys)
 
 
 def answer_settings_digest(
@@ -163,10 +155,8 @@ def answer_settings_digest(
     """
     unread = ("run", "claims", "questions", "methods", *left_out)
     sections = {name: section for name, section in study.items() if name not in unread}
-    methods = study.get("methods") or {}
-    sections["methods"] = {
-        name: methods.get(name) for name in (comparison.method, comparison.against)
-    }
+    methods, compared = study.get("methods") or {}, (comparison.method, comparison.against)
+    sections["methods"] = {name: methods.get(name) for name in compared}
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ValidationError
 
 from moecore.core.config import KIND as TAG
 from moecore.core.config import UNKNOWN_KIND, Config, is_family_base, part_classes_by_kind
@@ -33,12 +33,11 @@ from moecore.study.document import (
     load_yaml_document,
     shorten_to_one_line,
     show_value,
-    spell_keys,
 )
 
 AnySettings = TypeVar("AnySettings", bound=Config)
 Keys = tuple[str | int, ...]
-
+PLACE = re.compile(r"(.*?):(\d+):(\d+): ")  # of an error's line
 # instead of pydantic's terms of JSON
 PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
@@ -67,12 +66,6 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
     """
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
     return extract_declared_settings(model, load_yaml_document(path), **item)
-
-
-def read_section_as_params(name: str, model: type[Config]) -> Config:
-    """Return settings whose only field is the section ``name``."""
-    fields: dict[str, Any] = {name: (model, ...)}
-    return read_params(create_model("Params", __base__=Config, **fields))
 
 
 def extract_declared_settings(
@@ -118,55 +111,46 @@ def _validate(
         settings = model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         absent = {name for name in places if name not in values}
-        problems = problems + list_error_lines(error, model, document, places, absent)
+        problems = problems + _list_error_lines(error, model, document, places, absent)
     else:
         if not problems:
             return settings
     raise UserError("\n".join(problems)) from None
 
 
-def format_error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
-    """Return one line: place, key and text; control characters are escaped."""
-    return f"{document.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}"
-
-
-def list_error_lines(
+def _list_error_lines(
     error: ValidationError,
     model: type[BaseModel],
     document: Document,
-    places: Mapping[str, Keys] | None = None,
-    absent: Collection[str] = (),
+    places: Mapping[str, Keys],
+    absent: Collection[str],
 ) -> list[str]:
     """Return one line per error, in the order of the file.
 
-    places: the key of each field of ``model`` in the document (default: the field's name); absent:
-    fields that are already reported.
+    places: keys of fields in the document, if not their names; absent: fields already reported.
     """
     texts: dict[Keys, list[tuple[str, str]]] = {}
     for item in error.errors(include_url=False):
         loc = item["loc"]
         if loc and loc[0] in absent or item["type"] == "default_factory_not_called":
             continue  # follows from another error
-        keys = _keys_at(item, places or {}, document.data)
+        keys = _keys_at(item, places, document.data)
         texts.setdefault(keys, []).append(_found_and_allowed(item, keys, model))
-    lines = [
-        (document.place(keys), format_error_line(document, keys, _join_members(several)))
-        for keys, several in texts.items()
+    lines = []
+    for keys, several in texts.items():
         # Only the deepest error counts, if members of a union report several levels
-        if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in texts)
-    ]
-    return [line for _, line in sorted(lines, key=lambda pair: _position(pair[0]))]
+        if any(len(other) > len(keys) and other[: len(keys)] == keys for other in texts):
+            continue
+        allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
+        text = f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
+        lines.append(str(document.error(keys, text)))
+    return sorted(lines, key=line_position)
 
 
-def _position(place: str) -> tuple[int, int]:
-    _, line, column = place.rsplit(":", 2)
-    return int(line), int(column)
-
-
-def _join_members(several: Sequence[tuple[str, str]]) -> str:
-    """Return the errors that the members of a union report for one value as one text."""
-    allowed = " or ".join(dict.fromkeys(allowed for _, allowed in several if allowed))
-    return f"{several[0][0]}; allowed: {allowed}" if allowed else several[0][0]
+def line_position(line: str) -> tuple[str, int, int]:
+    """Return file, line and column with which an error's line begins."""
+    match = PLACE.match(line)
+    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
@@ -207,16 +191,12 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         return "missing", describe_field(model, item["loc"])
     if kind == "union_tag_not_found":
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
-    if kind == "union_tag_invalid":
-        tag = item["ctx"]["tag"]
-        tags = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
-        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, tags)}"
-        return shown, ", ".join(tags)
-    if kind == UNKNOWN_KIND:
-        tag, kinds = item["ctx"]["tag"], item["ctx"]["kinds"]
-        hint = did_you_mean(tag, kinds.split(", "))
-        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{hint}"
-        return shown, f"{kinds}, or package.module where `packages` lists that package"
+    if kind in ("union_tag_invalid", UNKNOWN_KIND):
+        tag, is_part = item["ctx"]["tag"], kind == UNKNOWN_KIND
+        listed = item["ctx"]["kinds" if is_part else "expected_tags"].replace("'", "")
+        hint = did_you_mean(tag, listed.split(", "))
+        outside = ", or package.module where `packages` lists that package" if is_part else ""
+        return f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{hint}", listed + outside
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
         return f"found {show_value(value)}", _describe_models(models)
     allowed = item["msg"].removeprefix("Input should be ")
@@ -248,10 +228,8 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
-        tags = [owner.model_fields.get(TAG) for owner in models]
-        tagged = [
-            owner for owner, tag in zip(models, tags, strict=True) if tag and tag.default == part
-        ]
+        tags = [(owner, owner.model_fields.get(TAG)) for owner in models]
+        tagged = [owner for owner, tag in tags if tag and tag.default == part]
         if len(models) > 1 and tagged:
             models = tagged
         elif fields:

@@ -52,7 +52,6 @@ class Stage(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Return the name of its script."""
         return self.script or self.name
 
     @property
@@ -62,7 +61,6 @@ class Stage(NamedTuple):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the keys of params.yaml that it reads."""
         return (self.name,) if self.keys is None else self.keys
 
     @property
@@ -78,7 +76,6 @@ class Stage(NamedTuple):
 
     @property
     def is_phase(self) -> bool:
-        """Return whether the models that it makes are measured."""
         return bool(self.title)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, create_model
 
 from moecore.core.config import Config, find_class
-from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, builtin_measurements
@@ -19,7 +18,7 @@ from moecore.measure.transfer import Transfer
 from moecore.nn.backbones.base_model import Backbone
 from moecore.study.document import Document
 from moecore.study.sections import Claim, Phase, Question, Selection
-from moecore.study.settings import format_error_line, validate_whole
+from moecore.study.settings import validate_whole
 from moecore.study.stages import CODE_STAGE, LAST_STAGES, MEASURE, ROWS, SECTIONS, TRAINING_PHASES
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
@@ -128,8 +127,7 @@ def read_study(document: Document) -> Study:
             try:
                 measurements[f"{package}.{name}"] = find_class(Measurement, f"{package}.{name}")
             except ValueError as error:
-                line = format_error_line(document, (package, name), str(error))
-                raise UserError(line) from None
+                raise document.error((package, name), str(error)) from None
     return validate_whole(study_model(measurements), document)
 
 

@@ -30,23 +30,14 @@ from moecore.study.model_rules import image_spec
 from moecore.study.part_rules import find_section, walk_settings
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
-from moecore.testing.check_helpers import (
-    CLASSES,
-    seeded_randn,
-    small_data,
-    small_objective_inputs,
-    small_vit,
-)
+from moecore.testing import check_helpers
 from moecore.testing.data_checks import YEARS
 from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
 
 ITEMS = 4  # with which a task is tried
-MAX_WEIGHTS_TIMES_TOKENS = (
-    2e7  # weights times tokens of a backbone that is tried, for at most a second
-)
-
+MAX_WORK = 2e7  # weights times tokens of a backbone that is tried, for at most a second
 OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
     Experts: testing.check_experts,
     Regularizer: testing.check_regularizer,
@@ -116,7 +107,7 @@ def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> N
     elif part.family in (Backbone, Teacher):
         _try_model(part, images)
     elif part.family is Attack:
-        if refusal := part.refuses(CLASSES) and part.refuses(YEARS):
+        if refusal := part.refuses(check_helpers.CLASSES) and part.refuses(YEARS):
             raise UserError(refusal)
         testing.check_attack(part)
     else:
@@ -134,7 +125,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
         model = part.build(images)
     layout = model.layout_of(0)
     weights = sum(weight.numel() for weight in model.parameters())
-    if weights * (layout.special + prod(layout.grid)) > MAX_WEIGHTS_TIMES_TOKENS:
+    if weights * (layout.special + prod(layout.grid)) > MAX_WORK:
         check = "check_teacher" if is_teacher else "check_backbone"
         raise UserError(f"its model has {weights:,} weights; moecore.testing.{check} tries smaller")
     if is_teacher:
@@ -146,7 +137,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 def _try_measurement(measurement: Measurement) -> None:
     """Try a measurement on a small ViT; other errors become UserErrors."""
     # A measurement that fails here may work with the study's models and images.
-    subject = MeasuredModel(small_vit(), small_data())
+    subject = MeasuredModel(check_helpers.small_vit(), check_helpers.small_data())
     if refusal := measurement.applies(subject):
         raise UserError(refusal)
     try:
@@ -164,7 +155,7 @@ def _try_task(task: Task) -> None:
     shape, dtype = task.storage_format(ITEMS)
     labels = np.zeros(shape, dtype)
     task.check(labels, "labels of zeros")
-    prediction = seeded_randn(ITEMS, task.cells * task.outputs)
+    prediction = check_helpers.seeded_randn(ITEMS, task.cells * task.outputs)
     testing.check_task(task, prediction, labels, np.full(shape, np.nan))
 
 
@@ -185,8 +176,8 @@ def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
 
 def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
     """Raise AssertionError with one line if a step of a small ViT with these layers is wrong."""
-    model = small_vit(moe=moe)
-    step = small_objective_inputs(model)
+    model = check_helpers.small_vit(moe=moe)
+    step = check_helpers.small_objective_inputs(model)
     objective = Objective(losses)
     terms = objective.terms(step)
     for name, term in terms.items():

@@ -205,7 +205,7 @@ def test_the_plan_is_the_one_of_the_cpu_without_padding(number):
 def test_batches_made_on_a_stream_of_their_own_are_the_same():
     job = task()
     labels = job.train.labels.cuda()
-    for images in (job.train.images.cuda(), numpy_of(job)):
+    for images in (job.train.images.cuda(), job.train.images.numpy()):
         held = job._replace(train=Loaded(images, labels))
         make = partial(training_batch, held, SETTINGS, 3)
         ahead = BatchPrefetcher(make, range(20))

@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -108,17 +109,6 @@ def test_data_that_were_prepared_need_no_raw_ones(place):
     assert "flowers: no such folder" in moecore("check").stderr, "these were not prepared"
 
 
-def test_a_mistake_is_named(place):
-    assert moecore("check").exit_code == 0
-    path = place / "params.yaml"
-    path.write_text(path.read_text().replace("seeds: [0", "seeds: [zero", 1), encoding="utf-8")
-    wrong = moecore("check")
-    assert wrong.exit_code == 1 and wrong.stdout == ""
-    assert wrong.stderr.startswith("params.yaml:")
-    assert "found 'zero' (str); allowed: a valid integer" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
-
-
 def test_a_metric_that_nothing_measures_is_refused_with_its_place(place):
     path = place / "params.yaml"
     asked = "{asks: so, metric: match_top3, method: prc, against: vmoe, better: higher}"
@@ -150,15 +140,9 @@ def test_presets_are_listed_written_and_taken_back(place):
     [
         ("preset moge/paper_scale top_7", "found no preset 'top_7', did you mean 'top_"),
         ("preset nowhere", "found no question 'nowhere'; allowed: "),
-        (
-            "run pipelines/ablations_moge_tables",
-            "now: moecore study run moge/tables_5_and_7 --round 2",
-        ),
+        ("run pipelines/ablations_moge_tables", "now: moecore study run moge/tables_5_and_7 --rou"),
         ("write moge/tables_5_and_7 --round 3", "found round 3; allowed: 1 to 2"),
-        (
-            "keep moge/paper_scale",
-            "compare.json does not exist; run `moecore study run moge/paper_s",
-        ),
+        ("keep moge/paper_scale", "compare.json does not exist; run `moecore study run moge/paper"),
         ("check", "found no question; allowed: names of questions, or --all"),
         ("write", "overlay.yaml: cannot be read (no such file or directory)"),
     ],
@@ -216,30 +200,6 @@ def project(prepared):
     yield prepared
     for path, content in kept.items():
         path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (
-            "{kind: router_kl, weight: 5.0}",
-            "{kind: router_kl, weigth: 5.0}",
-            ["params.yaml:23:", "methods.tgr.regularizers", "weigth", "weight"],
-        ),
-        ("epsilons: [0.05]", "epsilons: [5]", ["params.yaml:", "robustness.epsilons", "5", "1"]),
-        (
-            "methods: [dense, vmoe, tgr]",
-            "methods: [dense, vmoe, tgr]\n  seeds: [1]",
-            ["params.yaml:4:3:", 'found duplicate key "seeds"'],
-        ),
-    ],
-    ids=["unknown key", "out of range", "duplicate key"],
-)
-def test_params_are_refused_before_anything_runs(project, old, new, said):
-    project.edit(old, new)
-    done = project.attempt_stage("code")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert all(words in done.stderr for words in said), done.stderr
 
 
 def test_truncated_data(project):
@@ -300,15 +260,10 @@ def test_two_processes_do_not_train_the_same(project):
 
 
 SMALL = {
-    "run": {
-        "methods": ["vmoe"],
-        "seeds": [0],
-        "phases": ["finetune"],
-        "measurements": [],
-        "thorough": [],
-    },
+    "run": {"methods": ["vmoe"], "seeds": [0], "phases": ["finetune"], "measurements": []},
     "calibrate": {"calibrator": {"kind": "temperature"}},
 }
+SMALL["run"]["thorough"] = []
 
 
 def readme_data() -> dict:
@@ -412,12 +367,6 @@ def test_a_part_in_the_questions_folder_is_used_hashed_and_in_its_schema(looked)
     assert "has no class Calm" in checked.stderr and checked.stderr.count("\n") == 1
 
 
-def test_a_wrong_key_is_one_line(looked):
-    wrong = looked.moecore("study", "run", "ours/quick", "-S", "pretrain.epoch=1")
-    assert wrong.returncode == 1 and "did you mean 'epochs'" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
-
-
 def test_the_notebook_runs(looked):
     docs = looked.folder / "docs"
     docs.mkdir()
@@ -432,3 +381,38 @@ def test_the_notebook_runs(looked):
     assert "of 4 patches went to another expert" in said and "told  agreement" in said
     assert len(drawn) == 2, "the routing of one image, clean and attacked"
     assert "Warning" not in said
+
+
+KERNEL = Path("/sys/kernel")  # of Linux: nobody may write there, root neither
+
+
+def link_to_kernel(folder: Path) -> None:
+    if not KERNEL.is_dir():
+        pytest.skip(f"{KERNEL} is not here")
+    folder.symlink_to(KERNEL)
+
+
+def link_to_itself(folder: Path) -> None:
+    folder.symlink_to(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "replace"),
+    [
+        ("artifacts", [("code",), ("calibrate", "pretrain", "vmoe", "0")], link_to_kernel),
+        ("artifacts", [("prepare", "pretrain")], link_to_itself),
+        (".state", [("prepare", "pretrain")], Path.touch),
+        (".state", [("teacher", "0")], link_to_kernel),
+        ("reports", [("compare",)], link_to_itself),
+        ("reports", [("compare",)], Path.touch),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_line(
+    copied: Project, name: str, stages: list, replace: Callable[[Path], None]
+):
+    (copied.folder / name).rename(copied.folder / "aside")
+    replace(copied.folder / name)
+    for words in stages:
+        done = copied.attempt_stage(*words)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"{' '.join(words)}: {name}"), done.stderr

@@ -21,11 +21,7 @@ from moecore.pipeline.dvc import (
     study_dvc_yaml_texts,
 )
 from moecore.study import stages as stage_table
-from moecore.study.document import (
-    Document,
-    load_yaml_document,
-    parse_yaml_document,
-)
+from moecore.study.document import Document, load_yaml_document, parse_yaml_document
 from moecore.study.settings import params_keys_by_field
 from tests import project
 from tests.project import compose_shipped

@@ -53,10 +53,7 @@ def folder(tmp_path_factory):
     data["data"] = {"pretrain": SMALL, "finetune": SMALL | {"seed": 1}}
     data["model"]["image"] |= {"patch": 7, "width": 24}
     data["run"] |= {"methods": ["vmoe_text", "ermoe_frozen"], "seeds": [0], "phases": ["finetune"]}
-    data["run"] |= {
-        "measurements": ["retrieval", "explorer"],
-        "thorough": ["finetune"],
-    }
+    data["run"] |= {"measurements": ["retrieval", "explorer"], "thorough": ["finetune"]}
     data["claims"], data["questions"] = [], []
     for phase in ("pretrain", "finetune"):
         data[phase] |= {"epochs": 2, "batch": 20, "warmup_epochs": 0}

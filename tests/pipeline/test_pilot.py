@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from moecore.core.files import file_checksum, read_json, write_sealed
@@ -22,25 +23,20 @@ from moecore.pipeline.pilot import (
 from moecore.tasks.classification import Classification
 from moecore.tasks.next_token import NextToken
 
-SOURCE = {
-    "kind": "dialects",
-    "source": {"kind": "digits"},
-    "dialects": 2,
-    "train": 400,
-    "validation": 100,
-    "test": 60,
-}
-EXPERTS = {"kind": "mlp", "number": 2, "hidden_ratio": 0.0625}
-STUDY = {
-    "run": {"methods": ["dense", "told"], "seeds": [0], "phases": ["pretrain"]},
-    "data": {"pretrain": SOURCE},
-    "model": {"kind": "single_layer", "hidden": 4},
-    "methods": {
-        "dense": {},
-        "told": {"router": {"kind": "told"}, "experts": EXPERTS, "blocks": [0]},
-    },
-    "pretrain": {"epochs": 2, "batch": 50, "learning_rate": 0.01, "warmup_epochs": 0.1},
-}
+STUDY = yaml.safe_load("""\
+run: {methods: [dense, told], seeds: [0], phases: [pretrain]}
+data:
+  pretrain:
+    {kind: dialects, source: {kind: digits}, dialects: 2, train: 400, validation: 100, test: 60}
+model: {kind: single_layer, hidden: 4}
+methods:
+  dense: {}
+  told:
+    router: {kind: told}
+    experts: {kind: mlp, number: 2, hidden_ratio: 0.0625}
+    blocks: [0]
+pretrain: {epochs: 2, batch: 50, learning_rate: 0.01, warmup_epochs: 0.1}
+""")
 ACCURACY = Classification(classes=("a", "b")).score
 
 
@@ -93,7 +89,7 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
     verdicts = re.findall(r"^(yes|no) ", first.stdout, re.MULTILINE)
     assert len(verdicts) == 3 and first.exit_code == int("no" in verdicts)
     folder = study / "artifacts/data/pretrain"
-    Dialects.model_validate(SOURCE).write(folder)
+    Dialects.model_validate(STUDY["data"]["pretrain"]).write(folder)
     for name in ("test_images.npy", "test_labels.npy"):
         np.save(folder / name, np.zeros_like(np.load(folder / name)))
     card = read_json(folder / "card.json")

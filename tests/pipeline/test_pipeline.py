@@ -3,10 +3,6 @@
 import json
 import re
 
-import torch
-
-from moecore.training.artifacts import load_model
-
 METHODS = ("dense", "vmoe", "tgr")
 MEASUREMENTS = ("invariance", "lipschitz", "cost")
 GIT = {
@@ -95,28 +91,13 @@ def test_an_experiment_reruns_what_it_changes_and_comes_back_from_the_cache(copi
 
 
 def test_git_sees_the_lock_and_the_numbers_and_nothing_else_that_a_run_wrote(finished):
-    tracked = {
-        "dvc.yaml",
-        ".dvcignore",
-        ".gitignore",
-        "params.yaml",
-        ".dvc/",
-        "moecore/",
-        "pipelines/",
-        "stages/",
-    }
+    tracked = {"dvc.yaml", ".dvcignore", ".gitignore", "params.yaml", ".dvc", "moecore", "stages"}
+    tracked.add("pipelines")
     listed = finished.run(["git", "status", "--porcelain", "--untracked-files=normal"]).stdout
     seen = {line[3:].split("/")[0] for line in listed.splitlines()}
-    assert seen - {name.rstrip("/") for name in tracked} == {"dvc.lock", "reports"}
+    assert seen - tracked == {"dvc.lock", "reports"}
     reports = finished.run(["git", "status", "--porcelain", "--untracked-files=all", "reports"])
     assert {line[3:] for line in reports.stdout.splitlines()} == {
         "reports/compare.json",
         "reports/items.safetensors",
     }
-
-
-def test_the_trained_model_loads_from_its_folder(finished):
-    model = load_model(finished.folder / "artifacts/finetune/tgr/0")
-    output = model(torch.rand(2, 1, 24, 24))
-    assert output.prediction.shape == (2, 10) and len(output.routing) == 2
-    assert output.routing[0].probs.shape == (2, 10, 4)

@@ -18,9 +18,7 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.study.document import (
-    parse_yaml_document,
-)
+from moecore.study.document import parse_yaml_document
 from tests.data.making import image_classes
 from tests.project import PARAMS, Project
 
@@ -86,6 +84,8 @@ def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     edges = [*EDGES, ("train@a", "transfer")]
     found = stages_changed_by_code(DvcStatus(EDITED, edges))
     assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
+    known = stages_changed_by_code(DvcStatus(EDITED, EDGES))
+    assert known.keys() == {"train@a"}, "a stage of the lock that the study no longer has"
     assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
     lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}
     assert stages_changed_by_code(DvcStatus(lost, EDGES)) is None

@@ -7,16 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from moecore.core.source_layout import ROOT
 from moecore.measure.sizes import PaperModel, count_sized_model
-from moecore.nn.backbones.base_model import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
+from moecore.nn.meta_device import meta_device_context
 from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.questions import QuestionFile
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
+from moecore.training.meter import LiveBytes
+from moecore.training.method import Method
 from tests.project import check_params, compose_shipped, write_question
+from tests.volumes import VOLUMES
 
+PAGE = (ROOT / "docs/brain_preprocessing.md").read_text(encoding="utf-8")
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 DIRECTIVES = tuple(f"{name}:" for name in ("whole", "stages", "question", "answer", "world", "was"))
 TOGETHER = [  # combinations that the READMEs name
@@ -178,3 +184,31 @@ def test_models_of_the_other_papers_sizes_are_built(folder):
     pairs = check_params(folder("ermoe/image_text", ("clip_b16", "section_14")) / "params.yaml")
     tuned, frozen = (pairs.methods[name] for name in pairs.run.methods)
     assert tuned.moe == frozen.moe and tuned.upcycle and frozen.text.frozen == "always"
+
+
+@pytest.mark.parametrize("name", ["sfcn", "ermoe"])
+def test_a_step_of_volumes_of_1_mm_fits_a_gpu(name):
+    study = compose_shipped("ermoe/brain_age", ("one_mm",)).document.data
+    method = Method.model_validate(study["methods"][name])
+    backbone = method.merge_model_settings(TypeAdapter(Backbone).validate_python(study["model"]))
+    image = VOLUMES.model_copy(update={"size": tuple(study["data"]["pretrain"]["size"])})
+    with meta_device_context():
+        model = backbone.build(image, method.moe).train()
+        kept = kept_bytes(model, 2) - kept_bytes(model, 1)  # for the backward pass, per volume
+    parameters = parameter_counts(model)["parameters"]
+    memory = 16 * parameters + study["pretrain"]["batch"] * kept  # fp32 weights, gradients, Adam's
+    row = re.search(rf"^\| `{name}`.*$", PAGE, re.MULTILINE)[0].split("|")
+    assert row[2].strip() == f"{parameters:,}"
+    assert row[4].strip() == f"{kept / 1e9:.2f} GB"
+    assert row[5].strip() == f"{memory / 1e9:.1f} GB" and memory < 40e9
+
+
+def kept_bytes(model: BackboneModel, number: int) -> int:
+    """Bytes that a forward pass of ``number`` volumes holds at its end."""
+    image = model.image
+    volumes = torch.empty(number, image.stored_channels, *image.shape, device="meta")
+    with LiveBytes() as live:
+        output = model(volumes)
+        held_bytes = live.now
+    del output
+    return held_bytes

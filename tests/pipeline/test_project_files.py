@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,9 @@ from tests.project import check_params
 
 BEGINNINGS = ("main", "quick", "ermoe/brain_age")
 WRITTEN = {
-    ".dvc/.gitignore",
-    ".dvc/config",
-    ".dvcignore",
-    ".github/workflows/test.yml",
-    ".gitignore",
-    ".moecore.json",
-    "Makefile",
-    "README.md",
-    "dvc.yaml",
-    "params.yaml",
-    "pyproject.toml",
-    "src/own/__init__.py",
-    "src/own/cosine.py",
-    "tests/test_cosine.py",
+    *".dvc/.gitignore .dvc/config .dvcignore .github/workflows/test.yml .gitignore".split(),
+    *".moecore.json Makefile README.md dvc.yaml params.yaml pyproject.toml".split(),
+    *"src/own/__init__.py src/own/cosine.py tests/test_cosine.py".split(),
 }
 
 
@@ -153,12 +143,8 @@ def test_an_overlay_is_written_again_by_the_same_command(empty):
     forget_package("own")  # as in a process of its own
     os.chdir("own")
     assert moecore("check").exit_code == 0
-    assert load_yaml_document("params.yaml").data["run"]["methods"] == [
-        "dense",
-        "vmoe",
-        "told",
-        "cosine",
-    ]
+    methods = load_yaml_document("params.yaml").data["run"]["methods"]
+    assert methods == ["dense", "vmoe", "told", "cosine"]
     before = {name: Path(name).read_text("utf-8") for name in ("params.yaml", "dvc.yaml")}
     assert moecore("study", "write").stdout == ""
     assert before == {name: Path(name).read_text("utf-8") for name in before}
@@ -195,17 +181,31 @@ def test_a_disk_that_is_full_leaves_no_half_project(empty, limited):
     assert list(empty.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """What `moecore new own` writes."""
+    folder = tmp_path_factory.mktemp("begun")
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        moecore("new", "own", ".")
+        forget_package("own")
+    return folder
+
+
+def answer(files: dict[str, str] | None = None, **changes: str) -> None:
+    """Change what the project here says of its beginning."""
+    answers = json.loads(Path(PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    answers["files"] |= files or {}
+    Path(PROJECT_ANSWERS).write_text(json.dumps(answers | changes), encoding="utf-8")
+
+
 @pytest.fixture
-def older(empty) -> Path:
+def older(empty, begun) -> Path:
     """A project that an older version began, whose Makefile and .dvcignore were others."""
-    moecore("new", "own", ".")
-    answers = json.loads((empty / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    shutil.copytree(begun, empty, dirs_exist_ok=True)
     for name in ("Makefile", ".dvcignore"):
         (empty / name).write_text("as it was\n", encoding="utf-8")
-        answers["files"][name] = hash_text("as it was\n")
-    (empty / PROJECT_ANSWERS).write_text(
-        json.dumps(answers | {"moecore": "0.0.1"}), encoding="utf-8"
-    )
+        answer({name: hash_text("as it was\n")}, moecore="0.0.1")
     return empty
 
 
@@ -229,9 +229,7 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
 
 
 def test_an_upgrade_writes_an_untouched_file_that_is_empty(older):
-    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
-    answers["files"][".dvcignore"] = hash_text("")
-    (older / PROJECT_ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
+    answer({".dvcignore": hash_text("")})
     (older / ".dvcignore").write_text("", encoding="utf-8")
     assert "edited in this project" not in moecore("upgrade", "--yes").stdout
     assert (older / ".dvcignore").read_text(encoding="utf-8")
@@ -248,9 +246,7 @@ def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, st
     dvc.write_text(text.replace("    desc: ", "    desc: Older. "), encoding="utf-8")
     settings = re.sub("(?m)^(transfer:|calibrate:\n ) .*\n", "", params.read_text("utf-8"))
     params.write_text(f"{settings}calibrate: {{calibrator: {{kind: temperature}}}}\n", "utf-8")
-    answers = json.loads(Path(PROJECT_ANSWERS).read_text("utf-8")) | {"moecore": "0.0.1"}
-    answers["files"]["dvc.yaml"] = hash_text(dvc.read_text("utf-8"))
-    Path(PROJECT_ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
+    answer({"dvc.yaml": hash_text(dvc.read_text("utf-8"))}, moecore="0.0.1")
     assert moecore("check").exit_code == 0
     assert moecore("upgrade", "--yes").stdout.endswith("written\n")
     assert {*load_yaml_document(dvc).data["stages"]} == stages
@@ -275,20 +271,14 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
     )
     assert params.read_text(encoding="utf-8") == expected
     params.write_text("robustness: {images: 1, pictures: 2}\n", encoding="utf-8")
-    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
-    (older / PROJECT_ANSWERS).write_text(
-        json.dumps(answers | {"moecore": "0.0.1"}), encoding="utf-8"
-    )
+    answer(moecore="0.0.1")
     refused = moecore("upgrade")
     said = "params.yaml: robustness.images is called pictures since moecore 0.1.0, and both are"
     assert refused.exit_code == 1 and refused.stderr.startswith(said)
 
 
 def test_a_project_of_a_newer_version_is_one_line(older):
-    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
-    (older / PROJECT_ANSWERS).write_text(
-        json.dumps(answers | {"moecore": "9.1.0"}), encoding="utf-8"
-    )
+    answer(moecore="9.1.0")
     for words in ("check", "upgrade", "run"):
         refused = moecore(words)
         assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
@@ -322,9 +312,7 @@ def test_a_question_that_cannot_be_composed_leaves_no_file(empty):
 
 def test_a_project_of_an_older_version_knows_its_study(older, monkeypatch):
     monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
-    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
-    named = json.dumps(answers | {"study": "dialects_new"})
-    (older / PROJECT_ANSWERS).write_text(named, encoding="utf-8")
+    answer(study="dialects_new")
     Path("dvc.yaml").unlink()  # its stages would stay
     said = moecore("upgrade")
     assert said.exit_code == 0 and "finetune" in said.stdout, "dvc.yaml is that of the question"

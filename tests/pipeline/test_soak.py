@@ -131,10 +131,7 @@ class Killer:
         if self.draw.random() < 0.5:
             return {}, math.exp(self.draw.uniform(math.log(0.02), math.log(most)))
         operation = round(math.exp(self.draw.uniform(0, math.log(60))))
-        return {
-            "SOAK_OPERATION": str(operation),
-            "SOAK_FOLDER": str(project.folder),
-        }, math.inf
+        return {"SOAK_OPERATION": str(operation), "SOAK_FOLDER": str(project.folder)}, math.inf
 
     def count(self, after: float) -> None:
         self.killed["operation" if math.isinf(after) else "time"] += 1

@@ -66,7 +66,7 @@ def study(tmp_path_factory) -> Project:
         (
             "kind: granular, pieces: 2",
             "kind: drop, ratio: 2",
-            "18:27: methods.pieces.upcycle.ratio: found 2",
+            "18:27: methods.pieces.upcycle.ratio",
         ),
         ("pieces: 2}", "pieces: 3}", "14:33: methods.pieces.router.k: found 2; .*multiples"),
         ("noise_std: 0,", "", "14:5: methods.pieces.router.noise_std: found 1.*: 0"),

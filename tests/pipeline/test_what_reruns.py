@@ -84,15 +84,6 @@ def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
     assert edited.changed_by_dvc() == set()
 
 
-def test_a_stage_of_the_lock_alone_is_not_planned(edited):
-    """Of a method that the study no longer names, even where its code was edited."""
-    edited.edit("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe]")
-    edit(edited, "moecore/training/loop.py")
-    stale = set(edited.stale())
-    assert any(of_method(stage, "vmoe") for stage in stale)
-    assert not any(of_method(stage, "tgr") for stage in stale)
-
-
 def test_a_figure_or_a_column_reruns_compare_alone(edited):
     for file in sorted((edited.folder / "moecore/report").rglob("*.py")):
         edit(edited, str(file.relative_to(edited.folder)))

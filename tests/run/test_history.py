@@ -19,19 +19,8 @@ from hypothesis import strategies as st
 from moecore.core.config import Config
 from moecore.core.files import KeptParts, UnusableFile, UserError, append_line, read_json
 from moecore.core.source_layout import ROOT
-from moecore.run import progress
-from moecore.run.history_file import (
-    HISTORY_FILE,
-    GrowingHistory,
-    encode_line,
-    flatten_keys,
-    keep_numbers,
-    lines_before_step,
-    logged_points,
-    read_lines,
-    spent_seconds,
-)
-from moecore.run.progress import format_duration
+from moecore.run import history_file, progress
+from moecore.run.history_file import HISTORY_FILE, GrowingHistory, encode_line, read_lines
 from moecore.run.run_record import record_run
 
 
@@ -53,7 +42,7 @@ def recorded(**kwargs):
 
 
 def logged(lines: list[dict]) -> list[tuple[int, dict]]:
-    return [(step, values) for step, _, values in logged_points(lines)]
+    return [(step, values) for step, _, values in history_file.logged_points(lines)]
 
 
 def test_a_finished_run(monkeypatch):
@@ -65,13 +54,10 @@ def test_a_finished_run(monkeypatch):
         run.table("rows", [{"a": 1}])
         assert not OUT.exists()
     lines = read_lines(OUT)
-    assert (
-        lines[0]["params"] == {"epochs": 3, "parts.0.kind": "load", "parts.0.weight": 0.1}
-        and lines[0]["dvc_stage"] == "pretrain@vmoe-0"
-    )
-    assert str(logged(lines)) == str(
-        [(1, {"loss": 2.0}), (2, {"loss": float("nan"), "accuracy": 0.5})]
-    )
+    assert lines[0]["params"] == {"epochs": 3, "parts.0.kind": "load", "parts.0.weight": 0.1}
+    assert lines[0]["dvc_stage"] == "pretrain@vmoe-0"
+    points = [(1, {"loss": 2.0}), (2, {"loss": float("nan"), "accuracy": 0.5})]
+    assert str(logged(lines)) == str(points)
     assert lines[-1]["status"] == "FINISHED" and lines[-1]["seconds"] >= 0
     assert {file.name for file in OUT.rglob("*.*")} == {"history.jsonl", "rows.json"}
     assert not list(Path(".state").rglob("history.jsonl"))
@@ -98,13 +84,9 @@ def test_an_error_is_recorded_and_raised():
     with pytest.raises(UserError, match="not finite"), recorded() as run:
         run.log(1, {"loss": 1.0})
         raise UserError("the loss is not finite")
-    assert read_lines(OUT)[-1] | {"t": 0, "clock": 0, "seconds": 0} == {
-        "t": 0,
-        "clock": 0,
-        "seconds": 0,
-        "status": "FAILED",
-        "error": "UserError: the loss is not finite",
-    }
+    last = read_lines(OUT)[-1]
+    assert last.keys() == {"t", "clock", "seconds", "status", "error"}
+    assert (last["status"], last["error"]) == ("FAILED", "UserError: the loss is not finite")
 
 
 def test_a_resumed_run_logs_no_step_twice():
@@ -119,15 +101,10 @@ def test_a_resumed_run_logs_no_step_twice():
         second.log(30, {"loss": -30.0})
         second.log(40, {"loss": -40.0})
     lines = read_lines(OUT)
-    assert logged(lines) == [
-        (10, {"loss": 10.0}),
-        (20, {"loss": 20.0}),
-        (30, {"loss": -30.0}),
-        (40, {"loss": -40.0}),
-    ]
-    assert [line["status"] for line in lines if "status" in line] == ["FINISHED"] and sum(
-        "resumed" in line for line in lines
-    ) == 1
+    losses = {10: 10.0, 20: 20.0, 30: -30.0, 40: -40.0}
+    assert logged(lines) == [(step, {"loss": loss}) for step, loss in losses.items()]
+    assert [line["status"] for line in lines if "status" in line] == ["FINISHED"]
+    assert sum("resumed" in line for line in lines) == 1
     shutil.rmtree(work)  # by its owner, with the checkpoint
     with recorded(work=work) as third:
         assert third.uid != first.uid
@@ -143,7 +120,6 @@ STAGE = """
 import sys, time
 from moecore.run.run_record import record_run
 from moecore.run import stage_entry
-stage_entry.in_order = lambda path, root, also: None
 from moecore.core.files import UserError, read_json
 
 def toy(method: str, seed: int) -> None:
@@ -243,14 +219,17 @@ def test_a_history_cut_at_a_checkpoint_is_read_anew(history):
 
 def test_a_resumed_run_keeps_what_was_logged_before_its_first_step():
     lines = [{"uid": "a"}, {"step": 10}, {"tags": {}}, {"step": 20}]
-    assert lines_before_step(lines, 20) == lines[:3]
-    assert lines_before_step(lines, 30) == lines
+    assert history_file.lines_before_step(lines, 20) == lines[:3]
+    assert history_file.lines_before_step(lines, 30) == lines
 
 
 def test_the_time_between_kill_and_resume_does_not_count():
     # 0 to 2, then again 10 to 13
-    assert spent_seconds([{"t": 0}, {"t": 2}, {"t": 10, "resumed": True}, {"t": 13}]) == 5.0
-    assert spent_seconds([]) == 0.0
+    assert (
+        history_file.spent_seconds([{"t": 0}, {"t": 2}, {"t": 10, "resumed": True}, {"t": 13}])
+        == 5.0
+    )
+    assert history_file.spent_seconds([]) == 0.0
 
 
 def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
@@ -274,9 +253,12 @@ def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
 
 
 def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
-    assert flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
+    assert history_file.flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {
+        "a.b": [1, 2],
+        "c.0.d": None,
+    }
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
-    assert keep_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
+    assert history_file.keep_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
 
 
 def never():
@@ -331,11 +313,7 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
         "pretrain: 30/100 (30%), 1:10 left, validation loss 0.25",
         "pretrain: 100/100 (100%), 0:00 left",
     ]
-
-
-def test_clock():
-    assert format_duration(123) == "2:03"
-    assert format_duration(3723.4) == "1:02:03"
+    assert (progress.format_duration(123), progress.format_duration(3723.4)) == ("2:03", "1:02:03")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
+from moecore.core.source_layout import ROOT
 from moecore.pipeline import code_hashes
 from moecore.stages import code as stage
 from tests.project import PARAMS
@@ -15,13 +16,9 @@ from tests.project import PARAMS
 def runs(tmp_path, monkeypatch) -> list[str]:
     """Return the paths whose models were checked, in a folder with a copy of the source."""
     source = tmp_path / "source"
+    compiled = shutil.ignore_patterns("__pycache__")
     for name in ("moecore", "stages"):
-        shutil.copytree(
-            code_hashes.ROOT / name,
-            source / name,
-            ignore=shutil.ignore_patterns("__pycache__"),
-            symlinks=True,
-        )
+        shutil.copytree(ROOT / name, source / name, ignore=compiled, symlinks=True)
     monkeypatch.setattr(code_hashes, "ROOT", source)
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
@@ -37,25 +34,18 @@ def runs(tmp_path, monkeypatch) -> list[str]:
     return checked
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "source/moecore/report/page/view.py",
-        "source/stages/pretrain.py",
-        "params.yaml",
-        "dvc.yaml",
-        "artifacts/code/stages/pretrain.json",
-        "source/moecore/nn/new.py",
-    ],
-)
-def test_an_edit_of_what_it_reads_or_writes_is_noticed(path, runs):
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as handle:
-        handle.write("\n# edited\n")
-    stage.code()
-    assert len(runs) == 2
-    assert "edited" not in Path("artifacts/code/stages/pretrain.json").read_text(encoding="utf-8")
+def test_an_edit_of_what_it_reads_or_writes_is_noticed(runs):
+    edited = ("source/moecore/report/page/view.py", "source/stages/pretrain.py", "params.yaml")
+    edited += ("dvc.yaml", "artifacts/code/stages/pretrain.json", "source/moecore/nn/new.py")
+    for number, path in enumerate(edited, 2):
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as handle:
+            handle.write("\n# edited\n")
+        stage.code()
+        assert len(runs) == number, path
+        hashes = Path("artifacts/code/stages/pretrain.json").read_text(encoding="utf-8")
+        assert "edited" not in hashes
 
 
 def test_what_is_gone_is_noticed(runs):

@@ -8,11 +8,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.study.document import load_yaml_document, parse_yaml_document
-from moecore.study.layers import (
-    compose_layers,
-    load_overlay_layer,
-    load_root_layer,
-)
+from moecore.study.layers import compose_layers, load_overlay_layer, load_root_layer
 from moecore.study.params_file import (
     ParamsOrigin,
     apply_assignments,

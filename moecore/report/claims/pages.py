@@ -23,7 +23,7 @@ from moecore.report.pictures.sizes import format_size
 from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
 from moecore.study import papers
 from moecore.study.document import did_you_mean
-from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions
+from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions, load_rounds
 from moecore.study.sections import Claim, Question
 
 CLAIMS_PAGE = Path("docs/claims.md")
@@ -57,7 +57,7 @@ def write_claims_page(root: Path = Path()) -> Path:
 def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = None) -> str:
     """Return the text of docs/claims.md; rounds: of the project's questions, if they are read."""
     if rounds is None:
-        rounds = [study for question in load_questions(root) for study in question.rounds]
+        rounds = load_rounds(root)
     commands = {study.name: study.command for study in rounds}
     studies, answers = evaluate_results(rounds)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
