@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.values import Chart, Found, Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
@@ -59,11 +59,7 @@ def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
 
 METRICS = {
     "corruption_error": Metric(
-        "Error, mean",
-        "lower",
-        "share",
-        note="over corruptions and severities",
-        paper="corruptions",
+        "Error, mean", "lower", "share", note="over corruptions and severities", paper="corruptions"
     ),
     "mce": Metric(
         "mCE",
@@ -89,6 +85,8 @@ class Corruptions(Measurement):
     """Error of a model on corrupted test images."""
 
     flat_classes = True
+    classes_for = "share"
+    changes_images = True
     metrics = METRICS
     page = OnPage(
         "corruptions",
@@ -124,11 +122,6 @@ class Corruptions(Measurement):
         if values and len(set(values)) < len(values):
             raise ValueError("the same value is listed twice")
         return values
-
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images with right or wrong answers."""
-        return no_changed_images_reason(subject, "share")
 
     @classmethod
     def place_words(cls, place: Place) -> str:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_flat_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.probes.linear_probe import predict_with_features
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import mean_over_seeds
@@ -55,6 +55,7 @@ class FewShot(Measurement):
     """Few-shot accuracy of a ridge on the model's features."""
 
     flat_classes = True
+    classes_for = "shots"
     metrics = METRICS
     page = OnPage(
         "few shots",
@@ -81,11 +82,6 @@ class FewShot(Measurement):
     )
     draws: int = Field(5, ge=1, description="Random draws of images, the same for every method.")
 
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images of one class each."""
-        return no_flat_images_reason(subject, "shots")
-
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the numbers of images per class."""
         return {"shots": self.shots}
@@ -93,7 +89,8 @@ class FewShot(Measurement):
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the test score for every number of shots that the smallest class allows."""
         train, test = subject.data.train, subject.data.test
-        size, name = smallest_class(subject)
+        counts = subject.data.task.counts(np.array(train.labels))
+        size, name = min(zip(counts, subject.data.task.classes, strict=True))
         fits = sorted({shots for shots in self.shots if shots <= size})
         draws = [
             draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(self.draws)
@@ -118,12 +115,6 @@ class FewShot(Measurement):
             out.piece(f"{shots} shots", partial(put_shots, shots))
         reason = f"the smallest class, {name}, has {size} training images"
         out.skipped += [f"{shots} shots: {reason}" for shots in sorted({*self.shots} - {*fits})]
-
-
-def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
-    """Return the number of training images of the smallest class, and its name."""
-    task = subject.data.task
-    return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
 
 
 def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:

@@ -18,19 +18,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord, TokenLayout
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.exploring.watched import explorer_image_indices
-from moecore.measure.routing_metrics.barred_experts import (
-    TOLERANCE,
-    bar_experts,
-    fixed_subset_gain,
-    list_subsets,
-    no_barring_reason,
-    removable_expert_count,
-    subset_regret,
-)
+from moecore.measure.routing_metrics import barred_experts
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -115,7 +107,7 @@ class RouterRegret(Measurement):
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
         """Return the reason where tokens do not choose independently, or items share a loss."""
-        if reason := no_barring_reason(model):
+        if reason := barred_experts.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
@@ -135,8 +127,8 @@ class RouterRegret(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - removable_expert_count(subject.model)
-        subsets = list_subsets(experts, k, SEED)
+        k = experts - barred_experts.removable_expert_count(subject.model)
+        subsets = barred_experts.list_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
@@ -204,7 +196,7 @@ def layer_losses(
             passes = item_loss_passes(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with bar_experts(model, [*[None] * layer, part, *later_barred]):
+                with barred_experts.bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
@@ -232,19 +224,14 @@ def best_choices(
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
-            if saved <= TOLERANCE:
+            if saved <= barred_experts.TOLERANCE:
                 saved, experts = 0.0, []
-            places = tokens_on_finer_grid(token, layout, fine)
+            places = [token]
+            if token >= layout.special and layout != fine:  # a patch covers several of a finer grid
+                covered = coarse_patch_indices(layout, fine) == token - layout.special
+                places = (covered.nonzero()[:, 0] + fine.special).tolist()
             choices.append(BestChoice(image=image, tokens=places, experts=experts, saved=saved))
     return choices
-
-
-def tokens_on_finer_grid(token: int, layout: TokenLayout, fine: TokenLayout) -> list[int]:
-    """Return the tokens that a token covers, on a grid that is as fine or finer."""
-    if token < layout.special or layout == fine:
-        return [token]
-    covered = (coarse_patch_indices(layout, fine) == token - layout.special).nonzero()
-    return (covered[:, 0] + fine.special).tolist()
 
 
 def barred_masks_by_pass(
@@ -270,7 +257,7 @@ def regret_metrics_by_image(
     images, tokens = losses.shape[:2]
     sets, chosen = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
-    subset = subset_regret(sets, chosen)
+    subset = barred_experts.subset_regret(sets, chosen)
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
@@ -279,7 +266,7 @@ def regret_metrics_by_image(
     by_image = {
         "router_regret": regret,
         "better_sets": mean_by_image(subset.better),
-        "fixed_set_gain": mean_by_image(fixed_subset_gain(sets, chosen, is_first)),
+        "fixed_set_gain": mean_by_image(barred_experts.fixed_subset_gain(sets, chosen, is_first)),
     }
     if room.any():
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)

@@ -10,13 +10,14 @@ from torch import nn
 
 from moecore.measure import cost
 from moecore.measure.base import MeasuredModel
-from moecore.measure.clock import time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
+    WARM_UP,
     padding_share,
     pass_and_routing_times,
     peak_memory_and_counting_method,
     record_spans,
+    timing_quartiles,
     unwatched_times,
     whole_and_routing_flops,
 )
@@ -28,7 +29,6 @@ from moecore.tasks.classification import Classification
 from moecore.training.meter import LiveBytes
 from tests.measure.subjects import built, compute_without_cache, digits, top_k_mlps
 
-CPU = torch.device("cpu")
 TOP2 = {"kind": "noisy_top_k", "k": 2}
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
 IMAGE = ImageSpec(
@@ -47,12 +47,6 @@ def test_median_and_quartiles():
     assert timing_quartiles([7]) == (7, 7, 7)
     with pytest.raises(ValueError, match="no values"):
         timing_quartiles([])
-
-
-def test_warm_up_is_run_and_not_counted():
-    seen = []
-    found = time_calls(seen.append, rounds=3, warm_up=2, device=CPU)
-    assert seen == [0, 1, 2, 3, 4] and len(found) == 3 and min(found) >= 0
 
 
 def test_live_bytes_by_hand():
@@ -161,9 +155,17 @@ def test_times_have_their_parts_and_leave_the_model_alone():
         {name: value.clone() for name, value in moe.state_dict().items()},
         torch.get_rng_state(),
     )
-    found = pass_and_routing_times(moe, lambda number: tokens, rounds=4, warm_up=1)
+    seen = []
+
+    def images(number: int) -> torch.Tensor:
+        seen.append(number)
+        return tokens
+
+    found = pass_and_routing_times(moe, images, rounds=4)
     assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
-    assert len(unwatched_times(moe, lambda number: tokens, rounds=2)) == 2
+    times = unwatched_times(moe, images, rounds=2)
+    assert len(times) == 2 and min(times) >= 0
+    assert seen == [*range(WARM_UP + 4), *range(WARM_UP + 2)]
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
     assert all(parameter.grad is None for parameter in moe.parameters())

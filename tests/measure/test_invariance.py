@@ -20,14 +20,12 @@ from moecore.measure.routing_metrics.imed import (
     partner_images,
     squared_imed,
 )
-from moecore.measure.values import Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
-from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import built, compute_without_cache
 
 SETTINGS = Invariance(images=40, batch=30)
@@ -73,16 +71,15 @@ def test_every_transform_has_its_distances_and_every_class_its_map(results, name
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
 
 
-def test_the_identity_moves_nothing(vit, images):
-    _, clean = predict_in_batches(vit, images, 16)
+def test_the_identity_moves_nothing(data, vit, monkeypatch):
     still = torch.eye(3, dtype=torch.float64).expand(40, 3, 3)
-    between = imed_between(invariance.probs_by_layer(clean), 0)
-    out = Values(invariance.METRICS, CLASSES, compute_without_cache)
-    invariance.put_moved(vit, images, clean, still, 16, between, "still", out)
-    imed, normalised, agreement = out.values
-    assert agreement.value == 1
-    assert imed.interval == normalised.interval == (0, 0, 0)
-    assert set(imed.array.tolist()) == {0.0}
+    monkeypatch.setattr(invariance, "draw_affines", lambda *_: still)
+    found = SETTINGS.collect_result(MeasuredModel(vit, data), compute_without_cache)
+    for name in TRANSFORMS:
+        imed = found.find("imed", transform=name)
+        assert found.find("agreement_transformed", transform=name).value == 1
+        assert found.interval("imed_normalised", transform=name) == imed.interval == (0, 0, 0)
+        assert set(imed.array.tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):

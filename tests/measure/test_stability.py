@@ -79,7 +79,7 @@ def ramp_of(model: nn.Module, number: int = 1) -> Found:
     probs = class_probs_by_sigma(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
     labels = torch.zeros(number, dtype=torch.int64)
     out = Values(Stability.metrics, CLASSES, compute_without_cache)
-    put_ramps(probs, labels, np.arange(number), sigmas, 0.1, range(number), out)
+    put_ramps(probs, labels, np.arange(number), sigmas, range(number), out)
     return out.found()
 
 

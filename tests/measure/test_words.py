@@ -18,7 +18,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import calibration, few_shot, retrieval, routing, word_swaps
+from moecore.measure import few_shot, retrieval, routing, word_swaps
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
@@ -28,6 +28,7 @@ from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
+from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
@@ -168,7 +169,7 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(calibration, "words_at_once", lambda *_: 17)
+    monkeypatch.setattr(predict, "words_at_once", lambda *_: 17)
     known = final_tokens(subject.model, subject.data.test, 5)
     logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()

@@ -12,11 +12,7 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
-from moecore.measure.cohort_checks import (
-    CohortChecks,
-    put_region_experts,
-    region_skip_reasons,
-)
+from moecore.measure.cohort_checks import CohortChecks, put_region_experts
 from moecore.measure.probes.region_experts_on_new_data import (
     FIRST_SEED,
     RegionGeneralisationSettings,
@@ -161,8 +157,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5)(shares)
-    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5)(shares)
+    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
+    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all()
         assert (found[1] == 0).all()
@@ -170,10 +166,10 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=3)(6)(shares)), (
+    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=3)(6, shares)), (
         "people differ"
     )
-    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=4)(5)(shares))
+    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=4)(5, shares))
 
 
 def test_what_is_left_is_what_the_model_sees():
@@ -278,18 +274,19 @@ def test_people_of_the_other_generator():
 def test_who_is_not_tried_and_why(cohort):
     settings = CohortChecks()
 
-    def tried(subject: MeasuredModel) -> list[str]:
+    def tried(subject: MeasuredModel) -> tuple[set[str], dict[str, str]]:
         out = Values(settings.metrics, cohort.task, compute_without_cache)
+        out.facts["not_checked"] = {}
         put_region_experts(subject, settings, out)
-        return [value.metric for value in out.values]
+        return {value.metric for value in out.values}, out.facts["not_checked"]
 
     dense = MeasuredModel(ByBrightness(), cohort)
-    assert tried(dense) == []
-    assert "no region experts" in region_skip_reasons(dense)["generalisation"]
+    metrics, reasons = tried(dense)
+    assert not metrics and "no region experts" in reasons["generalisation"]
     named = dense._replace(regions=TISSUES)
-    assert list(region_skip_reasons(named)) == ["other generator"]
-    assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < set(tried(named))
+    metrics, reasons = tried(named)
+    assert list(reasons) == ["other generator"]
+    assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < metrics
     bare = SimpleNamespace(card=cohort.card | {"regions": []})
-    unmapped = named._replace(data=bare)
-    assert tried(unmapped) == []
-    assert "no tissue maps" in region_skip_reasons(unmapped)["generalisation"]
+    metrics, reasons = tried(named._replace(data=bare))
+    assert not metrics and "no tissue maps" in reasons["generalisation"]
