@@ -93,7 +93,7 @@ class Measurement(MeasuredPart, ABC):
     tasks: ClassVar[tuple[str, ...]] = ()  # kinds of tasks that it applies to; (): any
     flat_classes: ClassVar[bool] = False  # whether it needs flat images with classes
     classes_for: ClassVar[str] = "classes"  # what it needs them for, as in Task.needs_classes
-    changes_images: ClassVar[bool] = False  # whether a channel of truth would be falsified
+    changes_images: ClassVar[bool] = False  # which would falsify a channel of truth
 
     @classmethod
     def data_refusal(cls, source: Source) -> str | None:

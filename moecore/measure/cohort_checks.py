@@ -12,17 +12,8 @@ from pydantic import Field, model_validator
 from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes.ageing_and_rescans import (
-    PEOPLE,
-    RESCAN_YEARS,
-    UnseenPeopleSimulator,
-    compare_sessions,
-    measure_simulated_rescans,
-    predict_ageing,
-    rank_correlations,
-    rising_step_share,
-    session_pairs,
-)
+from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.probes.ageing_and_rescans import PEOPLE, UnseenPeopleSimulator
 from moecore.measure.probes.linear_probe import (
     ModelAndProbeErrors,
     model_and_probe_errors,
@@ -42,6 +33,7 @@ SIMULATED_ONLY = (
 )
 NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
+People = UnseenPeopleSimulator | None  # in no split; None for a cohort that is not simulated
 NEW_VOLUMES = {  # that region experts were not trained on
     "mixed": "two tissues mixed",
     "whole": "whole volumes",
@@ -171,7 +163,7 @@ class CohortChecks(Measurement):
         out.facts["not_checked"] = {}
         put_tissue_errors(subject, self, out)
         source = subject.data.card["settings"]
-        people = None  # unseen people, whom only the source of a simulated cohort can draw
+        people: People = None
         if source["kind"] == "phantom":
             people = UnseenPeopleSimulator(Phantom.model_validate(source))
         put_ageing(subject, people, self, out)
@@ -204,47 +196,55 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
         out.facts["not_checked"]["isolated"] = NO_MAPS
 
 
-def put_ageing(
-    subject: MeasuredModel,
-    people: UnseenPeopleSimulator | None,
-    settings: CohortChecks,
-    out: Values,
-) -> None:
+def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
     """Put the predictions for simulated subjects at every age; nothing for a real cohort."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
     sizes = (settings.subjects, settings.ages, settings.batch)
-    rows = out.parts("ageing", lambda: predict_ageing(subject.model, people, *sizes).tolist())
+    rows = out.parts(
+        "ageing", lambda: ageing_and_rescans.predict_ageing(subject.model, people, *sizes).tolist()
+    )
     predictions = np.array(rows)
-    out.put("monotone", rising_step_share(predictions))
-    out.put("ageing_rank", float(np.mean(rank_correlations(settings.ages, predictions))))
+    out.put("monotone", ageing_and_rescans.rising_step_share(predictions))
+    out.put(
+        "ageing_rank",
+        float(np.mean(ageing_and_rescans.rank_correlations(settings.ages, predictions))),
+    )
     out.facts["ageing"] = {"ages": settings.ages, "predictions": rows}
 
 
 def put_rescans(
-    subject: MeasuredModel,
-    people: UnseenPeopleSimulator | None,
-    settings: CohortChecks,
-    out: Values,
+    subject: MeasuredModel, people: People, settings: CohortChecks, out: Values
 ) -> None:
     """Put the change between two scans of simulated people, or two sessions of a real cohort."""
-    pairs = [] if people is not None else session_pairs(subject.data.subjects("test"))
+    pairs = (
+        []
+        if people is not None
+        else ageing_and_rescans.session_pairs(subject.data.subjects("test"))
+    )
 
     def put_changes(part: Values) -> None:
         if people is None:
             batch = settings.batch
-            part.put("rescan", compare_sessions(subject.model, subject.data, pairs, batch))
+            part.put(
+                "rescan",
+                ageing_and_rescans.compare_sessions(subject.model, subject.data, pairs, batch),
+            )
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        same, other = measure_simulated_rescans(subject.model, people, ages, settings.batch)
+        same, other = ageing_and_rescans.measure_simulated_rescans(
+            subject.model, people, ages, settings.batch
+        )
         part.put("rescan", same)
         part.put("rescan_other_site", other)
 
     if people is not None or pairs:
         out.piece("rescan", put_changes)
     else:
-        reason = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+        reason = (
+            f"no test participant has two sessions within {ageing_and_rescans.RESCAN_YEARS:g} years"
+        )
         out.facts["not_checked"]["rescan"] = reason
 
 

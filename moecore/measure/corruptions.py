@@ -22,23 +22,11 @@ from moecore.statistics.intervals import bootstrap_mean
 
 Severity = Annotated[int, Field(ge=1, le=5)]
 Errors = Mapping[Place, Mapping[Place, float]]  # corruption → severity → error in [0, 1]
-Name = Literal[
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-]
+Noise = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
+Blur = Literal["defocus_blur", "glass_blur", "motion_blur", "zoom_blur"]
+Weather = Literal["snow", "frost", "fog", "brightness"]
+Digital = Literal["contrast", "elastic_transform", "pixelate", "jpeg_compression"]
+Name = Literal[Noise, Blur, Weather, Digital]
 
 
 def relative_error(result: Found, dense: Sequence[Found]) -> float | None:

@@ -114,16 +114,15 @@ class ExpertWorth(Measurement):
         images = evenly_spaced_images(subject.data.validation, self)
         _, records = predict_in_batches(model, images, self.batch, prediction=False)
         counts = torch.stack([expert_counts(record.chosen) for record in records]).double()
-        full = np.array(
-            out.parts("all", lambda: scores_without_experts(subject, self, nullcontext()))
-        )
+
+        def load_scores(name: str, change: AbstractContextManager) -> np.ndarray:
+            return np.array(out.parts(name, lambda: scores_without_experts(subject, self, change)))
+
+        full = load_scores("all", nullcontext())
+        sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
 
         def measure_loss(name: str, change: AbstractContextManager) -> np.ndarray:
-            scores = np.array(
-                out.parts(name, lambda: scores_without_experts(subject, self, change))
-            )
-            sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
-            return sign * (full - scores)
+            return sign * (full - load_scores(name, change))
 
         losses = np.empty((layers, experts, len(full)))
         for layer, expert in np.ndindex(layers, experts):

@@ -1,6 +1,6 @@
 """Data of explorer.html: the experts of each patch of single images, or of each word of texts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -91,23 +91,18 @@ class Explorer(Measurement):
         augmentations = [look_up_augmentation(view, volumes, "explorer") for view in views]
         clean, channels = target.clean_images(), model.image.channels
 
-        changed: dict[str, Callable[[], Iterable[changed_images.ChangedImages]]] = {
-            "clean": lambda: [changed_images.ChangedImages("clean", "clean", clean)],
-            "noise": lambda: changed_images.iterate_noisy_images(
-                clean, places, SIGMAS, SEED, channels
-            ),
-            "attack": lambda: changed_images.iterate_attacked_images(
-                target, self.attack, self.epsilons
-            ),
-            "augmentations": lambda: changed_images.iterate_augmented_images(
+        changed: dict[str, Iterable[changed_images.ChangedImages]] = {
+            "clean": [changed_images.ChangedImages("clean", "clean", clean)],
+            "noise": changed_images.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
+            "attack": changed_images.iterate_attacked_images(target, self.attack, self.epsilons),
+            "augmentations": changed_images.iterate_augmented_images(
                 images, augmentations, layout, SEED
             ),
         }
 
-        def trace_variants(name: str) -> ExplorerPart:
-            return ExplorerPart(
-                shown=[trace_variant(model, data.task, variant) for variant in changed[name]()]
-            )
+        def trace_variants(variants: Iterable[changed_images.ChangedImages]) -> ExplorerPart:
+            shown = [trace_variant(model, data.task, variant) for variant in variants]
+            return ExplorerPart(shown=shown)
 
         def experts() -> ExplorerPart:
             chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
@@ -116,8 +111,8 @@ class Explorer(Measurement):
             return ExplorerPart(layers=layers)
 
         variants = [
-            load_or_compute(parts, name, ExplorerPart, partial(trace_variants, name))
-            for name in changed
+            load_or_compute(parts, name, ExplorerPart, partial(trace_variants, changes))
+            for name, changes in changed.items()
         ]
         return Result(
             special=layout.special,

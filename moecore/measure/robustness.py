@@ -286,11 +286,10 @@ def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[float]]:
     """Return both changes of the routing per image, mean over layers; {} for a dense model."""
-    layers = list(zip(before, after, strict=True))
-    if not layers:
+    if not before:
         return {}
-    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
-    return {
-        name: torch.stack(changes).mean(dim=0).tolist()
-        for name, changes in zip(CHANGES, (changes_by_image(before, after), processed), strict=True)
-    }
+    pairs = zip(before, after, strict=True)
+    processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in pairs]
+    layers = (changes_by_image(before, after), processed)
+    means = [torch.stack(changes).mean(dim=0).tolist() for changes in layers]
+    return dict(zip(CHANGES, means, strict=True))

@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.exploring.watched import explorer_image_indices
@@ -37,34 +36,32 @@ from moecore.tasks.regression import Regression
 
 # Units of losses that are not in nats.
 UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
-METRICS = {  # of one token of one layer that changes its experts
+OF_ONE_TOKEN = "one token of one layer changes its experts; mean over tokens and layers"
+METRICS = {
     "router_regret": Metric(
         "Router regret",
         "lower",
-        note="loss − smallest loss under any set of as many experts, which uses the label; one "
-        "token of one layer changes its experts; mean over tokens and layers",
+        note="loss − smallest loss under any set of as many experts, which uses the label; "
+        + OF_ONE_TOKEN,
         signed=True,
     ),
     "router_regret_normalised": Metric(
         "Router regret, normalised",
         "lower",
-        note="regret / regret of a random set: 0 the best set, 1 chance; one token of one layer "
-        "changes its experts; mean over tokens and layers",
+        note=f"regret / regret of a random set: 0 the best set, 1 chance; {OF_ONE_TOKEN}",
         signed=True,
     ),
     "better_sets": Metric(
         "Better sets",
         "lower",
         "share",
-        note="sets of experts with a smaller loss; one token of one layer changes its experts; "
-        "mean over tokens and layers",
+        note=f"sets of experts with a smaller loss; {OF_ONE_TOKEN}",
         signed=True,
     ),
     "fixed_set_gain": Metric(
         "Gain of one set for all",
         note="loss − loss under the set that is best on the other half of the images; below 0 "
-        "if routing is better; one token of one layer changes its experts; mean over tokens "
-        "and layers",
+        f"if routing is better; {OF_ONE_TOKEN}",
         signed=True,
     ),
 }
@@ -190,7 +187,13 @@ def layer_losses(
             pixels = image.to(device)
             records = model(pixels).routing
             later_barred = [~record.chosen for record in records[layer + 1 :]]
-            masks = barred_masks_by_pass(records, layer, tokens, torch.from_numpy(subsets))
+            # Per pass all experts but a set are barred for one token; its chosen set comes last.
+            chosen = records[layer].chosen[0]
+            tried = torch.from_numpy(subsets).to(chosen.device)
+            allowed = torch.cat([torch.cat([tried, chosen[token, None]]) for token in tokens])
+            masks = chosen.new_zeros(len(allowed), *chosen.shape)  # (n · (S + 1), T, E) bool
+            token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
+            masks[torch.arange(len(allowed)), token_of_pass] = ~allowed
             if pixels.ndim == 5:
                 batch = min(batch, max(1, VOXELS // pixels.numel()))
             passes = item_loss_passes(model, pixels, labels[place : place + 1])
@@ -234,22 +237,6 @@ def best_choices(
     return choices
 
 
-def barred_masks_by_pass(
-    records: Sequence[RoutingRecord], layer: int, tokens: np.ndarray, subsets: Tensor
-) -> Tensor:
-    """Return the experts barred per pass, (n · (S + 1), T, E) bool: for one token all but a set.
-
-    records: of one image, B = 1. subsets: (S, E) bool; the token's chosen set is tried last.
-    """
-    chosen = records[layer].chosen[0]
-    sets = [torch.cat([subsets.to(chosen.device), chosen[token, None]]) for token in tokens]
-    allowed = torch.stack(sets).flatten(0, 1)
-    barred = torch.zeros(len(allowed), *chosen.shape, dtype=torch.bool, device=chosen.device)
-    token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
-    barred[torch.arange(len(allowed)), token_of_pass] = ~allowed
-    return barred
-
-
 def regret_metrics_by_image(
     losses: np.ndarray, people: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
@@ -274,10 +261,7 @@ def regret_metrics_by_image(
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the mean over layers of each metric that all layers have, (N,).
-
-    A layer whose sets have equal losses has no normalised regret.
-    """
+    """Return the mean over layers of each metric that all layers have, (N,)."""
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)
         for name in by_layer[0]

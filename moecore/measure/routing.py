@@ -369,13 +369,10 @@ def routing_metrics_by_layer(
     threshold, k = sweeps.score_threshold(router), getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
-    layers = []
-    by_image = []
-    for index, (record, (match_means, match_items)) in enumerate(
-        zip(records, matches, strict=True)
-    ):
-        layer = {**layer_metrics.measure_layer_use(record, threshold, k), **match_means}
-        items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **match_items}
+    layers, by_image = [], []
+    for index, (record, (means, shares)) in enumerate(zip(records, matches, strict=True)):
+        layer = {**layer_metrics.measure_layer_use(record, threshold, k), **means}
+        items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **shares}
         if teacher:
             theirs = align_teacher_probs(teacher[index], record.probs.shape).argmax(dim=-1)
             same = layer_metrics.agreement_by_image(first_choices(record), theirs)
@@ -387,10 +384,7 @@ def routing_metrics_by_layer(
 
 
 def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
-    """Put the mean over layers of each metric that all of them have, and its values per image.
-
-    key: format of the metric's name, with {} for the name in ``layers``.
-    """
+    """Put the mean over layers of each metric that all have; ``key`` formats its name."""
     items = mean_items_over_layers(by_image)
     for name, mean in layer_metrics.average_layers(layers).items():
         metric = key.format(name)

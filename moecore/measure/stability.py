@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -141,21 +141,13 @@ class Stability(Measurement):
             out.piece(f"noise {sigma}", partial(put_sigma, sigma))
         out.piece("ramp", put_ramp)
         if len(few):
-            out.facts["overlays"] = noisy_overlays(model, images[few], noise[few], self)
-
-
-def noisy_overlays(
-    model: Model, images: np.ndarray, noise: Tensor, settings: Stability
-) -> list[dict[str, Any]]:
-    """Return ``Overlays`` of the images at each sigma, 0 first; [] for a dense model."""
-    rows = []
-    for sigma in (0.0, *sorted(settings.sigmas)):
-        pixels = add_noise(images, noise, sigma)
-        _, records = predict_in_batches(model, pixels)
-        if records:
-            overlays = encode_expert_overlays(to_uint8(pixels.numpy()), records)
-            rows.append({"sigma": sigma, "overlays": overlays})
-    return rows
+            rows = []  # none for a dense model
+            for sigma in (0.0, *sorted(self.sigmas)) if clean else ():
+                pixels = add_noise(images[few], noise[few], sigma)
+                _, records = predict_in_batches(model, pixels)
+                overlays = encode_expert_overlays(to_uint8(pixels.numpy()), records)
+                rows.append({"sigma": sigma, "overlays": overlays})
+            out.facts["overlays"] = rows
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:

@@ -240,10 +240,9 @@ def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
 
 
 def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
-    """Return (step, training loss averaged over the preceding epoch) of every logged point.
+    """Return (step, training loss averaged over the preceding epoch); [] if a point lacks a value.
 
-    [] where a point lacks a value. A logged loss is the mean of the steps since the last point, so
-    it is weighted by their number.
+    A logged loss is the mean of the steps since the last point, and is weighted by their number.
     """
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):

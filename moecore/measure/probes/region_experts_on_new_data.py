@@ -111,7 +111,7 @@ def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Int
     Over a person's cubes, 0 if either is constant; mean over people.
     """
     values = []
-    for amounts, scores in zip(routed_cubes.amounts, routed_cubes.scores, strict=True):
+    for amounts, scores in zip(*routed_cubes, strict=True):
         total = amounts.sum(axis=-1)
         has_tissue = total > 0
         share = amounts[has_tissue, tissue] / total[has_tissue]
