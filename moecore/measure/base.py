@@ -22,12 +22,11 @@ SEED = 0  # of all random draws, so that every method is measured on the same on
 R = TypeVar("R", bound=Config)
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """Return the number, or None where it is not finite, which JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-Number = Annotated[float | None, BeforeValidator(finite_or_none)]
+# A number, or None where it is not finite, which JSON cannot hold.
+Number = Annotated[
+    float | None,
+    BeforeValidator(lambda value: None if value is None or not math.isfinite(value) else value),
+]
 
 
 class Skipped(Config):
@@ -51,6 +50,7 @@ class MeasuredPart(Config):
 
     metrics: ClassVar[Mapping[str, Metric]] = {}
     page: ClassVar[OnPage] = OnPage("")
+    no_dense: ClassVar[str] = ""  # the reason why a dense model cannot be measured; "": it can
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
@@ -58,7 +58,7 @@ class MeasuredPart(Config):
 
         ``moecore check`` calls it with models on the meta device, before anything is trained.
         """
-        return None
+        return cls.no_dense if cls.no_dense and model.moe is None else None
 
     @classmethod
     def place_words(cls, place: Place) -> str:
@@ -92,6 +92,8 @@ class Measurement(MeasuredPart, ABC):
     regions: ClassVar[bool] = False  # whether it reads ``MeasuredModel.regions``
     tasks: ClassVar[tuple[str, ...]] = ()  # kinds of tasks that it applies to; (): any
     flat_classes: ClassVar[bool] = False  # whether it needs flat images with classes
+    classes_for: ClassVar[str] = "classes"  # what it needs them for, as in Task.needs_classes
+    changes_images: ClassVar[bool] = False  # which would falsify a channel of truth
 
     @classmethod
     def data_refusal(cls, source: Source) -> str | None:
@@ -109,7 +111,15 @@ class Measurement(MeasuredPart, ABC):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return the reason why it does not apply to this model and data, or None."""
-        return cls.model_refusal(subject.model)
+        if reason := cls.model_refusal(subject.model):
+            return reason
+        if cls.changes_images and subject.model.image.truth:
+            return "a change of the images would falsify the truth that one of their channels says"
+        if not cls.flat_classes:
+            return None
+        if subject.data.test.images.ndim != 4:
+            return "the images are volumes, and flat images are measured"
+        return subject.data.task.needs_classes(cls.classes_for)
 
     @classmethod
     def puts_values(cls) -> bool:
@@ -155,20 +165,6 @@ def find_measurement(name: str) -> type[Measurement]:
         ) from None
     except ValueError as error:
         raise UserError(f"measure: {error}") from None
-
-
-def no_flat_images_reason(subject: MeasuredModel, needed: str) -> str | None:
-    """Return why these are not flat images with labels for ``needed`` (Task.needs_classes)."""
-    if subject.data.test.images.ndim != 4:
-        return "the images are volumes, and flat images are measured"
-    return subject.data.task.needs_classes(needed)
-
-
-def no_changed_images_reason(subject: MeasuredModel, needed: str) -> str | None:
-    """Return why flat images cannot be changed and then used for ``needed``, or None."""
-    if subject.model.image.truth:
-        return "a change of the images would falsify the truth that one of their channels says"
-    return no_flat_images_reason(subject, needed)
 
 
 def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:

@@ -25,25 +25,11 @@ from moecore.measure.calibrators.temperature import (
     nll_derivative_by_row,
 )
 from moecore.measure.values import Metric, OnPage, Values
+from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.predict import (
-    eval_mode,
-    image_batches,
-    model_device,
-    predict_in_batches,
-    words_at_once,
-)
 from moecore.statistics.intervals import Interval, bootstrap_interval
+from moecore.tasks import class_task
 from moecore.tasks.base import Task
-from moecore.tasks.class_task import (
-    ReliabilityBins,
-    brier_scores,
-    calibration_error,
-    class_confidence,
-    class_nll,
-    reliability_bins,
-    top1_hits,
-)
 
 FITTED = 2**14  # tokens of the validation text that the temperature is fitted to
 
@@ -60,7 +46,7 @@ class FinalTokens(NamedTuple):
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
-        rows = words_at_once(self.model.image.task.outputs, self.final.device)
+        rows = predict.words_at_once(self.model.image.task.outputs, self.final.device)
         final, labels = self.final.flatten(0, 1).split(rows), self.labels.flatten().split(rows)
         with torch.no_grad():
             for tokens, words in zip(final, labels, strict=True):
@@ -84,13 +70,13 @@ class FinalTokens(NamedTuple):
                 # in place, as (n, V) is large; ``right`` and ``best`` are copies
                 squares = log_probs.exp_().square().sum(dim=1) - 2 * right.exp() + 1
                 answers.append((-right, squares, best.exp(), word == words))
-        return [self._concat_answers(answers) for answers in by_temperature]
-
-    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenLossAndConfidence":
-        nats, squares, confidence, hits = (
-            torch.cat(field).cpu().view(self.labels.shape) for field in zip(*parts, strict=True)
-        )
-        return TokenLossAndConfidence(nats.double(), squares.double(), confidence.double(), hits)
+        joined = []
+        for parts in by_temperature:
+            columns = [torch.cat(field).cpu() for field in zip(*parts, strict=True)]
+            nats, squares, confidence, hits = (field.view(self.labels.shape) for field in columns)
+            numbers = (nats.double(), squares.double(), confidence.double())
+            joined.append(TokenLossAndConfidence(*numbers, hits))
+        return joined
 
 
 class TokenLossAndConfidence(NamedTuple):
@@ -108,10 +94,10 @@ def final_tokens(
     """Return the final tokens, fp32, of evenly spread blocks, about ``max_tokens`` in all."""
     blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
     indices = evenly_spaced_indices(len(split.labels), blocks)
-    device = model_device(model)
+    device = predict.model_device(model)
     chunks = []
-    with eval_mode(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for words in image_batches(np.array(split.images[indices]), batch, device):
+    with predict.eval_mode(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for words in predict.image_batches(np.array(split.images[indices]), batch, device):
             chunks.append(model.encode(words)[0].float())
     labels = torch.from_numpy(np.array(split.labels[indices])).long().to(device)
     return FinalTokens(model, torch.cat(chunks), labels)
@@ -192,7 +178,7 @@ class PredictionQuality(NamedTuple):
     nll: Interval  # nats per image
     brier: Interval
     ece: Interval
-    bins: ReliabilityBins
+    bins: class_task.ReliabilityBins
 
 
 def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
@@ -232,7 +218,7 @@ class ClassCalibration(ModelCalibration):
             return
         data = subject.data
         predictions = {
-            name: predict_in_batches(
+            name: predict.predict_in_batches(
                 subject.model, split.images, self.settings.batch, routing=False
             )[0]
             for name, split in (("validation", data.validation), ("test", data.test))
@@ -276,7 +262,7 @@ class ClassCalibration(ModelCalibration):
 def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
     """Put the quality before, or after, calibration, and its bins as facts."""
     for name, value in quality._asdict().items():
-        if isinstance(value, ReliabilityBins):
+        if isinstance(value, class_task.ReliabilityBins):
             out.facts.setdefault("bins", {})[when] = value
         else:
             out.put(f"{name}_{when}", value)
@@ -289,10 +275,10 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
     """
     rows, right = logits_by_answer(logits, labels), labels.flatten()
     by_row = (
-        class_nll(rows, right),
-        brier_scores(rows, right),
-        class_confidence(rows),
-        top1_hits(rows, right),
+        class_task.class_nll(rows, right),
+        class_task.brier_scores(rows, right),
+        class_task.class_confidence(rows),
+        class_task.top1_hits(rows, right),
     )
     answers = TokenLossAndConfidence(*(values.view(labels.shape) for values in by_row))
     return quality_from_losses(task, task.scores(logits, labels), answers)
@@ -313,15 +299,16 @@ def quality_from_losses(
     def bootstrap(statistic: Callable[[np.ndarray], float]) -> Interval:
         return bootstrap_interval(statistic, len(scores), lowest=0.0)
 
-    def resampled_error(resample: np.ndarray) -> float:
-        return calibration_error(confidence[resample].flatten(), hits[resample].flatten())
-
     return PredictionQuality(
         score=task.interval(scores),
         nll=bootstrap(lambda resample: float(losses[resample].mean())),
         brier=bootstrap(lambda resample: float(squares[resample].mean())),
-        ece=bootstrap(resampled_error),
-        bins=reliability_bins(confidence.flatten(), hits.flatten()),
+        ece=bootstrap(
+            lambda rows: class_task.calibration_error(
+                confidence[rows].flatten(), hits[rows].flatten()
+            )
+        ),
+        bins=class_task.reliability_bins(confidence.flatten(), hits.flatten()),
     )
 
 

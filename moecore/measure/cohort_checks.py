@@ -3,28 +3,17 @@
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
-from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes.ageing_and_rescans import (
-    PEOPLE,
-    RESCAN_YEARS,
-    UnseenPeopleSimulator,
-    compare_sessions,
-    measure_simulated_rescans,
-    predict_ageing,
-    rank_correlations,
-    rising_step_share,
-    session_pairs,
-)
+from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.probes.ageing_and_rescans import PEOPLE, UnseenPeopleSimulator
 from moecore.measure.probes.linear_probe import (
     ModelAndProbeErrors,
     model_and_probe_errors,
@@ -44,6 +33,7 @@ SIMULATED_ONLY = (
 )
 NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
+People = UnseenPeopleSimulator | None  # in no split; None for a cohort that is not simulated
 NEW_VOLUMES = {  # that region experts were not trained on
     "mixed": "two tissues mixed",
     "whole": "whole volumes",
@@ -51,10 +41,7 @@ NEW_VOLUMES = {  # that region experts were not trained on
 }
 METRICS = {
     f"isolated_{name}": Metric(
-        f"MAE, {name.upper()} alone",
-        "lower",
-        note="MAE in years on volumes with only this tissue",
-        paper="ages",
+        f"MAE, {name.upper()} alone", "lower", note="MAE in years on volumes with only this tissue"
     )
     for name in REGIONS
 }
@@ -65,38 +52,29 @@ METRICS |= {
         note="MAE in years of a linear probe on volumes with only this tissue: a new linear head, "
         "fitted on such volumes of the training split, predicts age from the frozen model's "
         "features; a model may have large errors on such volumes although its features tell age",
-        paper="ages",
     )
     for name in REGIONS
 }
 METRICS |= {
-    f"{more}_over_{less}": Metric(
-        f"{more.upper()} − {less.upper()}, probe",
-        note=f"additional MAE of the probe, in years, on {comparison}",
-        paper="ages",
-    )
-    for more, less, comparison in (
-        ("gm", "csf", "grey matter alone than on fluid alone"),
-        ("wm", "gm", "white matter alone than on grey matter alone"),
-    )
-}
-METRICS |= {
+    "gm_over_csf": Metric(
+        "GM − CSF, probe",
+        note="additional MAE of the probe, in years, on grey matter alone than on fluid alone",
+    ),
+    "wm_over_gm": Metric(
+        "WM − GM, probe",
+        note="additional MAE of the probe, in years, on white matter alone than on grey matter "
+        "alone",
+    ),
     "monotone": Metric(
         "Ageing, rising steps",
         "higher",
         "share",
         note="steps from one age to the next with a rising prediction for the same simulated "
         "subject",
-        paper="ages",
     ),
-    "ageing_rank": Metric(
-        "Ageing, rank correlation", "higher", note="of age and prediction", paper="ages"
-    ),
+    "ageing_rank": Metric("Ageing, rank correlation", "higher", note="of age and prediction"),
     "rescan": Metric(
-        "Rescan, years apart",
-        "lower",
-        note="mean |difference| of two scans of one subject",
-        paper="ages",
+        "Rescan, years apart", "lower", note="mean |difference| of two scans of one subject"
     ),
 }
 METRICS |= {
@@ -109,17 +87,16 @@ METRICS |= {
             "share",
             note="tokens whose first region expert belongs to the cube's largest tissue; on "
             "isolated volumes experts follow their training labels: no finding",
-            paper="ages",
         ),
         f"{name}_over_chance": Metric(
             f"Own tissue, {description} − chance",
             "higher",
             note="the same − the expected value with the person's cubes (of all mixtures) "
             "permuted; at 0 the experts do not distinguish them",
-            paper="ages",
         ),
     }.items()
 }
+METRICS = {name: metric._replace(paper="ages") for name, metric in METRICS.items()}
 # The other fields of a ``TissueAgreement``; see ``put_agreement``.
 METRICS |= {
     f"{name}_{number}": Metric("")
@@ -185,23 +162,25 @@ class CohortChecks(Measurement):
         out.people = subject.data.test.people
         out.facts["not_checked"] = {}
         put_tissue_errors(subject, self, out)
-        people = unseen_simulated_people(subject.data)
+        source = subject.data.card["settings"]
+        people: People = None
+        if source["kind"] == "phantom":
+            people = UnseenPeopleSimulator(Phantom.model_validate(source))
         put_ageing(subject, people, self, out)
         put_rescans(subject, people, self, out)
         put_region_experts(subject, self, out)
-        out.facts["not_checked"] |= region_skip_reasons(subject)
 
 
 def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
     """Put errors on complete volumes and on each tissue alone, if the data have tissue maps."""
 
-    def compute_errors(region: int | None) -> list[list[float]]:
-        sizes = (settings.batch, settings.probe)
-        raw, probe = model_and_probe_errors(subject.model, subject.data, region, *sizes)
-        return [raw.tolist(), probe.tolist()]
-
     def load_errors(name: str, region: int | None) -> ModelAndProbeErrors:
-        return ModelAndProbeErrors(*np.array(out.parts(name, partial(compute_errors, region))))
+        def compute() -> list[list[float]]:
+            sizes = (settings.batch, settings.probe)
+            errors = model_and_probe_errors(subject.model, subject.data, region, *sizes)
+            return [values.tolist() for values in errors]
+
+        return ModelAndProbeErrors(*np.array(out.parts(name, compute)))
 
     complete = load_errors("whole", None)
     tissues = subject.data.card["regions"]
@@ -217,78 +196,83 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
         out.facts["not_checked"]["isolated"] = NO_MAPS
 
 
-def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
-    """Return the simulator of unseen people; None for data that were not simulated."""
-    settings = data.card["settings"]
-    if settings["kind"] != "phantom":
-        return None
-    return UnseenPeopleSimulator(Phantom.model_validate(settings))
-
-
-def put_ageing(
-    subject: MeasuredModel,
-    people: UnseenPeopleSimulator | None,
-    settings: CohortChecks,
-    out: Values,
-) -> None:
+def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
     """Put the predictions for simulated subjects at every age; nothing for a real cohort."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
     sizes = (settings.subjects, settings.ages, settings.batch)
-    rows = out.parts("ageing", lambda: predict_ageing(subject.model, people, *sizes).tolist())
+    rows = out.parts(
+        "ageing", lambda: ageing_and_rescans.predict_ageing(subject.model, people, *sizes).tolist()
+    )
     predictions = np.array(rows)
-    out.put("monotone", rising_step_share(predictions))
-    out.put("ageing_rank", float(np.mean(rank_correlations(settings.ages, predictions))))
+    out.put("monotone", ageing_and_rescans.rising_step_share(predictions))
+    out.put(
+        "ageing_rank",
+        float(np.mean(ageing_and_rescans.rank_correlations(settings.ages, predictions))),
+    )
     out.facts["ageing"] = {"ages": settings.ages, "predictions": rows}
 
 
 def put_rescans(
-    subject: MeasuredModel,
-    people: UnseenPeopleSimulator | None,
-    settings: CohortChecks,
-    out: Values,
+    subject: MeasuredModel, people: People, settings: CohortChecks, out: Values
 ) -> None:
     """Put the change between two scans of simulated people, or two sessions of a real cohort."""
-    pairs = [] if people is not None else session_pairs(subject.data.subjects("test"))
+    pairs = (
+        []
+        if people is not None
+        else ageing_and_rescans.session_pairs(subject.data.subjects("test"))
+    )
 
     def put_changes(part: Values) -> None:
         if people is None:
-            change = compare_sessions(subject.model, subject.data, pairs, settings.batch)
-            part.put("rescan", change)
+            batch = settings.batch
+            part.put(
+                "rescan",
+                ageing_and_rescans.compare_sessions(subject.model, subject.data, pairs, batch),
+            )
             return
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        same, other = measure_simulated_rescans(subject.model, people, ages, settings.batch)
+        same, other = ageing_and_rescans.measure_simulated_rescans(
+            subject.model, people, ages, settings.batch
+        )
         part.put("rescan", same)
         part.put("rescan_other_site", other)
 
     if people is not None or pairs:
         out.piece("rescan", put_changes)
     else:
-        reason = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+        reason = (
+            f"no test participant has two sessions within {ageing_and_rescans.RESCAN_YEARS:g} years"
+        )
         out.facts["not_checked"]["rescan"] = reason
 
 
 def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
     """Put the agreement of region experts with tissues on volumes that differ from training."""
-    tissues = subject.regions
-    if not tissues or not subject.data.card["regions"]:
+    not_checked = out.facts["not_checked"]
+    if not subject.regions:
+        not_checked["generalisation"] = "the model has no region experts (methods: regions)"
         return
-    ages = (settings.ages[0], settings.ages[-1])
+    if not subject.data.card["regions"]:
+        not_checked["generalisation"] = NO_MAPS
+        return
+    if not has_generator_voxel_grid(subject.data):
+        not_checked["other generator"] = "it makes 64³ voxels of 3 mm, and the data have others"
 
     def put_experts(part: Values) -> None:
         experts = measure_generalisation(
             subject.model,
             subject.data,
-            tissues,
+            subject.regions,
             settings.generalisation,
-            ages=ages,
+            ages=(settings.ages[0], settings.ages[-1]),
             seed=SEED,
             batch=settings.batch,
         )
         put_agreements(experts, part)
 
-    out.piece(f"generalisation of {', '.join(tissues)}", put_experts)
+    out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 
 
 def put_agreements(experts: RegionExperts, out: Values) -> None:
@@ -313,14 +297,3 @@ def put_agreement(name: str, agreement: TissueAgreement, out: Values, **at: Plac
     """Put all fields of an agreement, for volumes of this name."""
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)
-
-
-def region_skip_reasons(subject: MeasuredModel) -> dict[str, str]:
-    """Return checks of region experts that were skipped → reason."""
-    if not subject.regions:
-        return {"generalisation": "the model has no region experts (methods: regions)"}
-    if not subject.data.card["regions"]:
-        return {"generalisation": NO_MAPS}
-    if not has_generator_voxel_grid(subject.data):
-        return {"other generator": "it makes 64³ voxels of 3 mm, and the data have others"}
-    return {}

@@ -15,30 +15,18 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.values import Chart, Found, Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 
 Severity = Annotated[int, Field(ge=1, le=5)]
 Errors = Mapping[Place, Mapping[Place, float]]  # corruption → severity → error in [0, 1]
-Name = Literal[
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-]
+Noise = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
+Blur = Literal["defocus_blur", "glass_blur", "motion_blur", "zoom_blur"]
+Weather = Literal["snow", "frost", "fog", "brightness"]
+Digital = Literal["contrast", "elastic_transform", "pixelate", "jpeg_compression"]
+Name = Literal[Noise, Blur, Weather, Digital]
 
 
 def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
@@ -59,11 +47,7 @@ def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
 
 METRICS = {
     "corruption_error": Metric(
-        "Error, mean",
-        "lower",
-        "share",
-        note="over corruptions and severities",
-        paper="corruptions",
+        "Error, mean", "lower", "share", note="over corruptions and severities", paper="corruptions"
     ),
     "mce": Metric(
         "mCE",
@@ -89,6 +73,8 @@ class Corruptions(Measurement):
     """Error of a model on corrupted test images."""
 
     flat_classes = True
+    classes_for = "share"
+    changes_images = True
     metrics = METRICS
     page = OnPage(
         "corruptions",
@@ -124,11 +110,6 @@ class Corruptions(Measurement):
         if values and len(set(values)) < len(values):
             raise ValueError("the same value is listed twice")
         return values
-
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images with right or wrong answers."""
-        return no_changed_images_reason(subject, "share")
 
     @classmethod
     def place_words(cls, place: Place) -> str:

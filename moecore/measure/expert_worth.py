@@ -6,6 +6,7 @@ first, second … choice. N images, L MoE layers, E experts, k chosen per token.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 
 import numpy as np
 import torch
@@ -14,13 +15,7 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.barred_experts import (
-    Way,
-    bar_experts,
-    drop_choices,
-    no_barring_reason,
-    removable_expert_count,
-)
+from moecore.measure.routing_metrics import barred_experts
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
@@ -33,7 +28,7 @@ ORDERS = {  # which experts are removed
     "least_used": "least used first",
     "random": "random",
 }
-WAYS: dict[Way, str] = {  # a token's other choices
+WAYS: dict[barred_experts.Way, str] = {  # a token's other choices
     "as_is": "the others as they are",
     "renormalised": "the others scaled to the old sum",
     "reroute": "the next one in its place",
@@ -106,7 +101,7 @@ class ExpertWorth(Measurement):
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
         """Return the reason for routers whose experts cannot be barred."""
-        return no_barring_reason(model)
+        return barred_experts.no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the loss without each expert, and without several experts in every layer.
@@ -116,40 +111,41 @@ class ExpertWorth(Measurement):
         """
         model = subject.model
         layers, experts = len(model.layouts), model.experts_and_router.experts.choices
-        counts = count_choices_on_validation(subject, self)
-        full = np.array(
-            out.parts("all", lambda: scores_without_experts(subject, self, nullcontext()))
-        )
+        images = evenly_spaced_images(subject.data.validation, self)
+        _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        counts = torch.stack([expert_counts(record.chosen) for record in records]).double()
+
+        def load_scores(name: str, change: AbstractContextManager) -> np.ndarray:
+            return np.array(out.parts(name, lambda: scores_without_experts(subject, self, change)))
+
+        full = load_scores("all", nullcontext())
+        sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
 
         def measure_loss(name: str, change: AbstractContextManager) -> np.ndarray:
-            scores = np.array(
-                out.parts(name, lambda: scores_without_experts(subject, self, change))
-            )
-            sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
-            return sign * (full - scores)
+            return sign * (full - load_scores(name, change))
 
-        def expert_losses(layer: int) -> list[np.ndarray]:
-            return [
-                measure_loss(
-                    f"layer {layer} expert {expert}",
-                    remove_experts(model, single_removal_plan(layers, layer, expert)),
-                )
-                for expert in range(experts)
-            ]
-
-        losses = np.array([expert_losses(layer) for layer in range(layers)])
+        losses = np.empty((layers, experts, len(full)))
+        for layer, expert in np.ndindex(layers, experts):
+            removed = [[expert] if index == layer else [] for index in range(layers)]
+            change = remove_experts(model, removed)
+            losses[layer, expert] = measure_loss(f"layer {layer} expert {expert}", change)
         split = subject.data.test
-        people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
-        out.people = people
+        out.people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
         out.put("expert_worth", losses.mean(axis=(0, 1)))
         lows = []
         for layer, expert in np.ndindex(layers, experts):
-            interval = bootstrap_mean(losses[layer, expert], lowest=-np.inf, people=people)
+            interval = bootstrap_mean(losses[layer, expert], lowest=-np.inf, people=out.people)
             out.put("expert_worth", interval, layer=layer + 1, expert=expert)
             lows.append(interval.low or 0.0)
         out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
         put_removals(model, measure_loss, counts, self.draws, out)
-        put_ranks(model, measure_loss, out)
+        choices = experts - barred_experts.removable_expert_count(model)
+        for rank, way in product(range(1, min(MAX_POINTS, choices) + 1), WAYS):
+            change = barred_experts.drop_choices(model, rank, way)
+            values = measure_loss(f"rank {rank} {way}", change)
+            out.put(f"lost_without_choice_{way}", values, rank=rank)
+            if rank <= len(ORDINALS):
+                out.put(f"lost_without_choice_{rank}_{way}", values)
         out.facts["load"] = counts / counts.sum(dim=1, keepdim=True)
 
 
@@ -166,7 +162,7 @@ def put_removals(
     """
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
-    numbers = expert_counts_to_remove(removable_expert_count(model))
+    numbers = expert_counts_to_remove(barred_experts.removable_expert_count(model))
     shown = max([number for number in numbers if 2 * number <= experts], default=numbers[0])
 
     def lost_without(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
@@ -190,29 +186,11 @@ def put_removals(
                 out.put(name, values)
 
 
-def put_ranks(model: Model, measure_loss: MeasureLoss, out: Values) -> None:
-    """Put the loss without the first, second … choice of every token, at most MAX_POINTS."""
-    choices = model.experts_and_router.experts.choices - removable_expert_count(model)
-    for rank in range(1, min(MAX_POINTS, choices) + 1):
-        for way in WAYS:
-            values = measure_loss(f"rank {rank} {way}", drop_choices(model, rank, way))
-            out.put(f"lost_without_choice_{way}", values, rank=rank)
-            if rank <= len(ORDINALS):
-                out.put(f"lost_without_choice_{rank}_{way}", values)
-
-
-def count_choices_on_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
-    """Count the choices of each layer's experts on validation images, (L, E) fp64."""
-    images = evenly_spaced_images(subject.data.validation, settings)
-    _, records = predict_in_batches(subject.model, images, settings.batch, prediction=False)
-    return torch.stack([expert_counts(record.chosen) for record in records]).double()
-
-
 def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """Return ``bar_experts`` of the ``removed`` experts of each layer."""
     experts = torch.arange(model.experts_and_router.experts.choices)
     masks = [torch.isin(experts, torch.tensor(barred).long()) for barred in removed]
-    return bar_experts(model, [mask.to(model_device(model)) for mask in masks])
+    return barred_experts.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
 
 
 def scores_without_experts(
@@ -233,11 +211,6 @@ def scores_without_experts(
 def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
     """Return the measured number of images of a split, evenly spread."""
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
-
-
-def single_removal_plan(layers: int, layer: int, expert: int) -> list[list[int]]:
-    """Return the removed experts of each layer: one expert of one layer."""
-    return [[expert] if index == layer else [] for index in range(layers)]
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:

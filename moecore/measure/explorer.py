@@ -1,6 +1,7 @@
 """Data of explorer.html: the experts of each patch of single images, or of each word of texts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -17,14 +18,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.changed_images import ChangedImages
-from moecore.measure.exploring.expert_gallery import (
-    GalleryImages,
-    LayerGallery,
-    expert_galleries_by_layer,
-    word_galleries_by_layer,
-    word_numbers,
-)
+from moecore.measure.exploring import expert_gallery
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics.two_view_agreement import (
@@ -48,6 +42,7 @@ Positive = Annotated[float, Field(gt=0, le=1)]
 class Explorer(Measurement):
     """Settings: which images are shown, and how they are changed."""
 
+    no_dense = "a dense model has no experts, so there is nothing to see"
     page: ClassVar[OnPage] = OnPage("single images", place=15)
 
     images: int = Field(
@@ -76,13 +71,6 @@ class Explorer(Measurement):
         """Refuse augmentations that do not exist for volumes."""
         return augmentation_misfits(self.augmentations, around)
 
-    @classmethod
-    def model_refusal(cls, model: Model) -> str | None:
-        """Refuse a dense model, which has no experts."""
-        if model.moe is None:
-            return "a dense model has no experts, so there is nothing to see"
-        return None
-
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the content of explorer.html for one model, a ``Result``, as facts."""
         out.facts |= self.explore(subject, out.parts).model_dump(mode="json")
@@ -95,40 +83,35 @@ class Explorer(Measurement):
         layout = finest_layout(model.layouts)
         places = explorer_image_indices(data, self.images)
         images = np.array(data.test.images[places])
-        labels = torch.from_numpy(np.array(data.test.labels[places]))
-        labels = model.targets(labels)
+        labels = model.targets(torch.from_numpy(np.array(data.test.labels[places])))
         target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
         volumes = images.ndim == 5
         views = () if model.image.truth else self.augmentations
         augmentations = [look_up_augmentation(view, volumes, "explorer") for view in views]
-        clean = target.clean_images()
+        clean, channels = target.clean_images(), model.image.channels
 
-        changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
-            "clean": lambda: [ChangedImages("clean", "clean", clean)],
-            "noise": lambda: changed_images.iterate_noisy_images(
-                clean, places, SIGMAS, SEED, model.image.channels
-            ),
-            "attack": lambda: changed_images.iterate_attacked_images(
-                target, self.attack, self.epsilons
-            ),
-            "augmentations": lambda: changed_images.iterate_augmented_images(
+        changed: dict[str, Iterable[changed_images.ChangedImages]] = {
+            "clean": [changed_images.ChangedImages("clean", "clean", clean)],
+            "noise": changed_images.iterate_noisy_images(clean, places, SIGMAS, SEED, channels),
+            "attack": changed_images.iterate_attacked_images(target, self.attack, self.epsilons),
+            "augmentations": changed_images.iterate_augmented_images(
                 images, augmentations, layout, SEED
             ),
         }
 
-        def part(name: str) -> ExplorerPart:
-            return ExplorerPart(
-                shown=[trace_variant(model, data.task, variant) for variant in changed[name]()]
-            )
+        def trace_variants(variants: Iterable[changed_images.ChangedImages]) -> ExplorerPart:
+            shown = [trace_variant(model, data.task, variant) for variant in variants]
+            return ExplorerPart(shown=shown)
 
-        def experts() -> ExplorerExperts:
+        def experts() -> ExplorerPart:
             chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
-            gallery = GalleryImages(chosen, data.test, data.task, model.image.channels)
-            return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
+            gallery = expert_gallery.GalleryImages(chosen, data.test, data.task, channels)
+            layers = expert_gallery.expert_galleries_by_layer(model, gallery, FAVOURITES)
+            return ExplorerPart(layers=layers)
 
         variants = [
-            load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name))
-            for name in changed
+            load_or_compute(parts, name, ExplorerPart, partial(trace_variants, changes))
+            for name, changes in changed.items()
         ]
         return Result(
             special=layout.special,
@@ -136,7 +119,7 @@ class Explorer(Measurement):
             images=places,
             labels=label_lists_by_image(labels, data.task),
             kinds=encode_token_kinds(clean, layout) if model.image.truth else None,
-            layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
+            layers=load_or_compute(parts, "experts", ExplorerPart, experts).layers,
             shown=[variant for part in variants for variant in part.shown],
         )
 
@@ -164,20 +147,15 @@ class Result(Config):
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
     words: tuple[tuple[str, ...], ...] | None = None  # (N, T), for text
     kinds: str | None = None  # packed uint8 (N, T): true kind of each token, 0 if unknown
-    layers: tuple[LayerGallery, ...]
+    layers: tuple[expert_gallery.LayerGallery, ...]
     shown: tuple[ShownVariant, ...]  # clean first
 
 
 class ExplorerPart(Config):
-    """A stored piece: variants of one kind."""
+    """A stored piece: variants of one kind, or the experts' favourite patches."""
 
-    shown: tuple[ShownVariant, ...]
-
-
-class ExplorerExperts(Config):
-    """The stored piece of the experts' favourite patches."""
-
-    layers: tuple[LayerGallery, ...]
+    shown: tuple[ShownVariant, ...] = ()
+    layers: tuple[expert_gallery.LayerGallery, ...] = ()
 
 
 def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
@@ -188,7 +166,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
     blocks = np.array(data.test.images[places])
     gallery = np.array(data.test.images[chosen])
     vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
-    numbers = word_numbers(blocks, bool(model.image.truth))
+    numbers = expert_gallery.word_numbers(blocks, bool(model.image.truth))
     _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
     trace = build_image_traces(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
     return Result(
@@ -198,30 +176,26 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
         labels=[[] for _ in places],
         words=[[vocabulary[number] for number in row] for row in numbers],
         kinds=encode_token_kinds(torch.from_numpy(blocks), layout) if model.image.truth else None,
-        layers=word_galleries_by_layer(model, gallery, vocabulary),
+        layers=expert_gallery.word_galleries_by_layer(model, gallery, vocabulary),
         shown=[ShownVariant(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
     )
 
 
-def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
+def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImages) -> ShownVariant:
+    """Trace a variant; its picture is without the channel of truth."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
-    places = None
+    places = picture = None
     if variant.origins is not None:
         places = encode_arrays(variant.origins.numpy().astype(np.uint16))
+    if variant.pixels.ndim == 4 or variant.kind == "clean":
+        picture = encode_thumbnails(variant.pixels[:, : model.image.channels])
     return ShownVariant(
         kind=variant.kind,
         label=variant.label,
-        picture=variant_picture(variant, model.image.channels),
+        picture=picture,
         origins=places,
         trace=build_image_traces(prediction, records, task, model.layouts),
     )
-
-
-def variant_picture(variant: ChangedImages, channels: int) -> EncodedPicture | None:
-    """Encode thumbnails without the channel of truth; None for changed volumes."""
-    if variant.pixels.ndim == 5 and variant.kind != "clean":
-        return None
-    return encode_thumbnails(variant.pixels[:, :channels])
 
 
 def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:

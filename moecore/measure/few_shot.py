@@ -7,7 +7,7 @@ cross-validation on the few images chooses it; the result of V-MoE's choice is p
 N few-shot images, M test images, D features, K classes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_flat_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.probes.linear_probe import predict_with_features
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import mean_over_seeds
@@ -55,6 +55,7 @@ class FewShot(Measurement):
     """Few-shot accuracy of a ridge on the model's features."""
 
     flat_classes = True
+    classes_for = "shots"
     metrics = METRICS
     page = OnPage(
         "few shots",
@@ -81,11 +82,6 @@ class FewShot(Measurement):
     )
     draws: int = Field(5, ge=1, description="Random draws of images, the same for every method.")
 
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images of one class each."""
-        return no_flat_images_reason(subject, "shots")
-
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the numbers of images per class."""
         return {"shots": self.shots}
@@ -93,37 +89,40 @@ class FewShot(Measurement):
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the test score for every number of shots that the smallest class allows."""
         train, test = subject.data.train, subject.data.test
-        size, name = smallest_class(subject)
-        fits = sorted({shots for shots in self.shots if shots <= size})
+        counts = subject.data.task.counts(np.array(train.labels))
+        size, name = min(zip(counts, subject.data.task.classes, strict=True))
+        possible = sorted({shots for shots in self.shots if shots <= size})
         draws = [
-            draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(self.draws)
+            draw_shots(subject, max(possible, default=0), SEED, draw) for draw in range(self.draws)
         ]
         # Features of all drawn training images are computed once; a draw looks its rows up.
         used = np.unique(np.concatenate([draw.flatten() for draw in draws]))
         test_features = head_features(subject, np.asarray(test.images))
         train_features = test_features[:0]
-        if fits:
+        if possible:
             train_features = head_features(subject, np.asarray(train.images[used]))
 
         def put_shots(shots: int, out: Values) -> None:
-            scores = []
+            fits = []
             for draw in draws:
                 chosen = draw[:, :shots].flatten()
                 few = train_features[np.searchsorted(used, chosen)]
                 labels = train.labels[chosen]
-                scores.append(score_few_shot_draw(subject, test_features, few, labels))
-            put_draws(shots, scores, out)
+                fits.append(score_few_shot_draw(subject, test_features, few, labels))
+            # Values per image are means over draws; the draws are the same for every model.
+            items = torch.stack([fit.items for fit in fits]).mean(dim=0)
+            accuracies = [float(fit.scores[EXPONENTS.index(fit.chosen)]) for fit in fits]
+            out.put("few_shot", items, mean_over_seeds(accuracies), shots=shots)
+            scores = torch.stack([fit.scores for fit in fits])  # (draws, 30)
+            means = scores.mean(dim=0).tolist()
+            # reversed: in a tie the largest penalty, as in choose_ridge_exponent
+            leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
+            out.put("few_shot_leaky", mean_over_seeds(scores[:, leaky].tolist()), shots=shots)
 
-        for shots in fits:
+        for shots in possible:
             out.piece(f"{shots} shots", partial(put_shots, shots))
         reason = f"the smallest class, {name}, has {size} training images"
-        out.skipped += [f"{shots} shots: {reason}" for shots in sorted({*self.shots} - {*fits})]
-
-
-def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
-    """Return the number of training images of the smallest class, and its name."""
-    task = subject.data.task
-    return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
+        out.skipped += [f"{shots} shots: {reason}" for shots in sorted({*self.shots} - {*possible})]
 
 
 def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
@@ -204,18 +203,3 @@ def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
     # is unknown to the others: the error then measures shrinkage alone.
     penalties = np.exp2(EXPONENTS[::-1])
     return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
-
-
-def put_draws(shots: int, draws: Sequence[PenaltyScores], out: Values) -> None:
-    """Put the scores with each draw's penalty, and with the penalty that is best on the test split.
-
-    Values per image are means over draws; the draws are the same for every model.
-    """
-    scores = torch.stack([draw.scores for draw in draws])  # (draws, 30)
-    chosen = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
-    items = torch.stack([draw.items for draw in draws]).mean(dim=0)
-    out.put("few_shot", items, mean_over_seeds(chosen), shots=shots)
-    means = scores.mean(dim=0).tolist()
-    # reversed: in a tie the largest penalty, as in choose_ridge_exponent
-    leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
-    out.put("few_shot_leaky", mean_over_seeds(scores[:, leaky].tolist()), shots=shots)

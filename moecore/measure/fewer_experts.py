@@ -1,6 +1,6 @@
 """Score of a trained model with fewer experts, pruned or merged without training."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Literal
 
@@ -12,9 +12,8 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Place, Values
-from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
-from moecore.training.surgery.expert_reduction import ExpertUse, measure_expert_use
+from moecore.training.surgery.expert_reduction import measure_expert_use
 from moecore.training.surgery.merge import Merge
 from moecore.training.surgery.prune import Prune
 
@@ -39,6 +38,7 @@ METRICS = {
 class FewerExperts(Measurement):
     """Score over the share of remaining experts, by pruning and merging."""
 
+    no_dense = "the model has no experts"
     metrics = METRICS
     page = OnPage(
         "fewer experts",
@@ -77,11 +77,6 @@ class FewerExperts(Measurement):
     )
 
     @classmethod
-    def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for a dense model."""
-        return None if model.moe is not None else "the model has no experts"
-
-    @classmethod
     def place_words(cls, place: Place) -> str:
         """Return a ``reduction_key`` in words."""
         way, _, percent = str(place).partition("_")
@@ -99,29 +94,43 @@ class FewerExperts(Measurement):
         few = Split(test.images[indices], test.labels[indices], test.people_at(indices))
         out.people = few.people
         uses = measure_expert_use(model, subject.data.train, self.calibration)
+
+        def put_reduced(way: WayOrAll, share: float, out: Values) -> None:
+            reduced = model
+            if way != "all":
+                reduction = Merge(left=share) if way == "merge" else Prune(left=share, by=way)
+                reduced = reduction.reduce_experts(model, uses)
+            task = model.image.task
+            labels = torch.from_numpy(np.array(few.labels))
+            if task.long:
+                scores = text_block_scores(reduced, few.images, labels)
+            else:
+                prediction, _ = predict_in_batches(reduced, few.images, routing=False)
+                scores = task.scores(prediction, model.targets(labels))
+            interval = task.interval(scores, few.people)
+            out.put("reduced_score", interval, way=way, left=share)
+            experts = reduced.experts_and_router.experts.number
+            out.put("reduced_experts", experts, way=way, left=share)
+            if way != "all":
+                out.put("reduced_score", scores, interval, reduction=reduction_key(way, share))
+
         skipped: dict[str, list[str]] = {}
         for way, share in self.planned_reductions():
             name = f"{way} {share:g}"
             try:
-                out.piece(name, partial(put_reduced, model, uses, few, way, share))
+                out.piece(name, partial(put_reduced, way, share))
             except UserError as error:
                 skipped.setdefault(str(error), []).append(name)
         out.skipped += [f"{', '.join(names)}: {reason}" for reason, names in skipped.items()]
-        self.put_curves(out)
-
-    def put_curves(self, out: Values) -> None:
-        """Put the scores of each way again, over the percentage of removed experts, from 0."""
-        result = out.found()
-        full = result.find("reduced_score", way="all", left=1.0)
+        # The scores of each way again, over the percentage of removed experts, from 0.
+        result, shares = out.found(), sorted(self.left, reverse=True)
+        full = result.interval("reduced_score", way="all", left=1.0)
         for way in self.ways:
-            reduced = [
-                (share, result.find("reduced_score", way=way, left=share))
-                for share in sorted(self.left, reverse=True)
-            ]
-            if any(value for _, value in reduced):
-                for share, value in [(1.0, full), *reduced]:
-                    score = None if value is None else value.value
-                    out.put("reduced_score", score, **{way: 100 * (1 - share)})
+            reduced = [result.interval("reduced_score", way=way, left=share) for share in shares]
+            if any(reduced):
+                for share, score in zip([1.0, *shares], [full, *reduced], strict=True):
+                    value = None if score is None else score.value
+                    out.put("reduced_score", value, **{way: 100 * (1 - share)})
 
     def planned_reductions(self) -> list[tuple[WayOrAll, float]]:
         """Return all experts, then each way with each remaining share, largest first."""
@@ -132,29 +141,3 @@ class FewerExperts(Measurement):
 def reduction_key(way: str, share: float) -> str:
     """Return a name of the way and the remaining percentage, such as reap_50."""
     return f"{way}_{100 * share:.3g}".replace(".", "_")
-
-
-def put_reduced(
-    model: Model,
-    uses: Mapping[str, ExpertUse],
-    split: Split,
-    way: WayOrAll,
-    share: float,
-    out: Values,
-) -> None:
-    """Put the score on a split with a share of experts; raise UserError if that is not possible."""
-    if way != "all":
-        reduction = Merge(left=share) if way == "merge" else Prune(left=share, by=way)
-        model = reduction.reduce_experts(model, uses)
-    task = model.image.task
-    labels = torch.from_numpy(np.array(split.labels))
-    if task.long:
-        scores = text_block_scores(model, split.images, labels)
-    else:
-        prediction, _ = predict_in_batches(model, split.images, routing=False)
-        scores = task.scores(prediction, model.targets(labels))
-    interval = task.interval(scores, split.people)
-    out.put("reduced_score", interval, way=way, left=share)
-    out.put("reduced_experts", model.experts_and_router.experts.number, way=way, left=share)
-    if way != "all":
-        out.put("reduced_score", scores, interval, reduction=reduction_key(way, share))

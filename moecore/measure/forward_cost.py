@@ -1,22 +1,24 @@
-"""Cost of a forward pass, and the part of the routing (ERMoE, tables S2 and S4).
+"""Cost of a forward pass, its timing, and the part of the routing (ERMoE, tables S2 and S4).
 
 Routing is an MoE layer without its experts: router, dispatch and combination. Where a teacher
 routes (``teacher_routed``), the whole teacher counts as routing.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.measure.forward_cost import Clock, time_calls
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, model_device
+from moecore.statistics.intervals import Interval
 from moecore.training.guide import Guide
 from moecore.training.meter import measure_peak
 
@@ -40,6 +42,44 @@ class ForwardPassSegment(NamedTuple):
     start: Any
     end: Any
     padding: float  # share of the experts' rows that only pad
+
+
+def timing_quartiles(values: Sequence[float]) -> Interval:
+    """Return median and quartiles (linear interpolation), as timings have a long upper tail."""
+    if len(values) == 0:
+        raise ValueError("quartiles: no values")
+    low, median, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
+    return Interval(median, low, high)
+
+
+class Clock:
+    """Measures seconds between marks in a computation, without synchronisation at the marks.
+
+    Call ``mark()`` during the computation, then ``wait()``, then ``seconds(a, b)``. On CUDA a mark
+    is an event in the stream, as waiting for the device would change the timing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.device = device
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; call ``wait`` before."""
+        if self.cuda:
+            return start.elapsed_time(end) / 1000
+        return end - start
+
+    def wait(self) -> None:
+        """Wait until the device has finished."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
 
 
 def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
@@ -68,14 +108,13 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
 
 
 def pass_and_routing_times(
-    model: nn.Module, images: Images, rounds: int, warm_up: int = 3
+    model: nn.Module, images: Images, rounds: int
 ) -> list[WholeAndRoutingCost]:
-    """Return seconds of ``rounds`` passes and their routing, after ``warm_up`` passes."""
-    device = model_device(model)
+    """Return seconds of ``rounds`` passes and their routing, after WARM_UP passes."""
+    clock = Clock(model_device(model))
     times = []
-    clock = Clock(device)
     with eval_mode(model), torch.no_grad():
-        for number in range(warm_up + rounds):
+        for number in range(WARM_UP + rounds):
             pixels = images(number)
             clock.wait()
             with record_spans(model, clock.mark) as spans:
@@ -83,20 +122,23 @@ def pass_and_routing_times(
                 model(pixels)
                 end = clock.mark()
             clock.wait()
-            times.append(
-                WholeAndRoutingCost(
-                    clock.seconds(start, end), sum_routing_time(spans, clock.seconds)
-                )
-            )
-    return times[warm_up:]
+            routing = sum_routing_time(spans, clock.seconds)
+            times.append(WholeAndRoutingCost(clock.seconds(start, end), routing))
+    return times[WARM_UP:]
 
 
 def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
     """Return seconds of ``rounds`` passes without hooks, after WARM_UP passes."""
+    clock = Clock(model_device(model))
+    durations = []
     with eval_mode(model), torch.no_grad():
-        return time_calls(
-            lambda number: model(images(number)), rounds, WARM_UP, model_device(model)
-        )
+        for number in range(WARM_UP + rounds):
+            clock.wait()
+            start = time.perf_counter()
+            model(images(number))
+            clock.wait()
+            durations.append(time.perf_counter() - start)
+    return durations[WARM_UP:]
 
 
 def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
@@ -119,50 +161,37 @@ def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[For
     """Record the spans of MoE layers, experts and a teacher in passes inside the ``with``."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
+
+        def record(module: nn.Module, part: str, padding: dict[str, float]) -> None:
+            """Record a module; padding: its share, which the router's plan sets before the end."""
+            starts: list[Any] = []
+
+            def end_span(*_: Any) -> None:
+                segment = (starts.pop(), mark(), padding.get("share", 0.0))
+                spans.append(ForwardPassSegment(part, *segment))
+
+            begin = module.register_forward_pre_hook(lambda *_: starts.append(mark()))
+            stack.callback(begin.remove)
+            stack.callback(module.register_forward_hook(end_span).remove)
+
+        def record_layer(layer: MoEFeedForward) -> None:
+            padding: dict[str, float] = {}
+
+            def store_padding(router: nn.Module, inputs: tuple, output: tuple) -> None:
+                padding["share"] = padding_share(layer.plan_networks(output[0]))
+
+            stack.callback(layer.router.register_forward_hook(store_padding).remove)
+            record(layer, "layer", {})
+            record(layer.experts, "experts", padding)
+            if layer.shared is not None:
+                record(layer.shared, "experts", {})
+
         for module in model.modules():
             if isinstance(module, Guide):
-                _record_module(stack, module, "teacher", mark, spans, {})
+                record(module, "teacher", {})
             if isinstance(module, MoEFeedForward):
-                _record_layer(stack, module, mark, spans)
+                record_layer(module)
         yield spans
-
-
-def _record_layer(
-    stack: ExitStack,
-    layer: MoEFeedForward,
-    mark: Callable[[], Any],
-    spans: list[ForwardPassSegment],
-) -> None:
-    padding: dict[str, float] = {}
-
-    def store_padding(router: nn.Module, inputs: tuple, output: tuple) -> None:
-        padding["share"] = padding_share(layer.plan_networks(output[0]))
-
-    stack.callback(layer.router.register_forward_hook(store_padding).remove)
-    _record_module(stack, layer, "layer", mark, spans, {})
-    _record_module(stack, layer.experts, "experts", mark, spans, padding)
-    if layer.shared is not None:
-        _record_module(stack, layer.shared, "experts", mark, spans, {})
-
-
-def _record_module(
-    stack: ExitStack,
-    module: nn.Module,
-    part: str,
-    mark: Callable[[], Any],
-    spans: list[ForwardPassSegment],
-    padding: dict[str, float],
-) -> None:
-    """Record a module's spans; padding: its share, which the router's plan sets before the end."""
-    starts: list[Any] = []
-    stack.callback(module.register_forward_pre_hook(lambda *_: starts.append(mark())).remove)
-    stack.callback(
-        module.register_forward_hook(
-            lambda *_: spans.append(
-                ForwardPassSegment(part, starts.pop(), mark(), padding.get("share", 0.0))
-            )
-        ).remove
-    )
 
 
 def padding_share(plan: Any) -> float:

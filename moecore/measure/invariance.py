@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines, transform_images
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.layer_metrics import (
     class_expert_probs,
     expert_agreement,
@@ -19,7 +19,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
     imed_by_image,
 )
 from moecore.measure.values import Metric, OnPage, Place, Values
-from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Interval, bootstrap_interval
 
@@ -28,8 +27,6 @@ METRICS = {
         "IMED, {}",
         "lower",
         note="image Euclidean distance of the routers' outputs, plain and transformed",
-        paper="moge",
-        over="transform",
         mean="IMED, mean",
     ),
     "imed_normalised": Metric(
@@ -37,8 +34,6 @@ METRICS = {
         "lower",
         note="IMED under a transform / mean IMED between different images; it does not reward "
         "uniform routing",
-        paper="moge",
-        over="transform",
         mean="IMED, normalised",
         detail=True,
     ),
@@ -47,18 +42,22 @@ METRICS = {
         "higher",
         "share",
         note="tokens whose first expert is the same in the image and its transformed version",
-        paper="moge",
-        over="transform",
         mean="Agreement, transformed",
         detail=True,
     ),
+}
+METRICS = {
+    name: metric._replace(paper="moge", over="transform") for name, metric in METRICS.items()
 }
 
 
 class Invariance(Measurement):
     """Distance and agreement of routing between images and their transformed versions."""
 
+    no_dense = "a dense model has no routing that could move"
     flat_classes = True
+    classes_for = "class_maps"
+    changes_images = True
     metrics = METRICS
     page = OnPage("invariance", place=6)
 
@@ -68,17 +67,6 @@ class Invariance(Measurement):
     batch: int = Field(
         256, ge=1, description="Images per forward pass; results do not depend on it."
     )
-
-    @classmethod
-    def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for a dense model."""
-        return "a dense model has no routing that could move" if model.moe is None else None
-
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for a dense model, and for data other than flat images with classes."""
-        reason = cls.model_refusal(subject.model)
-        return reason or no_changed_images_reason(subject, "class_maps")
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the transforms."""
@@ -95,13 +83,24 @@ class Invariance(Measurement):
         indices = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[indices]
         _, clean = predict_in_batches(subject.model, images, self.batch)
-        between = imed_between(probs_by_layer(clean), SEED) if len(images) > 1 else None
-        for name in TRANSFORMS:
+        between = None  # (N,), each image's distance to another image
+        if len(images) > 1:
+            between = imed_between(probs_by_layer(clean), SEED).numpy()
+
+        def put_transformed(name: str, out: Values) -> None:
             affines = draw_affines(name, len(images), images.shape[-2:], SEED)
-            compute = partial(
-                put_moved, subject.model, images, clean, affines, self.batch, between, name
-            )
-            out.piece(name, compute)
+            moved = move_images(images, affines, self.batch)
+            _, records = predict_in_batches(subject.model, moved, self.batch)
+            lengths = imed_by_image(probs_by_layer(clean), probs_by_layer(records)).numpy()
+            out.put("imed", lengths, transform=name)
+            if between is not None:
+                share = imed_over_between_images(lengths, between)
+                out.put("imed_normalised", share, transform=name)
+            same = [float(layer.mean()) for layer in expert_agreement(clean, records)]
+            out.put("agreement_transformed", sum(same) / len(same), transform=name)
+
+        for name in TRANSFORMS:
+            out.piece(name, partial(put_transformed, name))
         members = task.by_class(torch.from_numpy(test.labels[indices]))
         if members is None:
             raise ValueError("labels are not classes; call `applies` first")
@@ -110,29 +109,6 @@ class Invariance(Measurement):
         chosen = tuple(record.map_tensors(lambda field: field[rows]) for record in clean)
         out.facts["classes"] = task.classes
         out.facts["class_maps"] = class_expert_probs(chosen, classes, len(task.classes))
-
-
-def put_moved(
-    model: Model,
-    images: np.ndarray,
-    clean: tuple[RoutingRecord, ...],
-    affines: Tensor,
-    batch: int,
-    between: Tensor | None,
-    name: str,
-    out: Values,
-) -> None:
-    """Put the distance of the routing under ``affines``, the transform ``name``, from ``clean``.
-
-    between: (N,), each image's distance to another image; None for a single image.
-    """
-    _, records = predict_in_batches(model, move_images(images, affines, batch), batch)
-    lengths = imed_by_image(probs_by_layer(clean), probs_by_layer(records)).numpy()
-    out.put("imed", lengths, transform=name)
-    share = None if between is None else imed_over_between_images(lengths, between.numpy())
-    out.put("imed_normalised", share, transform=name)
-    same = [float(layer.mean()) for layer in expert_agreement(clean, records)]
-    out.put("agreement_transformed", sum(same) / len(same), transform=name)
 
 
 def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:

@@ -1,10 +1,12 @@
 """Lipschitz estimates of a trained model's logits, and Lemma 1 of Puigcerver et al. (2022)."""
 
+from functools import partial
+
 import torch
 from pydantic import Field
 
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, put_lemma, slopes_at
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -18,23 +20,20 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
         "Local Lipschitz",
         "lower",
         note="spectral norm of the gradient image → logits, mean over images",
-        paper="adversarial",
     ),
     "lipschitz_margin_mean": Metric(
         "Slope of the margin",
         "lower",
         note="rate at which an ℓ∞ attack can change the margin between two classes, mean over "
         "images",
-        paper="adversarial",
     ),
     "lipschitz_lower_bound_mean": Metric(
         "Lipschitz, at least",
         "lower",
         note="slope of the steepest pair of images found around an image; mean over images",
-        paper="adversarial",
     ),
     "lipschitz_lower_bound": Metric(
-        "Lipschitz, at least (largest)", "lower", note="over all images", paper="adversarial"
+        "Lipschitz, at least (largest)", "lower", note="over all images"
     ),
     # share of images whose steepest pair chooses different experts
     "at_boundary": Metric("", form="share"),
@@ -43,23 +42,21 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
         "Lemma 1, router",
         form="share",
         note="share of the bound that is the router's term, mean over layers",
-        paper="adversarial",
         detail=True,
     ),
     "lemma1_violations": Metric(
-        "Lemma 1, violated",
-        form="count",
-        note="tokens; none is expected",
-        paper="adversarial",
-        detail=True,
+        "Lemma 1, violated", form="count", note="tokens; none is expected", detail=True
     ),
 }
+METRICS = {name: metric._replace(paper="adversarial") for name, metric in METRICS.items()}
 
 
 class Lipschitz(Measurement):
     """Slopes of the logits at test images, and Lemma 1 at their tokens."""
 
     flat_classes = True
+    classes_for = "decision"
+    changes_images = True
     metrics = METRICS
     page = OnPage("a Lipschitz estimate", place=13)
 
@@ -70,11 +67,6 @@ class Lipschitz(Measurement):
         64, ge=1, description="Tokens of these images at which Lemma 1 is evaluated, per MoE layer."
     )
 
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images of one class each."""
-        return no_changed_images_reason(subject, "decision")
-
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the slopes at images of the test split, and the lemma at their tokens."""
         model, test = subject.model, subject.data.test
@@ -82,14 +74,12 @@ class Lipschitz(Measurement):
         images = test.images[indices]
         labels = torch.from_numpy(test.labels[indices])
 
-        def compute_slopes(out: Values) -> None:
-            put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), out)
-
-        def compute_lemma(out: Values) -> None:
-            put_lemma(model, images, self.lemma_tokens, BATCH, SEED, subject.device, out)
+        def compute_slopes(part: Values) -> None:
+            put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part)
 
         out.piece("slopes", compute_slopes)
-        out.piece("lemma", compute_lemma)
+        lemma = (model, images, self.lemma_tokens, BATCH, SEED, subject.device)
+        out.piece("lemma", partial(put_lemma, *lemma))
 
 
 def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:

@@ -22,14 +22,7 @@ from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
 from moecore.statistics.intervals import squared_cv
-from moecore.tasks.image_text import (
-    NONE,
-    ImageText,
-    hit_probability_under_ties,
-    image_to_text_recall,
-    missing_caption_mask,
-    text_to_image_recall,
-)
+from moecore.tasks import image_text
 
 PICTURES = 4  # images on a page, evenly spread
 WORDS = 60  # the most frequent words on a page
@@ -94,7 +87,7 @@ class Retrieval(Measurement):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return the reason for data without captions."""
-        if isinstance(subject.data.task, ImageText):
+        if isinstance(subject.data.task, image_text.ImageText):
             return None
         return "the images have no captions"
 
@@ -115,12 +108,12 @@ class Retrieval(Measurement):
         labels = torch.from_numpy(test.labels[:number].copy())
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         texts = subject.model.targets(labels)
-        by_image = (~missing_caption_mask(texts)).sum(dim=1)  # captions per image
+        by_image = (~image_text.missing_caption_mask(texts)).sum(dim=1)  # captions per image
         captions = int(by_image.sum())
         at = tuple(sorted(set(self.at)))
-        hits = text_to_image_recall(sides, texts, at)
+        hits = image_text.text_to_image_recall(sides, texts, at)
         put_recall("text_to_image", hits, at, len(labels), ONE, out)
-        hits = image_to_text_recall(sides, texts, at)
+        hits = image_text.image_to_text_recall(sides, texts, at)
         put_recall("image_to_text", hits, at, captions, by_image, out)
         out.facts |= {"images": len(labels), "captions": captions}
         out.facts["scale"] = float(sides[:, :-1].norm(dim=1).mean())
@@ -166,10 +159,9 @@ def put_recall(
     gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     """
     # By chance all of the gallery are tied.
-    chances = hit_probability_under_ties(torch.zeros_like(right), gallery - right, right, at).mean(
-        dim=0
-    )
-    for k, chance, values in zip(at, chances.tolist(), hits.unbind(1), strict=True):
+    ties = (torch.zeros_like(right), gallery - right, right, at)
+    chances = image_text.hit_probability_under_ties(*ties).mean(dim=0).tolist()
+    for k, chance, values in zip(at, chances, hits.unbind(1), strict=True):
         out.put(name, values, k=k)
         out.put(f"{name}_chance", chance, k=k)
 
@@ -182,13 +174,14 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
     if model.config.text.moe is None:
         return
     captions = labels.flatten(0, 1)
-    captions = captions[captions[:, 0] != NONE]
+    captions = captions[captions[:, 0] != image_text.NONE]
+    tokens_first = lambda field: field.cpu().transpose(0, 1)  # (1, n, E) → (n, 1, E)
     records, word_parts = [], []
     with eval_mode(model), torch.no_grad():
         for part in captions.split(TEXTS):
             part = part.to(subject.device)
             _, batch_records = model.text(part)
-            records.append(tuple(move_tokens_first(record) for record in batch_records))
+            records.append(tuple(record.map_tensors(tokens_first) for record in batch_records))
             word_parts.append(part[model.text.caption_mask(part)].cpu())
     words = torch.cat(word_parts).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
@@ -200,11 +193,6 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
             by_name.setdefault(name, []).append(number)
     for name, numbers in by_name.items():
         out.put(name, sum(numbers) / len(numbers))
-
-
-def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
-    """Return fields (1, n, E) as (n, 1, E) on the CPU, to concatenate batches."""
-    return record.map_tensors(lambda field: field.cpu().transpose(0, 1))
 
 
 def summarize_caption_routing(

@@ -4,6 +4,7 @@ On a fixed subset of the test split. N images, K outputs.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,6 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.attack_audit import (
-    AttackRow,
-    AuditSettings,
-    Curve,
-    ScoresAtEpsilon,
-    attack_gallery,
-    run_audit,
-    worst_case,
-)
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
@@ -32,7 +24,9 @@ from moecore.measure.routing_metrics.layer_metrics import (
     processing_change_by_layer,
     routing_change_by_layer,
 )
-from moecore.measure.values import SCORE, Metric, OnPage, PartStore, Place, Values
+from moecore.measure.under_attack import audit as attack_audit
+from moecore.measure.under_attack.audit import AttackRow, AuditSettings
+from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
@@ -115,7 +109,8 @@ class Robustness(Measurement):
         False, description="Attack only images that are right when clean; no routing change."
     )
     audit: AuditSettings = Field(
-        AuditSettings(), description="Additional attacks that check the strength of the others."
+        AuditSettings(),
+        description="Additional attacks that check the strength of the others.",
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -168,21 +163,28 @@ class Robustness(Measurement):
         for attack in self.attacks:
             if reason := attack.does_not_apply(target.model, target.task):
                 out.skipped.append(f"{attack.name}: {reason}")
-            else:
-                curves[attack.name] = attack_curve(attack, target, clean, epsilons, out.parts)
+                continue
+            rows = []
+            for epsilon in epsilons:
+                name = f"{attack.name} at {epsilon}"
+                compute = partial(measure_attack_at_epsilon, attack, target, clean, epsilon)
+                rows.append(load_or_compute(out.parts, name, AttackRow, compute))
+            curves[attack.name] = tuple(rows)
 
-        def audit() -> list[dict[str, Any]]:
-            lines = run_audit(target, self.audit, epsilons[-1], curves, self.attacks)
+        def audit_lines() -> list[dict[str, Any]]:
+            lines = attack_audit.run_audit(target, self.audit, epsilons[-1], curves, self.attacks)
             return [line.model_dump() for line in lines]
 
-        out.facts["audit"] = out.parts("audit", audit)
+        out.facts["audit"] = out.parts("audit", audit_lines)
         out.put("clean", float(clean.scores.double().mean()))
         images = len(target.labels)
         for name, rows in curves.items():
             put_scores("attacked", rows, images, out, attack=name)
             put_changes(rows, out, name)
-        put_scores("worst", worst_case(curves, task, images, target.people), images, out)
-        shown = attack_gallery(target, self.attacks, PICTURES, curves)
+        put_scores(
+            "worst", attack_audit.worst_case(curves, task, images, target.people), images, out
+        )
+        shown = attack_audit.attack_gallery(target, self.attacks, PICTURES, curves)
         out.facts |= {"images": images, "task": task, "attacked": shown}
 
 
@@ -223,25 +225,12 @@ def check_attack_settings(settings: Robustness, task: Task) -> None:
             )
 
 
-def attack_curve(
-    attack: Attack, target: Target, clean: CleanAnswers, epsilons: list[float], parts: PartStore
-) -> Curve:
-    """Return one row per epsilon, each stored as soon as it is computed."""
-
-    def row(epsilon: float) -> AttackRow:
-        name = f"{attack.name} at {epsilon}"
-        return load_or_compute(
-            parts,
-            name,
-            AttackRow,
-            lambda: measure_attack_at_epsilon(attack, target, clean, epsilon),
-        )
-
-    return tuple(row(epsilon) for epsilon in epsilons)
-
-
 def put_scores(
-    key: str, rows: Sequence[ScoresAtEpsilon], images: int, out: Values, **attack: Place
+    key: str,
+    rows: Sequence[attack_audit.ScoresAtEpsilon],
+    images: int,
+    out: Values,
+    **attack: Place,
 ) -> None:
     """Put the scores at each epsilon; as details, those above 0 again, and their mean."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
@@ -303,11 +292,10 @@ def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[float]]:
     """Return both changes of the routing per image, mean over layers; {} for a dense model."""
-    layers = list(zip(before, after, strict=True))
-    if not layers:
+    if not before:
         return {}
-    processed = [1 - choice_iou(a.combine != 0, b.combine != 0).mean(-1) for a, b in layers]
-    return {
-        name: torch.stack(changes).mean(dim=0).tolist()
-        for name, changes in zip(CHANGES, (changes_by_image(before, after), processed), strict=True)
-    }
+    pairs = zip(before, after, strict=True)
+    processed = [1 - choice_iou(a.combine != 0, b.combine != 0).mean(-1) for a, b in pairs]
+    layers = (changes_by_image(before, after), processed)
+    means = [torch.stack(changes).mean(dim=0).tolist() for changes in layers]
+    return dict(zip(CHANGES, means, strict=True))

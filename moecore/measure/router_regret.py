@@ -18,18 +18,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics.barred_experts import (
-    TOLERANCE,
-    bar_experts,
-    fixed_subset_gain,
-    list_subsets,
-    no_barring_reason,
-    removable_expert_count,
-    subset_regret,
-)
+from moecore.measure.routing_metrics import barred_experts
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
@@ -45,34 +36,32 @@ from moecore.tasks.regression import Regression
 
 # Units of losses that are not in nats.
 UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
-METRICS = {  # of one token of one layer that changes its experts
+OF_ONE_TOKEN = "one token of one layer changes its experts; mean over tokens and layers"
+METRICS = {
     "router_regret": Metric(
         "Router regret",
         "lower",
-        note="loss − smallest loss under any set of as many experts, which uses the label; one "
-        "token of one layer changes its experts; mean over tokens and layers",
+        note="loss − smallest loss under any set of as many experts, which uses the label; "
+        + OF_ONE_TOKEN,
         signed=True,
     ),
     "router_regret_normalised": Metric(
         "Router regret, normalised",
         "lower",
-        note="regret / regret of a random set: 0 the best set, 1 chance; one token of one layer "
-        "changes its experts; mean over tokens and layers",
+        note=f"regret / regret of a random set: 0 the best set, 1 chance; {OF_ONE_TOKEN}",
         signed=True,
     ),
     "better_sets": Metric(
         "Better sets",
         "lower",
         "share",
-        note="sets of experts with a smaller loss; one token of one layer changes its experts; "
-        "mean over tokens and layers",
+        note=f"sets of experts with a smaller loss; {OF_ONE_TOKEN}",
         signed=True,
     ),
     "fixed_set_gain": Metric(
         "Gain of one set for all",
         note="loss − loss under the set that is best on the other half of the images; below 0 "
-        "if routing is better; one token of one layer changes its experts; mean over tokens "
-        "and layers",
+        f"if routing is better; {OF_ONE_TOKEN}",
         signed=True,
     ),
 }
@@ -115,7 +104,7 @@ class RouterRegret(Measurement):
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
         """Return the reason where tokens do not choose independently, or items share a loss."""
-        if reason := no_barring_reason(model):
+        if reason := barred_experts.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
@@ -135,8 +124,8 @@ class RouterRegret(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - removable_expert_count(subject.model)
-        subsets = list_subsets(experts, k, SEED)
+        k = experts - barred_experts.removable_expert_count(subject.model)
+        subsets = barred_experts.list_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
@@ -198,13 +187,19 @@ def layer_losses(
             pixels = image.to(device)
             records = model(pixels).routing
             later_barred = [~record.chosen for record in records[layer + 1 :]]
-            masks = barred_masks_by_pass(records, layer, tokens, torch.from_numpy(subsets))
+            # Per pass all experts but a set are barred for one token; its chosen set comes last.
+            chosen = records[layer].chosen[0]
+            tried = torch.from_numpy(subsets).to(chosen.device)
+            allowed = torch.cat([torch.cat([tried, chosen[token, None]]) for token in tokens])
+            masks = chosen.new_zeros(len(allowed), *chosen.shape)  # (n · (S + 1), T, E) bool
+            token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
+            masks[torch.arange(len(allowed)), token_of_pass] = ~allowed
             if pixels.ndim == 5:
                 batch = min(batch, max(1, VOXELS // pixels.numel()))
             passes = item_loss_passes(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with bar_experts(model, [*[None] * layer, part, *later_barred]):
+                with barred_experts.bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
@@ -232,35 +227,14 @@ def best_choices(
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
-            if saved <= TOLERANCE:
+            if saved <= barred_experts.TOLERANCE:
                 saved, experts = 0.0, []
-            places = tokens_on_finer_grid(token, layout, fine)
+            places = [token]
+            if token >= layout.special and layout != fine:  # a patch covers several of a finer grid
+                covered = coarse_patch_indices(layout, fine) == token - layout.special
+                places = (covered.nonzero()[:, 0] + fine.special).tolist()
             choices.append(BestChoice(image=image, tokens=places, experts=experts, saved=saved))
     return choices
-
-
-def tokens_on_finer_grid(token: int, layout: TokenLayout, fine: TokenLayout) -> list[int]:
-    """Return the tokens that a token covers, on a grid that is as fine or finer."""
-    if token < layout.special or layout == fine:
-        return [token]
-    covered = (coarse_patch_indices(layout, fine) == token - layout.special).nonzero()
-    return (covered[:, 0] + fine.special).tolist()
-
-
-def barred_masks_by_pass(
-    records: Sequence[RoutingRecord], layer: int, tokens: np.ndarray, subsets: Tensor
-) -> Tensor:
-    """Return the experts barred per pass, (n · (S + 1), T, E) bool: for one token all but a set.
-
-    records: of one image, B = 1. subsets: (S, E) bool; the token's chosen set is tried last.
-    """
-    chosen = records[layer].chosen[0]
-    sets = [torch.cat([subsets.to(chosen.device), chosen[token, None]]) for token in tokens]
-    allowed = torch.stack(sets).flatten(0, 1)
-    barred = torch.zeros(len(allowed), *chosen.shape, dtype=torch.bool, device=chosen.device)
-    token_of_pass = torch.from_numpy(tokens).repeat_interleave(len(subsets) + 1)
-    barred[torch.arange(len(allowed)), token_of_pass] = ~allowed
-    return barred
 
 
 def regret_metrics_by_image(
@@ -270,7 +244,7 @@ def regret_metrics_by_image(
     images, tokens = losses.shape[:2]
     sets, chosen = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
-    subset = subset_regret(sets, chosen)
+    subset = barred_experts.subset_regret(sets, chosen)
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
@@ -279,7 +253,7 @@ def regret_metrics_by_image(
     by_image = {
         "router_regret": regret,
         "better_sets": mean_by_image(subset.better),
-        "fixed_set_gain": mean_by_image(fixed_subset_gain(sets, chosen, is_first)),
+        "fixed_set_gain": mean_by_image(barred_experts.fixed_subset_gain(sets, chosen, is_first)),
     }
     if room.any():
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)
@@ -287,10 +261,7 @@ def regret_metrics_by_image(
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the mean over layers of each metric that all layers have, (N,).
-
-    A layer whose sets have equal losses has no normalised regret.
-    """
+    """Return the mean over layers of each metric that all layers have, (N,)."""
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)
         for name in by_layer[0]

@@ -15,34 +15,12 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
-from moecore.measure.exploring.expert_overlay_data import (
-    evenly_spaced_overlays,
-    overlapping_crops,
-)
+from moecore.measure.exploring.expert_overlay_data import evenly_spaced_overlays, overlapping_crops
+from moecore.measure.routing_metrics import layer_metrics, sweeps
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
-from moecore.measure.routing_metrics.expert_roles import (
-    ExpertRoles,
-    put_roles,
-    watch_experts,
-)
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles, watch_experts
 from moecore.measure.routing_metrics.expert_similarity import CountedImages
-from moecore.measure.routing_metrics.layer_metrics import (
-    agreement_by_image,
-    average_layers,
-    expert_counts,
-    load_shares,
-    measure_layer_use,
-    measure_layer_use_by_image,
-)
-from moecore.measure.routing_metrics.sweeps import (
-    SweepImages,
-    SweepSettings,
-    put_sweeps,
-    score_threshold,
-    slope_metric,
-    sweep_chart,
-    swept_metric,
-)
+from moecore.measure.routing_metrics.sweeps import SweepSettings
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
     Preset,
@@ -69,16 +47,12 @@ MATCHES = {
     "match_top2_ordered": ("Match, top 2 in order", "same first and second"),
     "match_top2_sets": ("Match, top 2 as sets", "same two experts"),
 }
+CONFIDENCE_NOTE = "of a token, mean over tokens and layers"
 CONFIDENCES = {
-    "confidence_highest": ("Highest probability", "higher"),
-    "confidence_second": ("Second probability", ""),
-    "confidence_others": ("Sum of the others", "lower"),
+    "confidence_highest": ("Highest probability", "higher", CONFIDENCE_NOTE),
+    "confidence_second": ("Second probability", "", ""),
+    "confidence_others": ("Sum of the others", "lower", "probability outside the best two"),
 }
-CONFIDENCE_NOTES = (
-    "of a token, mean over tokens and layers",
-    "",
-    "probability outside the best two",
-)
 BORDER = {
     "border": "on the border of the map of experts, corners included",
     "corner": "in the corners of the map of experts",
@@ -92,9 +66,7 @@ MAP_SHARES = {
 AGREED = "tokens with the same first expert"
 
 
-def layer_metric(
-    label: str, better: str, form: str, note: str, paper: str, detail: bool = True, needs: str = ""
-) -> Metric:
+def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
     """Return a metric with one value per MoE layer."""
     return Metric(
         f"{label}, MoE {{}}",
@@ -103,8 +75,7 @@ def layer_metric(
         note=f"{note}; MoE layer {{}}",
         paper=paper,
         over="layer",
-        detail=detail,
-        needs=needs,
+        detail=True,
     )
 
 
@@ -112,8 +83,7 @@ def map_metrics(place: str, description: str) -> dict[str, Metric]:
     """Return load and mass of a part of the map, and the share of experts that lie there."""
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
-        label = f"{name}, {place}"
-        note = f"{quantity} {description}"
+        label, note = f"{name}, {place}", f"{quantity} {description}"
         metrics[f"{place}_{share}"] = Metric(
             label, "", "share", note=note, paper="moge", is_fixed=share == "cells"
         )
@@ -135,7 +105,7 @@ METRICS = {
     ),
     **{
         name: Metric(label, better, note=note, paper="prc")
-        for (name, (label, better)), note in zip(CONFIDENCES.items(), CONFIDENCE_NOTES, strict=True)
+        for name, (label, better, note) in CONFIDENCES.items()
     },
     **{
         f"{name}_augmented": Metric(
@@ -158,7 +128,7 @@ METRICS = {
         f"{name}_layer": layer_metric(
             label, better, "number", "of a token, mean over tokens", "prc"
         )
-        for name, (label, better) in CONFIDENCES.items()
+        for name, (label, better, _) in CONFIDENCES.items()
     },
     "load_cv2": Metric(
         "Load CV²",
@@ -213,8 +183,8 @@ METRICS = {
         needs="guide",
     ),
     "teacher_agreement_layer": layer_metric(
-        "Agreement with teacher", "", "share", AGREED, "tgr", detail=False, needs="guide"
-    ),
+        "Agreement with teacher", "", "share", AGREED, "tgr"
+    )._replace(detail=False, needs="guide"),
     "entropy": Metric(
         "Expert entropy",
         "higher",
@@ -222,22 +192,22 @@ METRICS = {
         paper="tgr",
     ),
     "token_entropy": Metric(
-        "Token entropy",
-        note="nats, of a token's probabilities; mean over layers",
-        paper="tgr",
+        "Token entropy", note="nats, of a token's probabilities; mean over layers", paper="tgr"
     ),
     **{
         name: metric
         for place, description in BORDER.items()
         for name, metric in map_metrics(place, description).items()
     },
-    "fallback_threshold": swept_metric(
+    "fallback_threshold": sweeps.swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
     ),
-    "fallback_slope_below": slope_metric("below", "lowest"),
-    "fallback_slope_above": slope_metric("above", "highest"),
-    "tail_mass_k": swept_metric("Tail mass", "lower", "number", "k", "routers", is_monotone=True),
-    "score_k": swept_metric("{score}", SCORE, SCORE, "k"),
+    "fallback_slope_below": sweeps.slope_metric("below", "lowest"),
+    "fallback_slope_above": sweeps.slope_metric("above", "highest"),
+    "tail_mass_k": sweeps.swept_metric(
+        "Tail mass", "lower", "number", "k", "routers", is_monotone=True
+    ),
+    "score_k": sweeps.swept_metric("{score}", SCORE, SCORE, "k"),
     **dict.fromkeys(("fallback_k", "load_cv2_k"), Metric("")),
     **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
     "switch_fraction_augmented": Metric(""),
@@ -254,6 +224,7 @@ class Routing(Measurement):
     """Routing metrics on test images, also under augmentations and other router settings."""
 
     guided: ClassVar[bool] = True
+    no_dense = "a dense model has no routing"
     metrics = METRICS
     parts: ClassVar = {"roles": ExpertRoles}
     page = OnPage(
@@ -261,13 +232,13 @@ class Routing(Measurement):
         place=5,
         heading="Other thresholds and other k at test time",
         charts=(
-            sweep_chart("fallback", "threshold", "Fallback", True),
-            sweep_chart("tail_mass", "threshold", "Tail mass", False),
-            sweep_chart("score", "threshold", "{score}", None),
-            sweep_chart("load_cv2", "threshold", "Load CV²", False),
-            sweep_chart("score", "k", "{score}", None),
-            sweep_chart("tail_mass", "k", "Tail mass", False),
-            sweep_chart("load_cv2", "k", "Load CV²", False),
+            sweeps.sweep_chart("fallback", "threshold", "Fallback", True),
+            sweeps.sweep_chart("tail_mass", "threshold", "Tail mass", False),
+            sweeps.sweep_chart("score", "threshold", "{score}", None),
+            sweeps.sweep_chart("load_cv2", "threshold", "Load CV²", False),
+            sweeps.sweep_chart("score", "k", "{score}", None),
+            sweeps.sweep_chart("tail_mass", "k", "Tail mass", False),
+            sweeps.sweep_chart("load_cv2", "k", "Load CV²", False),
         ),
         about="score_k_1",
     )
@@ -302,16 +273,12 @@ class Routing(Measurement):
     )
 
     @model_validator(mode="after")
-    def _images_can_be_exchanged(self) -> Self:
+    def _roles_and_names_fit(self) -> Self:
         if self.roles and self.images < MIN_IMAGES:
             refusal = describe_refusal(
                 found=f"{self.images}, and roles exchange images", allowed=f"{MIN_IMAGES} and more"
             )
             raise ValueError(f"images: {refusal}")
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             refusal = describe_refusal(
@@ -332,19 +299,10 @@ class Routing(Measurement):
             yield ("augmentations",), f"found changes of images, {falsifies_truth(around)}"
         yield from augmentation_misfits(self.augmentations, around)
 
-    @classmethod
-    def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for a dense model, which has no router."""
-        return "a dense model has no routing" if model.moe is None else None
-
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the augmentations, and the settings of both sweeps."""
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
-        return {
-            "augmentation": names,
-            "k": self.sweeps.k,
-            "threshold": self.sweeps.threshold,
-        }
+        return {"augmentation": names, "k": self.sweeps.k, "threshold": self.sweeps.threshold}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put all routing metrics.
@@ -365,9 +323,12 @@ class Routing(Measurement):
         put_augmented(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
-        sample = SweepImages(images[few], labels, subject.data.task)
-        out.piece("sweeps", partial(put_sweeps, model, sample, self.sweeps, self.batch))
-        out.facts["load"] = [load_shares(expert_counts(record.chosen)) for record in records]
+        sample = sweeps.SweepImages(images[few], labels, subject.data.task)
+        out.piece("sweeps", partial(sweeps.put_sweeps, model, sample, self.sweeps, self.batch))
+        out.facts["load"] = [
+            layer_metrics.load_shares(layer_metrics.expert_counts(record.chosen))
+            for record in records
+        ]
         overlays = 0 if images.ndim == TEXT else self.overlays
         out.facts["overlays"] = evenly_spaced_overlays(images, records, overlays, model.layout)
         finest = finest_layout(model.layouts)
@@ -405,19 +366,16 @@ def routing_metrics_by_layer(
 ) -> tuple[Layers, LayerItems]:
     """Return each MoE layer's expert use, matches between views, and agreement with the teacher."""
     router = subject.model.experts_and_router.scaled_router
-    threshold, k = score_threshold(router), getattr(router, "k", None)
+    threshold, k = sweeps.score_threshold(router), getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
-    layers = []
-    by_image = []
-    for index, (record, (match_means, match_items)) in enumerate(
-        zip(records, matches, strict=True)
-    ):
-        layer = {**measure_layer_use(record, threshold, k), **match_means}
-        items = {**measure_layer_use_by_image(record, threshold, k), **match_items}
+    layers, by_image = [], []
+    for index, (record, (means, shares)) in enumerate(zip(records, matches, strict=True)):
+        layer = {**layer_metrics.measure_layer_use(record, threshold, k), **means}
+        items = {**layer_metrics.measure_layer_use_by_image(record, threshold, k), **shares}
         if teacher:
             theirs = align_teacher_probs(teacher[index], record.probs.shape).argmax(dim=-1)
-            same = agreement_by_image(first_choices(record), theirs)
+            same = layer_metrics.agreement_by_image(first_choices(record), theirs)
             layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same
         layers.append(layer)
@@ -426,12 +384,9 @@ def routing_metrics_by_layer(
 
 
 def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
-    """Put the mean over layers of each metric that all of them have, and its values per image.
-
-    key: format of the metric's name, with {} for the name in ``layers``.
-    """
+    """Put the mean over layers of each metric that all have; ``key`` formats its name."""
     items = mean_items_over_layers(by_image)
-    for name, mean in average_layers(layers).items():
+    for name, mean in layer_metrics.average_layers(layers).items():
         metric = key.format(name)
         has_items = name in items and out.metrics[metric].label
         out.put(metric, items[name] if has_items else mean, Interval(mean), **at)

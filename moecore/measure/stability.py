@@ -2,22 +2,18 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise, to_uint8
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays
-from moecore.measure.routing_metrics.layer_metrics import (
-    changes_by_image,
-    expert_agreement,
-)
+from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
@@ -29,40 +25,35 @@ JUMP = 0.1  # larger steps of the true class's probability are jumps
 Sigma = Annotated[float, Field(gt=0, le=1)]
 METRICS = {  # the columns are under the largest noise
     "noise_score": Metric(
-        "{score}{unit}, noise",
-        SCORE,
-        SCORE,
-        note="under the largest noise",
-        paper="prc",
-        name="noise_{score}",
+        "{score}{unit}, noise", SCORE, SCORE, note="under the largest noise", name="noise_{score}"
     ),
     "noise_selection_change": Metric(
         "Selection change, noise",
         "lower",
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
-        paper="prc",
     ),
     "noise_agreement": Metric(
         "Same expert, noise",
         "higher",
         "share",
         note="tokens with the same first expert under the largest noise",
-        paper="prc",
     ),
     "jumps": Metric(
         "Prediction jumps",
         "lower",
         note="steps along a ramp of noise in which the true class's probability jumps, mean over "
         "images",
-        paper="prc",
     ),
 }
+METRICS = {name: metric._replace(paper="prc") for name, metric in METRICS.items()}
 
 
 class Stability(Measurement):
     """Score and routing under noise, and jumps of the prediction along a ramp of noise."""
 
     flat_classes = True
+    classes_for = "decision"
+    changes_images = True
     metrics = METRICS
     page = OnPage(
         "stability under noise",
@@ -104,11 +95,6 @@ class Stability(Measurement):
     )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than flat images of one class each."""
-        return no_changed_images_reason(subject, "decision")
-
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put scores and routing under noise, and jumps along ramps.
 
@@ -128,59 +114,39 @@ class Stability(Measurement):
             few = evenly_spaced_indices(len(labels), self.overlays)
 
         def put_sigma(sigma: float, out: Values) -> None:
-            pixels = add_noise(images, noise, sigma)
-            put_noise(model, clean, pixels, labels, sigma, sigma == max(self.sigmas), out)
+            prediction, noisy = predict_in_batches(model, add_noise(images, noise, sigma))
+            scores = out.task.scores(prediction, labels)
+            is_column = sigma == max(self.sigmas)
+            out.put("noise_score", out.task.interval(scores), sigma=sigma)
+            if is_column:
+                out.put("noise_score", scores, out.task.interval(scores))
+            for name, layers in (
+                ("noise_selection_change", changes_by_image(clean, noisy)),
+                ("noise_agreement", expert_agreement(clean, noisy)),
+            ):
+                if not layers:
+                    continue
+                mean = Interval(sum(float(layer.numpy().mean()) for layer in layers) / len(layers))
+                out.put(name, mean, sigma=sigma)
+                if is_column:
+                    out.put(name, torch.stack(layers).mean(dim=0), mean)
 
         def put_ramp(out: Values) -> None:
             sigmas = (SIGMA_MAX * np.arange(self.steps + 1) / self.steps).tolist()
             probs = class_probs_by_sigma(model, images, noise, sigmas)
-            put_ramps(probs, labels, indices, sigmas, JUMP, few, out)
+            put_ramps(probs, labels, indices, sigmas, few, out)
 
         for sigma in sorted(self.sigmas):
             out.piece(f"noise {sigma}", partial(put_sigma, sigma))
         out.piece("ramp", put_ramp)
         if len(few):
-            out.facts["overlays"] = noisy_overlays(model, images[few], noise[few], self)
-
-
-def put_noise(
-    model: Model,
-    clean: tuple[RoutingRecord, ...],
-    pixels: Tensor,
-    labels: Tensor,
-    sigma: float,
-    is_column: bool,
-    out: Values,
-) -> None:
-    """Put the score on noisy images, and the change of the choice of experts."""
-    prediction, noisy = predict_in_batches(model, pixels)
-    scores = out.task.scores(prediction, labels)
-    out.put("noise_score", out.task.interval(scores), sigma=sigma)
-    if is_column:
-        out.put("noise_score", scores, out.task.interval(scores))
-    for name, layers in (
-        ("noise_selection_change", changes_by_image(clean, noisy)),
-        ("noise_agreement", expert_agreement(clean, noisy)),
-    ):
-        if layers:
-            mean = Interval(sum(float(layer.numpy().mean()) for layer in layers) / len(layers))
-            out.put(name, mean, sigma=sigma)
-            if is_column:
-                out.put(name, torch.stack(layers).mean(dim=0), mean)
-
-
-def noisy_overlays(
-    model: Model, images: np.ndarray, noise: Tensor, settings: Stability
-) -> list[dict[str, Any]]:
-    """Return ``Overlays`` of the images at each sigma, 0 first; [] for a dense model."""
-    rows = []
-    for sigma in (0.0, *sorted(settings.sigmas)):
-        pixels = add_noise(images, noise, sigma)
-        _, records = predict_in_batches(model, pixels)
-        if records:
-            overlays = encode_expert_overlays(to_uint8(pixels.numpy()), records)
-            rows.append({"sigma": sigma, "overlays": overlays})
-    return rows
+            rows = []  # none for a dense model
+            for sigma in (0.0, *sorted(self.sigmas)) if clean else ():
+                pixels = add_noise(images[few], noise[few], sigma)
+                _, records = predict_in_batches(model, pixels)
+                overlays = encode_expert_overlays(to_uint8(pixels.numpy()), records)
+                rows.append({"sigma": sigma, "overlays": overlays})
+            out.facts["overlays"] = rows
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
@@ -222,7 +188,6 @@ def put_ramps(
     labels: Tensor,
     indices: np.ndarray,
     sigmas: Sequence[float],
-    threshold: float,
     shown: Sequence[int] | np.ndarray,
     out: Values,
 ) -> None:
@@ -230,7 +195,7 @@ def put_ramps(
 
     probs: (N, S + 1, K); labels: (N,); indices: of the images in the split.
     """
-    out.put("jumps", count_jumps(probs, labels, threshold))
+    out.put("jumps", count_jumps(probs, labels, JUMP))
     true = true_probability(probs, labels)
     predicted = probs.argmax(-1)
     curves = [

@@ -8,7 +8,7 @@ import numpy as np
 from moecore.measure.base import Estimate, MeasuredPart
 from moecore.measure.calibration import ClassCalibration
 from moecore.measure.values import SCORE, Found, Metric, OnPage, Value
-from moecore.training.outcome import Outcome, TissueRoutingRow
+from moecore.training.outcome import Outcome
 
 TISSUES = {"wm": "White matter", "gm": "Grey matter", "csf": "CSF"}  # names of region experts
 CONTROL = "random_"  # prefix of a tissue's name: random masks of the same size
@@ -46,11 +46,6 @@ def steps_to_baseline_loss(
     if same_seed is None:
         return None
     return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
-
-
-def is_after_the_end(trained: Found, steps: float) -> bool:
-    """Return whether this step was not logged: the loss was not reached in training."""
-    return steps not in {row["step"] for row in outcome_of(trained).curve}
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
@@ -117,7 +112,8 @@ METRICS = {
         "with the same seed (TGR, figure S5); if it never does, one epoch after the end: a lower "
         "bound, without interval and test",
         of_baseline=steps_to_baseline_loss,
-        is_bound=is_after_the_end,
+        # A step that was not logged is after the end: the loss was not reached in training.
+        is_bound=lambda found, step: step not in {row["step"] for row in outcome_of(found).curve},
     ),
     "agreement_with_final": settling_metric(
         "Agreement with final model", "tokens, halfway through training"
@@ -178,10 +174,7 @@ METRICS = {
         paper="ages",
     ),
     "own_expert_gain": Metric(
-        "Own expert − random",
-        "higher",
-        note="above 0: experts know their tissue",
-        paper="ages",
+        "Own expert − random", "higher", note="above 0: experts know their tissue", paper="ages"
     ),
 }
 
@@ -195,15 +188,15 @@ class Trained(MeasuredPart):
 
 def collect_outcome_values(outcome: Outcome) -> Found:
     """Return the values of an outcome; ``facts["outcome"]`` is the outcome itself."""
-    consecutive = outcome.agreement_consecutive
+    consecutive = outcome.agreement_consecutive or (None,)
     share, control = own_expert_share(outcome), own_expert_share(outcome, CONTROL)
     numbers: dict[str, float | Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,
         "agreement_with_final": halfway_agreement(outcome.agreement_with_final),
         "saturation": halfway_agreement(outcome.saturation),
-        "agreement_consecutive": (consecutive or (None,))[-1],
-        "agreement_consecutive_early": early_agreement(consecutive),
+        "agreement_consecutive": consecutive[-1],
+        "agreement_consecutive_early": consecutive[(len(consecutive) - 1) // 4],
         "agreement_consecutive_mean": mean_of_known(consecutive),
         "agreement_before_after": mean_of_known(outcome.routing_agreement_before_after),
         "test_accuracy_top5": outcome.test_top5,
@@ -234,32 +227,22 @@ def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
     return agreements[(len(agreements) - 1) // 2]
 
 
-def early_agreement(consecutive: Sequence[float | None]) -> float | None:
-    """Return the agreement of two epochs after a quarter of training."""
-    return (consecutive or (None,))[max(0, len(consecutive) - 1) // 4]
-
-
 def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
     """Return the mean share of a tissue's tokens that choose its expert, at the last epoch.
 
     prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
     """
-    shares = {row.region: row.share for row in last_probe_rows(outcome)}
+    if not outcome.region_routing:
+        return None
+    last = max(outcome.region_routing, key=lambda probe: probe.epoch)
+    shares = {row.region: row.share for row in last.rows}
     return mean_of_known([shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES])
 
 
-def last_probe_rows(outcome: Outcome) -> Sequence[TissueRoutingRow]:
-    """Return the rows of the last epoch; () without a probe."""
-    if not outcome.region_routing:
-        return ()
-    return max(outcome.region_routing, key=lambda probe: probe.epoch).rows
-
-
 def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
-    """Return (step, training loss averaged over the preceding epoch) of every logged point.
+    """Return (step, training loss averaged over the preceding epoch); [] if a point lacks a value.
 
-    [] where a point lacks a value. A logged loss is the mean of the steps since the last point, so
-    it is weighted by their number.
+    A logged loss is the mean of the steps since the last point, and is weighted by their number.
     """
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):

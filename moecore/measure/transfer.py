@@ -4,9 +4,8 @@ If an attack made on another model does more harm than the direct one, the model
 gradients, and its measured robustness is not reliable (Carlini et al., 2019).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -18,8 +17,8 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.attack_audit import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.measure.base import SEED, MeasuredPart, PartStore
+from moecore.measure.under_attack.audit import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.measure.values import SCORE, Found, Metric, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Interval
@@ -56,13 +55,6 @@ class Transfer(MeasuredPart):
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
 
-class TargetsAndAttackedImages(NamedTuple):
-    """The models with the same clean images, and the images attacked on each model."""
-
-    targets: Mapping[str, Target]
-    images: Callable[[str], Tensor]  # method → (N, C, H, W)
-
-
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
@@ -77,17 +69,31 @@ def measure(
             f"transfer.attack: {reason}; allowed: fgsm, pgd or apgd with objective task, balance "
             "or routing_change"
         )
-    attacked = build_transfer_targets(models, data, settings)
+    targets = build_transfer_targets(models, data, settings)
+
+    # Pairs are scored source by source, so only the last source's images are cached.
+    @lru_cache(maxsize=1)
+    def attacked_images(name: str) -> Tensor:
+        return targets[name].attacked(settings.attack, settings.epsilon)
+
+    def score(source: str, target: str) -> Tensor:
+        scorer = targets[target]
+        encoded = parts(
+            f"{source} on {target}",
+            lambda: scorer.task.encode_scores(scorer.worse_scores(attacked_images(source))),
+        )
+        return scorer.task.decode_scores(encoded, len(scorer.labels))
+
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     scores = {
-        (source, target): transferred_scores(attacked, source, target, parts)
+        (source, target): score(source, target)
         for source in models
         if source not in skipped
         for target in models
     }
     out = Values(METRICS, task, parts)
-    out.people = next(iter(attacked.targets.values())).people
+    out.people = next(iter(targets.values())).people
     put_transfer(out, scores)
     out.facts |= {
         "score": task.score,
@@ -103,13 +109,13 @@ def measure(
 
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
-) -> TargetsAndAttackedImages:
-    """Return the targets; an attack runs when its images are first read."""
+) -> dict[str, Target]:
+    """Return the models with the same clean images."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
-    targets = {
+    return {
         name: Target(
             model,
             data.task.with_gallery(model.targets(labels)),
@@ -122,25 +128,6 @@ def build_transfer_targets(
         )
         for name, model in models.items()
     }
-
-    # Pairs are scored source by source, so only the last source's images are cached.
-    @lru_cache(maxsize=1)
-    def attacked(name: str) -> Tensor:
-        return targets[name].attacked(settings.attack, settings.epsilon)
-
-    return TargetsAndAttackedImages(targets, attacked)
-
-
-def transferred_scores(
-    attacked: TargetsAndAttackedImages, source: str, target: str, parts: PartStore
-) -> Tensor:
-    """Return the scores (N,) of ``target`` on images that were attacked on ``source``."""
-    scorer = attacked.targets[target]
-    encoded = parts(
-        f"{source} on {target}",
-        lambda: scorer.task.encode_scores(scorer.worse_scores(attacked.images(source))),
-    )
-    return scorer.task.decode_scores(encoded, len(scorer.labels))
 
 
 def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:

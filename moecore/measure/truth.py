@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
+from moecore.core.routing_records import first_choices
 from moecore.data.corruptions import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
@@ -141,7 +141,9 @@ class Truth(Measurement):
         _, records = predict_in_batches(model, pixels, prediction=False)
         layers = []
         for index, (record, layout) in enumerate(zip(records, model.layouts, strict=True)):
-            compute = partial(compare_layer_to_truth, record, pixels, layout, model.image.truth)
+            kinds = token_kinds(pixels, layout)
+            numbers = (record.probs.shape[-1], model.image.truth)
+            compute = partial(truth_layer, first_choices(record), kinds, *numbers)
             layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
         for number, layer in enumerate(layers, 1):
             for name, value in layer.values().items():
@@ -187,14 +189,6 @@ class TruthLayer(Config):
 def change_key(kind: str, strength: float) -> str:
     """Return noise_0_2 for σ = 0.2, or attack_8 for ε = 8/255."""
     return f"{kind}_{strength:.3g}".replace(".", "_")
-
-
-def compare_layer_to_truth(
-    record: RoutingRecord, pixels: Tensor, layout: TokenLayout, kind_count: int
-) -> TruthLayer:
-    """Return the agreement of one layer's first choices with the kinds of the images' tokens."""
-    kinds = token_kinds(pixels, layout)
-    return truth_layer(first_choices(record), kinds, record.probs.shape[-1], kind_count)
 
 
 def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: int) -> TruthLayer:

@@ -182,9 +182,7 @@ class Values:
         self.metrics = metrics
         self.task = task
         self.parts = parts
-        self.people: np.ndarray | None = (
-            None  # (N,) person of each item, where a person has several
-        )
+        self.people: np.ndarray | None = None  # (N,), where a person has several items
         self.values: list[Value] = []
         self.facts: dict[str, Any] = {}
         self.skipped: list[str] = []

@@ -14,9 +14,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
 from moecore.data.layouts.text import END, UNKNOWN, block_windows
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary, stop_word_labels
@@ -118,14 +116,28 @@ class WordSwaps(Measurement):
         )
 
         def put_share(share: float, out: Values) -> None:
+            percent = 100 * share
             chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
             swapped = tokens.copy()
             swapped[chosen] = unknown
             context, block = test.images.shape[1] - 1, test.images.shape[2]
             images = np.array(block_windows(swapped, block, context)[0][indices])
             nats, records = block_scores_with_routing(subject.model, images, labels)
-            put_swapped(100 * share, nats, clean, clean_records, records, out)
-            out.put("swapped_words", len(chosen), percent=100 * share)
+            out.put("swapped_nats", nats, percent=percent)
+            mean = float(nats.numpy().mean())
+            lost = Interval(mean - float(clean.numpy().mean()))
+            out.put("swapped_lost", nats - clean, lost, percent=percent)
+            out.put("swapped_ppl", float(np.exp(mean)), percent=percent)
+            out.put("swapped_ppl", float(np.exp(mean)), swapped=percent)
+            if changes := changes_by_image(clean_records, records):
+                change = sum(float(layer.double().numpy().mean()) for layer in changes)
+                change = change / len(changes)
+                by_image = torch.stack(changes).mean(dim=0)
+                out.put("swapped_change", by_image, Interval(change), percent=percent)
+                out.put("swapped_change", change, swapped=percent)
+                same = torch.stack(expert_agreement(clean_records, records))
+                out.put("swapped_agreement", float(same.mean()), percent=percent)
+            out.put("swapped_words", len(chosen), percent=percent)
 
         out.put("swapped_ppl", float(np.exp(clean.double().numpy().mean())), swapped=0.0)
         if clean_records:
@@ -137,27 +149,3 @@ class WordSwaps(Measurement):
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     """Return indices of words (n,) that may be swapped: no stop words, punctuation, unknowns."""
     return np.flatnonzero((stop_word_labels(vocabulary) == 0)[tokens])
-
-
-def put_swapped(
-    percent: float,
-    nats: Tensor,
-    clean_nats: Tensor,
-    clean: tuple[RoutingRecord, ...],
-    other: tuple[RoutingRecord, ...],
-    out: Values,
-) -> None:
-    """Put the metrics of one share; nats, clean_nats: (N,) fp64; clean, other: records by layer."""
-    out.put("swapped_nats", nats, percent=percent)
-    mean, clean_mean = (float(values.numpy().mean()) for values in (nats, clean_nats))
-    lost = Interval(mean - clean_mean)
-    out.put("swapped_lost", nats - clean_nats, lost, percent=percent)
-    out.put("swapped_ppl", float(np.exp(mean)), percent=percent)
-    out.put("swapped_ppl", float(np.exp(mean)), swapped=percent)
-    if changes := changes_by_image(clean, other):
-        mean = sum(float(layer.double().numpy().mean()) for layer in changes) / len(changes)
-        by_image = torch.stack(changes).mean(dim=0)
-        out.put("swapped_change", by_image, Interval(mean), percent=percent)
-        out.put("swapped_change", mean, swapped=percent)
-        same = torch.stack(expert_agreement(clean, other))
-        out.put("swapped_agreement", float(same.mean()), percent=percent)

@@ -87,19 +87,11 @@ class ZeroShot(Measurement):
         except UserError:  # missing raw data; the stage reports them
             return
         if self.names and card.classes and len(self.names) != len(card.classes):
-            yield (
-                ("names",),
-                describe_refusal(
-                    found=f"{len(self.names)} names", allowed=f"{len(card.classes)}, one per class"
-                ),
-            )
+            names, classes = f"{len(self.names)} names", f"{len(card.classes)}, one per class"
+            yield ("names",), describe_refusal(found=names, allowed=classes)
         if around.preview is not None and card.channels != around.preview.channels:
-            yield (
-                ("source",),
-                describe_refusal(
-                    found=f"images of {card.channels} channels", allowed=around.preview.channels
-                ),
-            )
+            images = f"images of {card.channels} channels"
+            yield ("source",), describe_refusal(found=images, allowed=around.preview.channels)
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
@@ -123,22 +115,16 @@ class ZeroShot(Measurement):
             sized.write(Path(folder))
             data = Prepared.open(folder)
             if data.card["channels"] != image.channels:
-                raise UserError.at(
-                    "zero_shot.source",
-                    found=f"images of {data.card['channels']} channels",
-                    allowed=image.channels,
-                )
+                channels = f"images of {data.card['channels']} channels"
+                raise UserError.at("zero_shot.source", found=channels, allowed=image.channels)
             indices = evenly_spaced_indices(len(data.test.labels), self.images)
             images = np.asarray(data.test.images[indices])
             labels = torch.from_numpy(np.array(data.test.labels[indices]))
             names = self.names or data.task.classes
             source_name = data.card["name"]
         if len(names) != data.task.outputs:
-            raise UserError.at(
-                "zero_shot.names",
-                found=f"{len(names)} names",
-                allowed=f"{data.task.outputs}, one per class",
-            )
+            expected = f"{data.task.outputs}, one per class"
+            raise UserError.at("zero_shot.names", found=f"{len(names)} names", allowed=expected)
         classes, unknown = class_vectors_and_unknown_words(subject, names, self.templates)
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
@@ -171,10 +157,8 @@ def class_vectors_and_unknown_words(
         [tokenizer.encode(template.format(name), task.context) for template in templates]
         for name in names
     ]
-    tokens = torch.tensor(
-        [[prompt.tokens for prompt in prompts] for prompts in encoded], dtype=torch.int32
-    )
-    sides = subject.model.targets(tokens)  # (K, P, w + 3)
+    tokens = [[prompt.tokens for prompt in prompts] for prompts in encoded]
+    sides = subject.model.targets(torch.tensor(tokens, dtype=torch.int32))  # (K, P, w + 3)
     width = task.width
     mean = normalize(sides[:, :, :width].double().mean(dim=1), dim=1).float()
     rest = sides[:, 0, width:]

@@ -1,9 +1,12 @@
-"""Data that several tests of measurements read and none changes."""
+"""Data and trained models that several tests of measurements read and none changes."""
+
+from pathlib import Path
 
 import pytest
 
 from moecore.data.prepared import Prepared
-from tests.measure.subjects import digits
+from moecore.measure.base import MeasuredModel
+from tests.measure.subjects import digits, top_k_mlps, train_on_ages, write_models
 from tests.volumes import write_cohort
 
 
@@ -14,6 +17,21 @@ def data(tmp_path_factory) -> Prepared:
 
 
 @pytest.fixture(scope="session")
+def run(tmp_path_factory) -> tuple[Path, dict[str, MeasuredModel]]:
+    """Return the folder of a run, and its trained models of digits, "vit" and "dense"."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, write_models(folder)
+
+
+@pytest.fixture(scope="session")
 def cohort(tmp_path_factory) -> Prepared:
     """Return a small cohort of volumes that does not say that it is simulated."""
     return write_cohort(tmp_path_factory.mktemp("cohort"), simulated=False)
+
+
+@pytest.fixture(scope="session")
+def aged(tmp_path_factory) -> dict[str, MeasuredModel]:
+    """Return a dense and a sparse model that follow age a little."""
+    data = write_cohort(tmp_path_factory.mktemp("ages"))
+    models = {"dense": None, "moe": top_k_mlps()}
+    return {name: MeasuredModel(train_on_ages(data, moe), data) for name, moe in models.items()}

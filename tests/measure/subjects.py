@@ -62,10 +62,7 @@ def built(backbone: Backbone, moe: MoESettings | None, data: Prepared, factor: f
 
 
 class Brightness(nn.Module):
-    """Answers with 100 times the mean of the voxels that are not 0; 0 for an empty volume.
-
-    Its head reads the same number.
-    """
+    """Answers with 100 times the mean of the voxels that are not 0, which its head reads."""
 
     moe = None
 
@@ -80,10 +77,7 @@ class Brightness(nn.Module):
 
 
 class Source:
-    """People of brightness age / 100, a tenth of a year brighter in a second scan.
-
-    Ten years brighter at another site; asks are noted.
-    """
+    """People of brightness age / 100: 0.1 year more in a second scan, 10 years at another site."""
 
     subjects = 40
 
@@ -109,58 +103,51 @@ def top_k_mlps(
     )
 
 
-SPARSE = top_k_mlps(hidden_ratio=0.5)
-MODELS = {"vit": SPARSE, "dense": None}
+MODELS = {"vit": top_k_mlps(hidden_ratio=0.5), "dense": None}
 
 
-def write_digits(folder: Path) -> Prepared:
-    """200 training and 60 test images in artifacts/data/pretrain."""
-    target = folder / "artifacts/data/pretrain"
-    target.mkdir(parents=True)
-    Digits(size=12, train_limit=200, test_limit=60).write(target)
-    return Prepared.open(target)
-
-
-def trained(data: Prepared, moe: MoESettings | None, seed: int = 1) -> torch.nn.Module:
-    """After 40 steps."""
-    torch.manual_seed(seed)
-    backbone = Vit(patch=6, width=16, depth=2, heads=2)
-    model = backbone.build(ImageSpec.from_card(data.card), moe)
-    images = torch.from_numpy(np.array(data.train.images)).float() / 255
-    labels = torch.from_numpy(data.train.labels[:])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        loss = torch.nn.functional.cross_entropy(model(images).prediction, labels)
+def train(model: nn.Module, steps: int, rate: float, loss: Callable[[], torch.Tensor]) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    for _ in range(steps):
+        value = loss()
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         optimizer.step()
     return model.eval()
 
 
-def train_on_ages(data: Prepared, moe: MoESettings | None) -> torch.nn.Module:
+def train_on_ages(data: Prepared, moe: MoESettings | None) -> nn.Module:
     """Return a model that follows age a little, after 30 steps."""
     torch.manual_seed(1)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
     model = backbone.build(ImageSpec.from_card(data.card), moe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     volumes = torch.from_numpy(np.array(data.train.images)).float()
     labels = torch.from_numpy(data.train.labels)
-    for _ in range(30):
-        loss = (model(volumes).prediction[:, 0] - labels).abs().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model.eval()
+    return train(model, 30, 3e-3, lambda: (model(volumes).prediction[:, 0] - labels).abs().mean())
 
 
-def write_models(folder: Path, data: Prepared) -> dict[str, torch.nn.Module]:
-    """The models, also in artifacts/pretrain/<name>/0."""
-    models = {name: trained(data, moe) for name, moe in MODELS.items()}
-    for name, model in models.items():
+def write_models(folder: Path) -> dict[str, MeasuredModel]:
+    """Write 200 training and 60 test images, and MODELS after 40 steps, as a run has them."""
+    target = folder / "artifacts/data/pretrain"
+    target.mkdir(parents=True)
+    Digits(size=12, train_limit=200, test_limit=60).write(target)
+    data = Prepared.open(target)
+    images = torch.from_numpy(np.array(data.train.images)).float() / 255
+    labels = torch.from_numpy(data.train.labels[:])
+
+    def trained(name: str) -> MeasuredModel:
+        torch.manual_seed(1)
+        backbone = Vit(patch=6, width=16, depth=2, heads=2)
+        model = backbone.build(ImageSpec.from_card(data.card), MODELS[name])
+        train(
+            model, 40, 1e-2, lambda: nn.functional.cross_entropy(model(images).prediction, labels)
+        )
         target = folder / "artifacts/pretrain" / name / "0"
         target.mkdir(parents=True)
         save_model(target, model)
-    return models
+        return MeasuredModel(model, data)
+
+    return {name: trained(name) for name in MODELS}
 
 
 def in_run(patch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> None:
@@ -176,14 +163,12 @@ def in_run(patch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> None:
 
 NASTY = "<img src=x onerror=alert(1)>"
 MOVED = {"name": "moved", "views": {"affine": {"degrees": 40, "translate": 0.3}}}
-FEW = Explorer.model_validate(
-    {
-        "images": 5,
-        "gallery": 40,
-        "epsilons": [0.02, 0.1],
-        "attack": {"kind": "pgd", "steps": 2},
-        "augmentations": [MOVED, "rotation", "brightness"],
-    }
+FEW = Explorer(
+    images=5,
+    gallery=40,
+    epsilons=(0.02, 0.1),
+    attack={"kind": "pgd", "steps": 2},
+    augmentations=(MOVED, "rotation", "brightness"),
 )
 OF_VOLUMES = FEW.model_copy(update={"augmentations": ("shift", "noise")})
 
@@ -215,31 +200,26 @@ def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50
     return Prepared(card, split, split, split)
 
 
+def surer(backbone: Backbone, data: Prepared, layers: MoESettings | None, seed=0) -> MeasuredModel:
+    """An untrained model whose tokens differ and whose routers are sure."""
+    torch.manual_seed(seed)
+    model = backbone.build(ImageSpec.from_card(data.card), layers)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 30 if "router" in name else 4
+    return MeasuredModel(model.eval(), data)
+
+
 def subject(
     data: Prepared, layers: MoESettings | None, patch: int = 4, seed: int = 0
 ) -> MeasuredModel:
-    """An untrained model of two blocks whose routers are sure."""
-    torch.manual_seed(seed)
-    backbone = Vit(patch=patch, width=16, depth=2, heads=2)
-    model = backbone.build(ImageSpec.from_card(data.card), layers)
-    return MeasuredModel(surer(model).eval(), data)
+    return surer(Vit(patch=patch, width=16, depth=2, heads=2), data, layers, seed)
 
 
 def volumes(folder: Path, seed: int = 0) -> MeasuredModel:
     """A model of age on volumes of 16³ voxels, in cubes of 4³."""
-    data = write_cohort(folder)
-    torch.manual_seed(seed)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
-    model = backbone.build(ImageSpec.from_card(data.card), moe())
-    return MeasuredModel(surer(model).eval(), data)
-
-
-def surer(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with weights that make its tokens differ."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight *= 30 if "router" in name else 4
-    return model
+    return surer(backbone, write_cohort(folder), moe(), seed)
 
 
 def captioned(folder: Path) -> MeasuredModel:
@@ -247,12 +227,5 @@ def captioned(folder: Path) -> MeasuredModel:
     folder.mkdir(parents=True, exist_ok=True)
     source = {"kind": "digits", "size": 8}
     CaptionedMosaic(source=source, train=60, validation=20, test=30).write(folder)
-    data = Prepared.open(folder)
-    torch.manual_seed(0)
-    towers = TwoTowers(
-        image=Vit(patch=4, width=16, depth=2, heads=2),
-        text={"width": 16, "depth": 2, "heads": 2},
-        joint=8,
-    )
-    model = towers.build(ImageSpec.from_card(data.card), moe())
-    return MeasuredModel(surer(model).eval(), data)
+    vit, text = Vit(patch=4, width=16, depth=2, heads=2), {"width": 16, "depth": 2, "heads": 2}
+    return surer(TwoTowers(image=vit, text=text, joint=8), Prepared.open(folder), moe())

@@ -1,6 +1,4 @@
-"""Calibration of classes, before and after, and which calibrator fits which task. Calibrators of
-ages and of class probabilities; the checks of a small cohort that is not simulated.
-"""
+"""Calibration of classes and ages, and the checks of a small cohort that is not simulated."""
 
 import math
 import sys
@@ -38,37 +36,23 @@ from moecore.report.pictures import ages as ages_page
 from moecore.report.pictures import calibration as calibration_page
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
+from moecore.tasks import class_task
 from moecore.tasks.cells import Cells
-from moecore.tasks.class_task import (
-    brier_scores,
-    calibration_error,
-    class_confidence,
-    class_nll,
-    reliability_bins,
-)
 from moecore.tasks.classification import Classification
 from moecore.testing import check_calibrator, check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS
-from tests.measure.subjects import (
-    compute_without_cache,
-    in_run,
-    trained,
-    write_digits,
-    write_models,
-)
+from tests.measure.subjects import compute_without_cache, in_run
 from tests.my_lab import forget_package, write_my_lab
 
 SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The model, its data, what was measured, and the folder of all."""
-    folder = tmp_path_factory.mktemp("calibration")
-    data = write_digits(folder)
-    subject = MeasuredModel(trained(data, None), data)
+def made(run):
+    """The model, what was measured, and the folder of the run."""
+    folder, models = run
     files = CalibrationFiles("x", folder, folder, folder / "out")
-    return subject, calibrated(subject, SETTINGS, files), folder
+    return models["dense"], calibrated(models["dense"], SETTINGS, files), folder
 
 
 def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles) -> Found:
@@ -79,9 +63,8 @@ def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationFi
 def test_quality_by_hand():
     # Four images, two classes: sure by 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
-    found = prediction_quality(
-        Classification(classes=("a", "b")), logits, torch.tensor([0, 1, 1, 0])
-    )
+    task = Classification(classes=("a", "b"))
+    found = prediction_quality(task, logits, torch.tensor([0, 1, 1, 0]))
     assert (found.score.value, found.score.low, found.score.high) == wilson(3, 4)
     assert found.brier.value == pytest.approx((0.02 + 1.62 + 0.32 + 0.32) / 4)
     assert found.ece.value == pytest.approx(0.4)
@@ -134,13 +117,13 @@ def test_the_test_split_before_and_after(made):
     for when, said in (("before", logits), ("after", fitted.apply(logits))):
         hits = said.argmax(1) == labels
         expected = {
-            "nll": float(class_nll(said, labels).mean()),
-            "brier": float(brier_scores(said, labels).mean()),
-            "ece": calibration_error(class_confidence(said), hits),
+            "nll": float(class_task.class_nll(said, labels).mean()),
+            "brier": float(class_task.brier_scores(said, labels).mean()),
+            "ece": class_task.calibration_error(class_task.class_confidence(said), hits),
         }
         for name, value in expected.items():
             assert numbers[f"{name}_{when}"] == pytest.approx(value)
-        bins = reliability_bins(class_confidence(said), hits)
+        bins = class_task.reliability_bins(class_task.class_confidence(said), hits)
         assert found.facts["bins"][when] == bins.model_dump(mode="json")
     assert found.interval("score_before") == found.interval("score_after")
     hits = CLASSES.decode_scores(found.facts["scores"], len(labels))
@@ -151,11 +134,7 @@ def test_the_test_split_before_and_after(made):
 @pytest.mark.parametrize(
     ("kind", "task", "says"),
     [
-        (
-            "temperature",
-            YEARS,
-            "kind: found temperature; .* allowed: gap_on_age, linear",
-        ),
+        ("temperature", YEARS, "kind: found temperature; .* allowed: gap_on_age, linear"),
         ("linear", CLASSES, "kind: found linear; .* classification; allowed: temperature"),
         ("temperature", SETS, r"no calibrator .* multi_label .*leave pretrain out of run.phases"),
     ],
@@ -165,13 +144,13 @@ def test_a_calibrator_of_another_task_is_refused(kind, task, says):
         check_calibrator_fits_task(Calibrate(calibrator={"kind": kind}), task, "pretrain")
 
 
-def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
-    write_models(tmp_path, write_digits(tmp_path))
-    in_run(monkeypatch, tmp_path, calibrate=SETTINGS.model_dump(mode="json"))
+def test_the_stage_writes_what_was_measured(made, monkeypatch):
+    folder = made[-1]
+    in_run(monkeypatch, folder, calibrate=SETTINGS.model_dump(mode="json"))
     stage.calibrate("pretrain", "dense", 0)
-    path = tmp_path / "artifacts/measured/calibrate/pretrain/dense/0.json"
+    path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
     temperature = read_result(path, Found, "calibrate").find("temperature").value
-    path = tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
+    path = folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
     written = read_json_settings(path, FittedTemperature, "a calibrator")
     assert written.temperature == temperature
     path.write_text(path.read_text().replace(f"{temperature}", "9.25"))
@@ -249,15 +228,11 @@ def test_a_real_cohort(found):
     assert found.find("rescan").value > 0
 
 
-def test_the_batch_plays_no_part(subject, found):
+def test_the_batch_plays_no_part_and_distant_sessions_are_no_rescan(subject, found):
     again = settings(batch=5).collect_result(subject, compute_without_cache)
     for name in ("isolated_wm", "isolated_gm", "isolated_csf"):
         assert again.find(name).value == pytest.approx(found.find(name).value, rel=1e-5)
-
-
-def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
-    found = settings().collect_result(subject, compute_without_cache)
-    assert "no test participant has two sessions" in found.facts["not_checked"]["rescan"]
+    assert "no test participant has two sessions" in again.facts["not_checked"]["rescan"]
 
 
 def drawn(
@@ -287,16 +262,10 @@ def test_a_case_by_hand():
     # (1 + 0 + 1) = 2.5, a = 3 − 2.5 = 0.5.
     # Corrected: (1 − 0.5) / 2.5 = 0.2; (2 − 0.5) / 2.5 = 0.6; (6 − 0.5) / 2.5 = 2.2.
     found = fitted([1.0, 2.0, 6.0], [0.0, 1.0, 2.0], ["", "", ""])
-    assert (found.pooled.intercept, found.pooled.slope, found.pooled.n) == pytest.approx(
-        (0.5, 2.5, 3)
-    ) and found.groups == {}
+    line = found.pooled
+    assert (line.intercept, line.slope, line.n) == pytest.approx((0.5, 2.5, 3))
+    assert found.groups == {}
     assert found.apply([1.0, 2.0, 6.0]) == pytest.approx([0.2, 0.6, 2.2])
-
-
-def test_agrees_with_the_slow_sums():
-    predictions, ages, sexes = drawn()
-    found = fitted(predictions, ages, sexes).pooled
-    assert (found.intercept, found.slope) == pytest.approx(slow(predictions, ages), rel=1e-9)
 
 
 def test_table_s1_second_row_follows_from_its_first():
@@ -304,42 +273,33 @@ def test_table_s1_second_row_follows_from_its_first():
     # the corrected prediction is
     # (ŷ − a)/b = (9.026 − 5.08)/0.935 + 0.887/0.935 · y = 4.220 + 0.9487·y; the paper prints 0.949
     # and 4.221.
-    line = FittedLinear(
-        fit_on="train",
-        pooled=FittedLine(intercept=5.08, slope=0.935, n=100),
-        groups={},
-    )
+    pooled = FittedLine(intercept=5.08, slope=0.935, n=100)
+    line = FittedLinear(fit_on="train", pooled=pooled, groups={})
     predictions, ages, _ = drawn(slope=0.887, intercept=9.026)
     a, b = slow(predictions, ages)
-    predictions += (9.026 - a) + (
-        0.887 - b
-    ) * ages  # least squares of this sample are now exactly the paper's
+    # least squares of this sample become exactly the paper's
+    predictions += (9.026 - a) + (0.887 - b) * ages
     intercept, slope = slow(line.apply(predictions), ages)
     assert slope == pytest.approx(0.949, abs=5e-4) and intercept == pytest.approx(4.221, abs=2e-3)
 
 
 def test_fits_per_sex_are_separate_pooled_fits():
+    """They agree with the slow sums; a group that the fit lacks gets the pooled line."""
     predictions, ages, sexes = drawn()
     predictions[::2] += 4 - 0.1 * ages[::2]
     found = fitted(predictions, ages, sexes)
+    line = (found.pooled.intercept, found.pooled.slope)
+    assert line == pytest.approx(slow(predictions, ages), rel=1e-9)
     for sex, own in (("F", slice(0, None, 2)), ("M", slice(1, None, 2))):
         alone = fitted(predictions[own], ages[own], [""] * 100)
         assert found.groups[sex] == alone.pooled
-        np.testing.assert_array_equal(
-            found.apply(predictions, sexes)[own], alone.apply(predictions[own])
-        )
+        corrected = found.apply(predictions, sexes)[own]
+        np.testing.assert_array_equal(corrected, alone.apply(predictions[own]))
     assert found.groups["F"].slope != pytest.approx(found.groups["M"].slope, abs=0.01)
-
-
-def test_a_group_that_the_fit_lacks_gets_the_pooled_line_and_a_warning():
-    predictions, ages, sexes = drawn()
-    found = fitted(predictions, ages, sexes)
     with pytest.warns(UserWarning, match="'', 'X'; the pooled line"):
         corrected = found.apply(predictions[:4], ["F", "X", "", "M"])
-    assert (
-        corrected[1:3] == pytest.approx(found.apply(predictions[1:3]))
-        and corrected[0] != found.apply(predictions[:1])[0]
-    )
+    pooled = found.apply(predictions[:4])
+    assert corrected[1:3] == pytest.approx(pooled[1:3]) and corrected[0] != pooled[0]
     assert found.used(["F", "X", "", "M"]) == ["F", "pooled", "pooled", "M"]
 
 
@@ -354,14 +314,11 @@ def test_a_group_that_the_fit_lacks_gets_the_pooled_line_and_a_warning():
 def test_a_group_that_is_too_poor_falls_back(ages, reason):
     predictions, known, sexes = drawn()
     with pytest.warns(UserWarning, match="'X' gets the pooled line"):
-        found = fitted(
-            [*predictions, *[60.0] * len(ages)], [*known, *ages], [*sexes, *["X"] * len(ages)]
-        )
-    assert (
-        reason in found.fallbacks["X"]
-        and set(found.groups) == {"F", "M"}
-        and found.pooled.n == 200 + len(ages)
-    )
+        poor = ([60.0] * len(ages), ages, ["X"] * len(ages))
+        rows = zip((predictions, known, sexes), poor, strict=True)
+        found = fitted(*([*rich, *added] for rich, added in rows))
+    assert reason in found.fallbacks["X"] and set(found.groups) == {"F", "M"}
+    assert found.pooled.n == 200 + len(ages)
 
 
 @pytest.mark.parametrize(
@@ -373,20 +330,18 @@ def test_a_group_that_is_too_poor_falls_back(ages, reason):
     ],
 )
 def test_refusals(predictions, ages, groups, message):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         fitted(np.array(predictions, np.float64), np.array(ages, np.float64), groups)
-    assert message in str(error.value)
 
 
 def test_a_slope_at_the_floor_and_a_falling_one_are_taken():
-    assert fitted([0.0, 0.5, 1.0], [0.0, 1.0, 2.0], [""] * 3, min_slope=0.5).pooled.slope == 0.5
-    assert fitted([1.0, 0.5, 0.0], [0.0, 1.0, 2.0], [""] * 3, min_slope=0.5).pooled.slope == -0.5
+    for slope in (0.5, -0.5):
+        found = fitted([0, slope, 2 * slope], [0, 1, 2], [""] * 3, min_slope=0.5)
+        assert found.pooled.slope == slope
 
 
 def logits_of(images: int, temperature: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that are right after division by ``temperature``: labels are drawn from
-    softmax(logits / temperature).
-    """
+    """Labels are drawn from softmax(logits / temperature)."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(images, 5, generator=generator)
     return logits * temperature, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
@@ -399,30 +354,25 @@ def test_is_the_minimum_of_the_nll():
     def nll(temperature: float) -> float:
         return float(cross_entropy(logits.double() / temperature, labels))
 
-    assert not fitted.at_limit and all(
-        nll(fitted.temperature) < nll(fitted.temperature * factor)
-        for factor in (0.99, 1.01, 0.5, 2)
-    )
+    best = nll(fitted.temperature)
+    assert not fitted.at_limit
+    assert all(best < nll(fitted.temperature * factor) for factor in (0.99, 1.01, 0.5, 2))
 
 
 def test_solves_a_case_by_hand():
     # Logit gap 2, right in 3 of 4: the mean confidence is the accuracy where σ(2/T) = 3/4, so T = 2
     # / ln 3.
-    logits, labels = (
-        torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 0.0]]),
-        torch.tensor([0, 0, 1, 1]),
-    )
+    logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
+    labels = torch.tensor([0, 0, 1, 1])
     assert Temperature().fit(logits, labels).temperature == pytest.approx(2 / math.log(3), rel=1e-9)
 
 
 def test_says_where_no_temperature_inside_the_limits_is_best():
     labels = torch.tensor([0, 1, 0, 1])
     right = torch.nn.functional.one_hot(labels, 2).float()
-    assert Temperature().fit(right, labels) == FittedTemperature(temperature=0.05, at_limit=True)
-    assert Temperature().fit(-right, labels) == FittedTemperature(temperature=20, at_limit=True)
-    assert Temperature().fit(torch.zeros(4, 2), labels) == FittedTemperature(
-        temperature=20, at_limit=True
-    )
+    for logits, limit in ((right, 0.05), (-right, 20), (torch.zeros(4, 2), 20)):
+        expected = FittedTemperature(temperature=limit, at_limit=True)
+        assert Temperature().fit(logits, labels) == expected
 
 
 @pytest.mark.parametrize(

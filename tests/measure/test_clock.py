@@ -1,6 +1,4 @@
-"""Quartiles of timings, live memory, and FLOPs of models, counted by hand. Costs on the digits, of
-a model with experts and of a dense one.
-"""
+"""Quartiles of timings, live memory and FLOPs by hand; costs of a sparse and a dense model."""
 
 import gc
 
@@ -12,11 +10,11 @@ from moecore.measure import cost
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
+    WARM_UP,
     padding_share,
     pass_and_routing_times,
     peak_memory_and_counting_method,
     record_spans,
-    time_calls,
     timing_quartiles,
     unwatched_times,
     whole_and_routing_flops,
@@ -27,9 +25,8 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.tasks.classification import Classification
 from moecore.training.meter import LiveBytes
-from tests.measure.subjects import built, compute_without_cache, digits, top_k_mlps
+from tests.measure.subjects import built, compute_without_cache, top_k_mlps
 
-CPU = torch.device("cpu")
 TOP2 = {"kind": "noisy_top_k", "k": 2}
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 1}
 IMAGE = ImageSpec(
@@ -48,12 +45,6 @@ def test_median_and_quartiles():
     assert timing_quartiles([7]) == (7, 7, 7)
     with pytest.raises(ValueError, match="no values"):
         timing_quartiles([])
-
-
-def test_warm_up_is_run_and_not_counted():
-    seen = []
-    found = time_calls(seen.append, rounds=3, warm_up=2, device=CPU)
-    assert seen == [0, 1, 2, 3, 4] and len(found) == 3 and min(found) >= 0
 
 
 def test_live_bytes_by_hand():
@@ -85,21 +76,14 @@ def test_peak_of_a_chain_of_linears():
 
 
 def by_hand(tokens: int, width: int, hidden: int, depth: int, sparse: int = 0) -> int:
-    """FLOPs of one image of a ViT with 4 × 4 patches of one channel, 2 heads and 5 classes; the
-    first ``sparse`` feed-forwards left out.
+    """FLOPs of one image of a ViT with 4 × 4 patches of one channel, 2 heads and 5 classes.
+
+    The first ``sparse`` feed-forwards are left out.
     """
-    patches = 2 * (tokens - 1) * 16 * width
-    attention = (
-        2 * tokens * width * 3 * width
-        + 2 * (2 * tokens * tokens * width)
-        + 2 * tokens * width * width
-    )
-    return (
-        patches
-        + depth * attention
-        + (depth - sparse) * 2 * (2 * tokens * width * hidden)
-        + 2 * width * 5
-    )
+    patches, head = 2 * (tokens - 1) * 16 * width, 2 * width * 5
+    attention = 2 * tokens * width * (3 * width + 2 * tokens + width)
+    feed_forward = 2 * (2 * tokens * width * hidden)
+    return patches + depth * attention + (depth - sparse) * feed_forward + head
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -108,63 +92,56 @@ def test_flops_of_a_vit_by_hand(batch):
     vit = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2)
     whole, routing = whole_and_routing_flops(vit.build(IMAGE), images)
     assert (whole, routing) == (by_hand(5, 16, 32, 2), 0)
-    whole, routing = whole_and_routing_flops(
-        vit.build(IMAGE, MoESettings(router=TOP2, experts=MLP, blocks=[1])), images
-    )
+    moe = MoESettings(router=TOP2, experts=MLP, blocks=[1])
+    whole, routing = whole_and_routing_flops(vit.build(IMAGE, moe), images)
     # 5 tokens: 4 logits each; 2 experts each, two maps 16 → 16
     router, experts = (2 * 5 * 16 * 4, 5 * 2 * 2 * (2 * 16 * 16))
     assert (whole, routing) == (by_hand(5, 16, 32, 2, sparse=1) + router + experts, router)
 
 
-def test_padding_is_taken_off():
+def test_padding_is_taken_off(monkeypatch):
     # 257 tokens · 2 = 514 pairs of 4 experts are padded to multiples of 8
     tokens, moe = torch.randn(1, 257, 16), layer()
     plan, _ = moe.eval().router(tokens)
-    assert (
-        isinstance(plan, SparsePlan)
-        and len(plan.order) > 514
-        and padding_share(plan) == 1 - 514 / len(plan.order)
-    )
+    assert isinstance(plan, SparsePlan) and len(plan.order) > 514
+    assert padding_share(plan) == 1 - 514 / len(plan.order)
     whole, routing = whole_and_routing_flops(moe, tokens)
-    assert routing == 2 * 257 * 16 * 4 and whole == pytest.approx(
-        routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6
-    )
-
-
-def test_the_grouped_product_counts_like_the_loop(monkeypatch):
-    tokens, moe = torch.randn(2, 40, 16), layer()
-    loop = whole_and_routing_flops(moe, tokens)
+    assert routing == 2 * 257 * 16 * 4
+    assert whole == pytest.approx(routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6)
     monkeypatch.setattr("moecore.nn.kernels.grouped._LOOPED_ROWS", 0)
-    assert whole_and_routing_flops(moe, tokens) == loop
+    assert whole_and_routing_flops(moe, tokens) == (whole, routing), "grouped as looped"
 
 
 def test_routing_is_all_but_the_experts():
     # soft slots, T = 12, E = 4, p = 3: scores, mixing and back are three products of 2·T·E·p·d; the
     # experts see 4 · 3 rows
-    whole, routing = whole_and_routing_flops(
-        layer({"kind": "soft_slots", "slots": 3}), torch.randn(2, 12, 16)
-    )
+    slots = layer({"kind": "soft_slots", "slots": 3})
+    whole, routing = whole_and_routing_flops(slots, torch.randn(2, 12, 16))
     assert routing == 3 * (2 * 12 * 4 * 3 * 16) and whole == routing + 12 * 2 * (2 * 16 * 16)
     # an eigenbasis router projects every token onto all four bases of rank 8; its experts start
     # from there: 8 → 16 → 16
     eigen = {"kind": "eigen", "number": 4, "hidden_ratio": 1, "rank": 8}
-    whole, routing = whole_and_routing_flops(
-        layer({"kind": "noisy_top_k", "k": 1}, eigen), torch.randn(1, 12, 16)
-    )
-    assert routing == 2 * 12 * 16 * 4 and whole == routing + 12 * (
-        2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 16
-    )
+    moe = layer({"kind": "noisy_top_k", "k": 1}, eigen)
+    whole, routing = whole_and_routing_flops(moe, torch.randn(1, 12, 16))
+    assert routing == 2 * 12 * 16 * 4
+    assert whole == routing + 12 * (2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 16)
 
 
 def test_times_have_their_parts_and_leave_the_model_alone():
     moe, tokens = layer().train(), torch.randn(2, 40, 16)
-    before, state = (
-        {name: value.clone() for name, value in moe.state_dict().items()},
-        torch.get_rng_state(),
-    )
-    found = pass_and_routing_times(moe, lambda number: tokens, rounds=4, warm_up=1)
+    before = {name: value.clone() for name, value in moe.state_dict().items()}
+    state = torch.get_rng_state()
+    seen = []
+
+    def images(number: int) -> torch.Tensor:
+        seen.append(number)
+        return tokens
+
+    found = pass_and_routing_times(moe, images, rounds=4)
     assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
-    assert len(unwatched_times(moe, lambda number: tokens, rounds=2)) == 2
+    times = unwatched_times(moe, images, rounds=2)
+    assert len(times) == 2 and min(times) >= 0
+    assert seen == [*range(WARM_UP + 4), *range(WARM_UP + 2)]
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
     assert all(parameter.grad is None for parameter in moe.parameters())
@@ -176,15 +153,11 @@ def test_spans_are_read_at_both_ends():
     moe = layer().eval()
     with record_spans(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
-    assert [(span.part, span.start, span.end) for span in spans] == [
-        ("experts", 1, 2),
-        ("layer", 0, 3),
-    ]
+    assert [span[:3] for span in spans] == [("experts", 1, 2), ("layer", 0, 3)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    data = digits(tmp_path_factory.mktemp("cost"))
+def results(data):
     settings = Cost(batch=8, rounds=3, images=5)
     found = {}
     for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
@@ -230,9 +203,6 @@ def test_counts_of_the_routed_model(results):
 def test_the_passes_go_through_the_images_in_turn():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).numpy() * 51
     source = cost.cyclic_batch_function(images, 3, "cpu")
-    assert [(source(number).flatten() * 5).round().int().tolist() for number in range(3)] == [
-        [0, 1, 2],
-        [3, 4, 0],
-        [1, 2, 3],
-    ]
+    passes = [(source(number).flatten() * 5).round().int().tolist() for number in range(3)]
+    assert passes == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert source(0).dtype == torch.float32 and source(0).shape == (3, 1, 1, 1)

@@ -12,39 +12,14 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.measure.base import MeasuredModel
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
+from moecore.measure.routing_metrics import choice_patterns as patterns
+from moecore.measure.routing_metrics import expert_information as information
+from moecore.measure.routing_metrics import expert_similarity as similarity
 from moecore.measure.routing_metrics.barred_experts import list_routers
-from moecore.measure.routing_metrics.choice_patterns import (
-    chance_violation,
-    choice_margin,
-    choice_predictability,
-    choose_one_layer_early,
-    coactivation_lift,
-    conditional_coactivation,
-    consistency_by_image,
-    consistency_by_threshold,
-    count_coactivation,
-    cumulative_load_shares,
-    follow_up_shares,
-    mean_batch_violation,
-    pair_lift_by_image,
-    window_use_histogram,
-)
-from moecore.measure.routing_metrics.expert_information import (
-    expert_information,
-    permute_images,
-    tissue_labels,
-    token_labels_by_kind,
-)
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     read_encoded_choices,
     read_layers,
-)
-from moecore.measure.routing_metrics.expert_similarity import (
-    CountedImages,
-    expert_similarity,
-    keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.measure.values import Values
@@ -76,20 +51,19 @@ def experts_by_count(*counts: tuple[int, ...]) -> torch.Tensor:
 def test_coactivation():
     """Experts 0 and 1 are with each other always, 2 is with both, 3 was once with both."""
     chosen = sets_of((0, 1, 2), (0, 2, 1), (3, 0, 1), experts=4)
-    counts = count_coactivation(chosen)[0]
+    counts = patterns.count_coactivation(chosen)[0]
     third = 1 / 3
     expected = [[0, 1, 2 * third, third], [1, 0, 2 * third, third], [1, 1, 0, 0], [1, 1, 0, 0]]
-    assert conditional_coactivation(counts).tolist() == pytest.approx(np.array(expected))
-    assert conditional_coactivation(counts).sum(dim=1).tolist() == pytest.approx([2] * 4)
+    assert patterns.conditional_coactivation(counts).tolist() == pytest.approx(np.array(expected))
     # 2 was chosen by two of three tokens: of those of 0 as many, of those of 3 none
-    assert coactivation_lift(counts, 3)[0, 2] == pytest.approx(1)
-    assert coactivation_lift(counts, 3)[3, 2] == 0
+    assert patterns.coactivation_lift(counts, 3)[0, 2] == pytest.approx(1)
+    assert patterns.coactivation_lift(counts, 3)[3, 2] == 0
 
 
 def test_follow_ups():
     """Of the two tokens that chose 0 before, one goes to 1 and both to 2; nobody chose 2 before."""
     before = sets_of((0,), (0,), (1,), experts=3)
-    after = follow_up_shares(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
+    after = patterns.follow_up_shares(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
     assert after.tolist() == [[0, 0.5, 1, 0.5], [1, 0, 1, 0], [0, 0, 0, 0]]
 
 
@@ -98,12 +72,12 @@ def test_pair_lift_is_the_mean_over_the_pairs():
     scores = torch.from_numpy(random.random((9, 5, 6)))
     scores[..., 4] = -1  # nobody's expert
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
-    lift = coactivation_lift(count_coactivation(chosen).sum(dim=0), 45)
+    lift = patterns.coactivation_lift(patterns.count_coactivation(chosen).sum(dim=0), 45)
     pairs = [lift[tuple(token.nonzero()[:, 0])] for token in chosen.flatten(0, 1)]
-    values = pair_lift_by_image(chosen)
+    values = patterns.pair_lift_by_image(chosen)
     assert len(values) == 9 and float(values.mean()) == pytest.approx(float(np.mean(pairs)))
     with pytest.raises(UserError, match="k ≥ 2"):
-        pair_lift_by_image(sets_of((0,), (1,), experts=2))
+        patterns.pair_lift_by_image(sets_of((0,), (1,), experts=2))
 
 
 def test_information_of_classes():
@@ -111,19 +85,21 @@ def test_information_of_classes():
     chosen = experts_by_count((4, 0), (2, 2), (1, 3), (0, 4)).numpy()
     labels = np.array([0, 0, 1, 1])[:, None].repeat(4, 1)
     _, *others = [labels[list(order)] for order in permutations(range(4))]
-    told = expert_information(chosen, labels, others)
+    told = information.expert_information(chosen, labels, others)
     assert told.information == pytest.approx(0.215762, abs=1e-6)
     assert (23 * told.chance + told.information) / 24 == pytest.approx(0.099029, abs=1e-6)
     assert told.p == pytest.approx(1 / 3)
     assert told.label_entropy == pytest.approx(np.log(2))
     assert told.excess_by_image.mean() == pytest.approx(told.information - told.chance)
     partly = np.concatenate([labels, [[-1] * 4]])
-    unknown = expert_information(np.concatenate([chosen, chosen[:1]]), partly, [partly])
+    unknown = information.expert_information(np.concatenate([chosen, chosen[:1]]), partly, [partly])
     assert unknown.information == pytest.approx(told.information)
     with pytest.raises(UserError, match="fewer than two labels"):
-        expert_information(chosen, labels * 0, others)
+        information.expert_information(chosen, labels * 0, others)
     with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
-        expert_information(chosen[:3], labels[:3], permute_images(labels[:3], 200, 0))
+        information.expert_information(
+            chosen[:3], labels[:3], information.permute_images(labels[:3], 200, 0)
+        )
 
 
 def test_specialisation_of_words():
@@ -133,52 +109,57 @@ def test_specialisation_of_words():
     words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
     # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
     swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
-    special = expert_information(chosen, words, [swapped], min_tokens=3).specialisation
+    special = information.expert_information(chosen, words, [swapped], min_tokens=3).specialisation
     assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
     assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
     assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
-    assert expert_information(chosen, words, [swapped], min_tokens=4).specialisation is None
+    assert (
+        information.expert_information(chosen, words, [swapped], min_tokens=4).specialisation
+        is None
+    )
 
 
 def test_an_images_weight_in_specialisation():
     """What an image adds is the derivative by its weight: here it is there twice as often."""
     random = np.random.default_rng(0)
     chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
-    values = expert_information(chosen, labels, [labels]).specialisation.excess_by_image
+    values = information.expert_information(chosen, labels, [labels]).specialisation.excess_by_image
     again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
-    told = expert_information(*again, [again[1]]).specialisation
-    before = expert_information(chosen, labels, [labels]).specialisation.share
+    told = information.expert_information(*again, [again[1]]).specialisation
+    before = information.expert_information(chosen, labels, [labels]).specialisation.share
     assert 401 * (told.share - before) == pytest.approx(values[0] - values.mean(), rel=0.05)
 
 
 def test_margin_and_load():
     scores = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.4, 0.1, 0.35, 0.15]]])
-    margins = choice_margin(scores, sets_of((0, 1), (0, 2), experts=4))
+    margins = patterns.choice_margin(scores, sets_of((0, 1), (0, 2), experts=4))
     assert margins.mean().item() == pytest.approx(0.175) and margins.min() == pytest.approx(0.15)
-    assert choice_margin(scores, sets_of((), (0, 1, 2, 3), experts=4)).isnan().all()
+    assert patterns.choice_margin(scores, sets_of((), (0, 1, 2, 3), experts=4)).isnan().all()
     batches = experts_by_count((30, 20, 10, 0), (30, 10, 19, 1))
     counts = batches.flatten(0, 1).sum(dim=0)
-    assert max_load_violation(counts) == 1 and mean_batch_violation(batches, 1) == 1
+    assert max_load_violation(counts) == 1 and patterns.mean_batch_violation(batches, 1) == 1
     assert dead_expert_share(counts, 0.1) == 0.25
-    assert cumulative_load_shares(counts)[1] == 0.75 and cumulative_load_shares(counts)[-1] == 1
-    assert chance_violation(10**6, 4) < 0.01 < chance_violation(100, 4) < 0.5
+    assert (
+        patterns.cumulative_load_shares(counts)[1] == 0.75
+        and patterns.cumulative_load_shares(counts)[-1] == 1
+    )
+    assert patterns.chance_violation(10**6, 4) < 0.01 < patterns.chance_violation(100, 4) < 0.5
 
 
 def test_predictability():
     """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
     predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
     actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
-    told = choice_predictability(predicted, actual)
+    told = patterns.choice_predictability(predicted, actual)
     assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
     assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
     assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
     assert told.of_layer["early_hottest"] == 1
     assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
     images = [side.view(4, 1, 4) for side in (predicted, actual)]
-    assert choice_predictability(*images).by_image["early_load"].mean() == pytest.approx(
-        0.948683, 1e-6
-    )
-    even = choice_predictability(predicted[:, :2], actual[:, :2])
+    by_image = patterns.choice_predictability(*images).by_image
+    assert by_image["early_load"].mean() == pytest.approx(0.948683, 1e-6)
+    even = patterns.choice_predictability(predicted[:, :2], actual[:, :2])
     assert "early_load_rank" not in even.of_layer
 
 
@@ -189,7 +170,7 @@ def test_similarity_by_chance_is_of_other_people():
     """
     first = torch.arange(1, 5).double().repeat_interleave(2).view(8, 1, 1).expand(8, 2, 1)
     chances = [
-        expert_similarity([first, 5 * first + 1], people).chances["expert_cka"]
+        similarity.expert_similarity([first, 5 * first + 1], people).chances["expert_cka"]
         for people in (np.arange(8) // 2, np.arange(8), None)
     ]
     assert chances == pytest.approx([0.16, 0.01, 0.01])
@@ -203,25 +184,27 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
     (first, second) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     tokens = []
     first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
-    with choose_one_layer_early(measured.model) as early:
+    with patterns.choose_one_layer_early(measured.model) as early:
         predict_in_batches(measured.model, images, prediction=False)
     none, choices = (one.chosen(len(images)) for one in early.values())
     assert none is None
     with torch.no_grad():
         assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
     told = made(Told())
-    with choose_one_layer_early(told.model) as early:
+    with patterns.choose_one_layer_early(told.model) as early:
         predict_in_batches(told.model, told.data.test.images, prediction=False)
     assert [one.chosen(40) for one in early.values()] == [None, None]
 
 
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
-    uses = window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
-    assert consistency_by_threshold(uses[0].numpy()).tolist() == pytest.approx([0.5, 0.75, 0.5])
-    assert consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
+    uses = patterns.window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
+    assert patterns.consistency_by_threshold(uses[0].numpy()).tolist() == pytest.approx(
+        [0.5, 0.75, 0.5]
+    )
+    assert patterns.consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
-        window_use_histogram(sets_of((0,), (1,), experts=2), 5)
+        patterns.window_use_histogram(sets_of((0,), (1,), experts=2), 5)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])
@@ -234,11 +217,14 @@ def test_experts_that_are_told_the_truth_tell_it(made):
         assert layer.labels["truth"].p == pytest.approx(1 / 201)
         assert layer.labels["position"].p > 0.01 and "pair_lift" not in layer.values
         assert "consistency_9" not in layer.values
-        assert layer.values["consistency_2"] == pytest.approx(
-            layer.chances["consistency_2"], abs=0.06
-        )
+        chance = layer.chances["consistency_2"]
+        assert layer.values["consistency_2"] == pytest.approx(chance, abs=0.06)
     assert ("class" in layers[0].labels) == (made is subject)
     assert ("word" in layers[0].labels) == (made is text_subject)
+    # Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's.
+    if made is subject:
+        first, second = read_layers(expert_roles(subject(Depth()), images=20))
+        assert "class" in first.labels and "class" not in second.labels
 
 
 def test_all_of_it_is_of_one_pass():
@@ -248,31 +234,31 @@ def test_all_of_it_is_of_one_pass():
     for layer in [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]:
         layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
     settings = routing_with_roles(windows=(2,))
-    images, out = len(measured.data.test.images), values_of_roles(measured)
+    images = len(measured.data.test.images)
+    out = Values(ExpertRoles.metrics, measured.data.task, compute_without_cache)
     records = settings.record_routing(measured, np.arange(images), out)
     assert len(records) == 2 and settings.images > out.facts["roles"]["images"] == images
     named = {one.metric for one in out.values}
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
     assert sum(seen) == 2 * images
     first, second = (record.chosen for record in records)
-    after, before = follow_up_shares(first, second), follow_up_shares(second, first)
+    after, before = (
+        patterns.follow_up_shares(first, second),
+        patterns.follow_up_shares(second, first),
+    )
     second_layer = out.facts["roles"]["layers"][1]
     assert np.array(second_layer.after) == pytest.approx(after.numpy())
     assert np.array(second_layer.before) == pytest.approx(before.numpy())
 
 
-def values_of_roles(measured: MeasuredModel) -> Values:
-    """Return what collects them."""
-    return Values(ExpertRoles.metrics, measured.data.task, compute_without_cache)
-
-
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
     """Of the few tokens that experts are compared on, too: 80 of 40 images of 4 or 5."""
-    monkeypatch.setattr(expert_similarity_file, "MIN_TOKENS_PER_DIMENSION", 5)
+    monkeypatch.setattr(similarity, "MIN_TOKENS_PER_DIMENSION", 5)
     measured = made(NoisyTopK(k=2))
     settings = routing_with_roles(windows=(2,))
-    whole, parts = values_of_roles(measured), values_of_roles(measured)
+    collector = (ExpertRoles.metrics, measured.data.task, compute_without_cache)
+    whole, parts = Values(*collector), Values(*collector)
     for batch, out in ((40, whole), (7, parts)):
         settings.model_copy(update={"batch": batch}).record_routing(measured, np.arange(40), out)
     for one, other in zip(whole.values, parts.values, strict=True):
@@ -304,7 +290,11 @@ def test_margins_are_of_what_the_choice_is_by():
     router = NoisyTopK(k=2, groups={"number": 2, "kept": 1}).build(4, experts=6).eval()
     _, decided = router.decide(torch.tensor([[[2.5, 0, 0, 2, 2, 1]]]))
     scores = router.selection_scores(decided)
-    assert choice_margin(decided.probs, decided.chosen) < 0 < choice_margin(scores, decided.chosen)
+    assert (
+        patterns.choice_margin(decided.probs, decided.chosen)
+        < 0
+        < patterns.choice_margin(scores, decided.chosen)
+    )
 
 
 def test_where_it_does_not_apply():
@@ -332,14 +322,14 @@ def test_expert_similarity(monkeypatch):
     second = torch.tensor([[2.0, 1], [1, 1], [3, 0], [0, 2]]).double()
     constant = torch.full((4, 2), 0.1).double()
     pair = [one.view(2, 2, 2) for one in (first, second, constant)]
-    assert expert_similarity(pair) is None
-    monkeypatch.setattr(expert_similarity_file, "MIN_TOKENS_PER_DIMENSION", 1)
-    alike = expert_similarity(pair)
+    assert similarity.expert_similarity(pair) is None
+    monkeypatch.setattr(similarity, "MIN_TOKENS_PER_DIMENSION", 1)
+    alike = similarity.expert_similarity(pair)
     expected = [[1, 0.978596, np.nan], [0.978596, 1, np.nan], [np.nan] * 3]
     assert alike.cka.numpy() == pytest.approx(np.array(expected), abs=1e-6, nan_ok=True)
     assert alike.cosine[0, 1] == pytest.approx(0.800767, abs=1e-6)
     assert alike.by_image["expert_cka"].mean() == pytest.approx(0.978596, abs=1e-6)
-    assert expert_similarity(pair[1:]) is None
+    assert similarity.expert_similarity(pair[1:]) is None
 
 
 def test_similarity_of_images_by_the_slow_formula():
@@ -347,13 +337,13 @@ def test_similarity_of_images_by_the_slow_formula():
     random = torch.Generator().manual_seed(0)
     outputs = torch.randn(3, 20, 4, 5, generator=random, dtype=torch.float64)
     outputs[2] = 3 * outputs[0] @ torch.linalg.qr(outputs[1, :2].view(-1, 5)[:5]).Q + 7
-    alike = expert_similarity(outputs.unbind())
+    alike = similarity.expert_similarity(outputs.unbind())
     assert alike.cka[0, 1] == pytest.approx(slow_similarity(outputs[:2].flatten(1, 2)))
     assert alike.cka[0, 2] == pytest.approx(1) and alike.chances["expert_cka"] < 0.1
     first, second = outputs[:2]
     again = [torch.cat([one[:1], *[one] * 499]) for one in (first, second)]
-    step = expert_similarity(again).cka[0, 1] - alike.cka[0, 1]
-    values = expert_similarity([first, second]).by_image["expert_cka"]
+    step = similarity.expert_similarity(again).cka[0, 1] - alike.cka[0, 1]
+    values = similarity.expert_similarity([first, second]).by_image["expert_cka"]
     assert step * len(again[0]) == pytest.approx(values[0] - values.mean(), rel=0.01)
 
 
@@ -365,8 +355,8 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
     (layer, *_) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     outputs = []
     layer.register_forward_hook(lambda *given: outputs.append(given[2]))
-    counted = CountedImages(images)
-    with keep_layer_tokens(measured.model, counted) as kept:
+    counted = similarity.CountedImages(images)
+    with similarity.keep_layer_tokens(measured.model, counted) as kept:
         predict_in_batches(measured.model, counted, prediction=False)
     tokens, (record,) = outputs[-1]
     said = torch.stack(next(iter(kept.values())).outputs(len(images)), dim=2)
@@ -386,19 +376,13 @@ def test_labels_of_words_and_cubes(tmp_path):
         SimpleNamespace(image=SimpleNamespace(truth=None, task=task)),
         SimpleNamespace(card={}, folder=tmp_path),
     )
-    labels = token_labels_by_kind(subject, np.arange(10), words, TokenLayout(0, (4,), (4,)))
+    labels = information.token_labels_by_kind(
+        subject, np.arange(10), words, TokenLayout(0, (4,), (4,))
+    )
     assert labels["word"].unique().tolist() == [-1, 0, 4]
     kinds = dict(zip(words.ravel().tolist(), labels["stop_word"].ravel().tolist(), strict=True))
     assert kinds == {0: 0, 1: 1, 2: 1, 3: -1, 4: -1}
     maps = np.zeros((3, 2, 2, 1, 1), np.uint8)  # of the second volume's two voxels
     maps[1, :, 0, 0, 0] = 3, 7
-    assert tissue_labels(maps, [1, 2], TokenLayout(1, (2, 1, 1), (2, 1, 1))).tolist() == [
-        [-1, 1, -1],
-        [-1, -1, -1],
-    ]
-
-
-def test_labels_of_tokens_without_experts_tell_nothing():
-    """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
-    first, second = read_layers(expert_roles(subject(Depth()), images=20))
-    assert "class" in first.labels and "class" not in second.labels
+    tissues = information.tissue_labels(maps, [1, 2], TokenLayout(1, (2, 1, 1), (2, 1, 1)))
+    assert tissues.tolist() == [[-1, 1, -1], [-1, -1, -1]]

@@ -94,16 +94,13 @@ def test_a_dropped_choice_by_hand():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "moe",
-    [
-        MoESettings(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks="all"),
-        MoESettings(router=Eigenbasis(threshold=-1), experts=Eigen(number=4), blocks="all"),
-    ],
+    ("router", "experts"),
+    [(NoisyTopK(k=2), Mlp(number=4)), (Eigenbasis(threshold=-1), Eigen(number=4))],
     ids=["noisy_top_k", "eigenbasis"],
 )
-def test_a_dropped_choice_of_a_model(moe, way):
+def test_a_dropped_choice_of_a_model(router, experts, way):
     """The layer's output is that of its record, which a dense evaluation says."""
-    model = small_vit(moe=moe).eval()
+    model = small_vit(moe=MoESettings(router=router, experts=experts, blocks="all")).eval()
     (layer, _) = [one for one in model.modules() if isinstance(one, MoEFeedForward)]
     seen = []
     layer.register_forward_hook(lambda _, given, said: seen.append((*given, *said)))
@@ -161,9 +158,8 @@ def test_worth(made):
 )
 def test_all_that_a_router_chooses_among_have_a_worth(experts, removed):
     """Pieces, of which a token uses two, and experts without a network."""
-    result = ExpertWorth(draws=1, images=10).collect_result(
-        subject(NoisyTopK(k=1), experts=experts), compute_without_cache
-    )
+    measured = subject(NoisyTopK(k=1), experts=experts)
+    result = ExpertWorth(draws=1, images=10).collect_result(measured, compute_without_cache)
     assert len(worth_by_expert(result)) == 2 * 6
     assert list(result.curve("lost_without_random", "removed")) == removed
 

@@ -20,14 +20,12 @@ from moecore.measure.routing_metrics.layer_metrics import (
     partner_images,
     squared_imed,
 )
-from moecore.measure.values import Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
-from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import built, compute_without_cache
 
 SETTINGS = Invariance(images=40, batch=30)
@@ -73,25 +71,23 @@ def test_every_transform_has_its_distances_and_every_class_its_map(results, name
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
 
 
-def test_the_identity_moves_nothing(vit, images):
-    _, clean = predict_in_batches(vit, images, 16)
+def test_the_identity_moves_nothing(data, vit, monkeypatch):
     still = torch.eye(3, dtype=torch.float64).expand(40, 3, 3)
-    between = imed_between(invariance.probs_by_layer(clean), 0)
-    out = Values(invariance.METRICS, CLASSES, compute_without_cache)
-    invariance.put_moved(vit, images, clean, still, 16, between, "still", out)
-    imed, normalised, agreement = out.values
-    assert agreement.value == 1
-    assert imed.interval == normalised.interval == (0, 0, 0)
-    assert set(imed.array.tolist()) == {0.0}
+    monkeypatch.setattr(invariance, "draw_affines", lambda *_: still)
+    found = SETTINGS.collect_result(MeasuredModel(vit, data), compute_without_cache)
+    for name in TRANSFORMS:
+        imed = found.find("imed", transform=name)
+        assert found.find("agreement_transformed", transform=name).value == 1
+        assert found.interval("imed_normalised", transform=name) == imed.interval == (0, 0, 0)
+        assert set(imed.array.tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
     _, clean = predict_in_batches(vit, images, 40)
     pairs = partner_images(40, 0).tolist()
+    probs = invariance.probs_by_layer(clean)
     one_by_one = [
-        float(
-            imed_by_image(*(tuple(p[[i]] for p in invariance.probs_by_layer(clean)) for i in pair))
-        )
+        float(imed_by_image(*(tuple(layer[[i]] for layer in probs) for i in pair)))
         for pair in enumerate(pairs)
     ]
     for name, distance in results["vit"].curve("imed", "transform").items():
@@ -100,47 +96,38 @@ def test_a_distance_is_held_against_that_between_different_images(results, vit, 
         assert 0 <= value.low < value.value < value.high
 
 
-def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, images):
+def test_values_are_those_of_the_images_moved_by_hand(results, vit, images):
+    """They are means over images, and do not depend on the batch."""
     _, before = predict_in_batches(vit, images, 40)
-    drawn = draw_affines("shear 15", 40, (12, 12), 0)
-    _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 40), 40)
-    same = [
-        (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
-        for a, b in zip(before, after, strict=True)
-    ]
-    agreement = results["vit"].find("agreement_transformed", transform="shear 15").value
-    assert agreement == pytest.approx(float(sum(same) / 2)) and agreement < 1
+    for name, batch in (("shear 15", 40), ("translation (0.1, 0.1)", 7)):
+        drawn = draw_affines(name, 40, (12, 12), 0)
+        _, after = predict_in_batches(vit, invariance.move_images(images, drawn, batch), 40)
+        same = [
+            (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
+            for a, b in zip(before, after, strict=True)
+        ]
+        agreement = results["vit"].find("agreement_transformed", transform=name).value
+        assert agreement == pytest.approx(float(sum(same) / 2)) and agreement < 1
+        d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
+        value = results["vit"].find("imed", transform=name).value
+        assert value == pytest.approx(float(d.mean()), rel=1e-4)
 
 
 def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images):
     # A router whose probs are all moved ten times closer to even ones.
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
-    sure, flat = (
-        invariance.imed_over_between_images(d, between),
-        invariance.imed_over_between_images(d / 10, between / 10),
-    )
+    sure = invariance.imed_over_between_images(d, between)
+    flat = invariance.imed_over_between_images(d / 10, between / 10)
     assert flat.value == pytest.approx(sure.value)
     assert invariance.imed_over_between_images(d, np.zeros(40)) is None
 
 
-def test_one_image_has_no_other(data, vit):
-    found = Invariance(images=1).collect_result(MeasuredModel(vit, data), compute_without_cache)
+def test_few_images(data, vit):
+    """One image has no other to compare with; a class without images has no map."""
+    subject = MeasuredModel(vit, data)
+    found = Invariance(images=1).collect_result(subject, compute_without_cache)
     assert found.all("imed") and not found.all("imed_normalised")
-
-
-def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):
-    _, before = predict_in_batches(vit, images, 40)
-    drawn = draw_affines("translation (0.1, 0.1)", 40, (12, 12), 0)
-    _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 7), 40)
-    d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
-    value = results["vit"].find("imed", transform="translation (0.1, 0.1)").value
-    assert value == pytest.approx(float(d.mean()), rel=1e-4)
-
-
-def test_a_class_without_images_has_no_map(data, vit):
-    few = Invariance(images=2)
-    found = few.collect_result(MeasuredModel(vit, data), compute_without_cache)
     maps = found.facts["class_maps"]
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
     assert [None] * 6 in [of_class[0] for of_class in maps]
@@ -156,45 +143,30 @@ def by_definition(u: torch.Tensor, v: torch.Tensor, rows: int, columns: int, sig
     for i in range(rows * columns):
         for j in range(rows * columns):
             gap = (i // columns - j // columns) ** 2 + (i % columns - j % columns) ** 2
-            total += (
-                math.exp(-gap / (2 * sigma**2))
-                / (2 * math.pi * sigma**2)
-                * float((u[i] - v[i]) * (u[j] - v[j]))
-            )
+            weight = math.exp(-gap / (2 * sigma**2)) / (2 * math.pi * sigma**2)
+            total += weight * float((u[i] - v[i]) * (u[j] - v[j]))
     return total
 
 
-# one-hots: G_ii + G_jj − 2 G_ij = 2/(2π) · (1 − exp(−gap²/2)) = (1 − exp(−gap²/2)) / π; experts 0
-# and 20 lie one below the other
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (0, 399, 1 / math.pi),
-        (0, 1, (1 - math.exp(-0.5)) / math.pi),
-        (0, 20, (1 - math.exp(-0.5)) / math.pi),
-        (19, 20, 1 / math.pi),
-        (0, 21, (1 - math.exp(-1)) / math.pi),
-    ],
+    ("first", "second", "squared_gap"),
+    [(0, 399, math.inf), (0, 1, 1), (0, 20, 1), (19, 20, math.inf), (0, 21, 2)],
 )
-def test_one_hots_by_hand(first, second, expected):
+def test_one_hots_by_hand(first, second, squared_gap):
+    # G_ii + G_jj − 2 G_ij = 2/(2π) · (1 − exp(−gap²/2)); experts 0 and 20 lie one below the other
     found = float(squared_imed(one_hot(400, first), one_hot(400, second)))
-    assert found == pytest.approx(expected, abs=1e-12)
+    assert found == pytest.approx((1 - math.exp(-squared_gap / 2)) / math.pi, abs=1e-12)
 
 
 @given(st.sampled_from([4, 6, 7, 8, 12]), st.integers(0, 10**6), st.sampled_from([0.5, 1.0, 2.0]))
 def test_equals_the_double_sum_and_is_a_distance(experts, seed, sigma):
-    u, v, w = torch.rand(
-        3, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    u, v, w = torch.rand(3, experts, generator=generator, dtype=torch.float64).softmax(-1)
     d2 = float(squared_imed(u, v, sigma))
     assert d2 == pytest.approx(by_definition(u, v, *map_shape(experts), sigma), rel=1e-9, abs=1e-14)
-    assert (
-        d2 == float(squared_imed(v, u, sigma)) and d2 > 0 and float(squared_imed(u, u, sigma)) == 0
-    )
-    assert (
-        math.sqrt(d2)
-        <= float(squared_imed(u, w, sigma)) ** 0.5 + float(squared_imed(w, v, sigma)) ** 0.5 + 1e-12
-    )
+    assert d2 == float(squared_imed(v, u, sigma)) > 0 == float(squared_imed(u, u, sigma))
+    around = (float(squared_imed(*pair, sigma)) ** 0.5 for pair in ((u, w), (w, v)))
+    assert math.sqrt(d2) <= sum(around) + 1e-12
 
 
 def test_the_metric_is_positive_definite():
@@ -217,7 +189,7 @@ def test_means_over_tokens_and_layers_by_hand():
     assert float(d) == pytest.approx((math.sqrt(adjacent) / 2 + math.sqrt(distant)) / 2)
 
 
-def test_each_image_has_its_own_distance_and_the_same_routing_has_none():
+def test_the_same_routing_has_no_distance():
     before = torch.rand(3, 5, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     after = before.clone()
     after[1] = after[1].flip(-1)

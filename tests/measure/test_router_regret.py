@@ -41,24 +41,17 @@ def test_one_token_by_hand():
     outputs = torch.tensor([[1, 0], [2, -1], [-1, 1], [0.5, 0.5]], dtype=torch.float64)
     sets = list_subsets(4, 2)
     assert [tuple(one.nonzero()[0]) for one in sets] == list(combinations(range(4), 2))
-    losses = np.array(
-        [
-            float(cross_entropy(logits[one].softmax(0) @ outputs[one], torch.tensor(0)))
-            for one in torch.from_numpy(sets)
-        ]
-    )
+    answers = [logits[one].softmax(0) @ outputs[one] for one in torch.from_numpy(sets)]
+    losses = np.array([float(cross_entropy(answer, torch.tensor(0))) for answer in answers])
     expected = [0.088519, 0.690868, 0.502837, 0.11685, 0.143692, 0.997826]
     assert losses == pytest.approx(expected, abs=1e-6)
     left = subset_regret(losses[None], losses[[4]])
     assert left.regret == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
     assert left.better == pytest.approx(1 / 3)
     assert left.regret / left.room == pytest.approx(0.164737, abs=1e-6)
-
-
-def test_many_sets_are_drawn():
-    sets = list_subsets(40, 3)
-    assert sets.shape == (256, 40) and (sets.sum(axis=1) == 3).all()
-    assert np.array_equal(sets, list_subsets(40, 3))
+    many = list_subsets(40, 3)
+    assert many.shape == (256, 40) and (many.sum(axis=1) == 3).all()
+    assert np.array_equal(many, list_subsets(40, 3))
 
 
 def test_a_fixed_set_is_chosen_on_the_other_half():
@@ -96,16 +89,16 @@ def test_losses_are_those_of_a_slow_reference():
 @contextmanager
 def limited_logits(model, barred):
     """Give barred experts of each layer a logit that no softmax knows."""
+
+    def limit(logits, mask, tokens):
+        return logits(tokens).masked_fill(mask, -1e9)
+
     routers = list_routers(model)
     for router, mask in zip(routers, barred, strict=True):
-        router.logits = partial(_limit, type(router).logits, router, mask)
+        router.logits = partial(limit, router.logits, mask)
     yield
     for router in routers:
         del router.logits
-
-
-def _limit(logits, router, mask, tokens):
-    return logits(router, tokens).masked_fill(mask, -1e9)
 
 
 @pytest.mark.parametrize("router", [NoisyTopK(k=1), Eigenbasis(k=2)], ids=repr)
@@ -146,9 +139,7 @@ def test_losses_of_a_text_are_those_of_a_slow_reference():
 
 
 def text_loss(model, router, words, right, token, allowed, later) -> float:
-    """Return the mean nats of a block's words, where a word has these experts in the first layer:
-    in the pass of the own block, which is the last of two.
-    """
+    """Return the mean nats of a block's words, one of which has these experts in its last pass."""
     calls = []
 
     def bar(*given) -> None:
@@ -174,16 +165,14 @@ def test_regret_of_ages_and_texts():
     measured = subject(NoisyTopK(k=1), image=ages)
     result = RouterRegret(images=4, tokens=2).collect_result(measured, compute_without_cache)
     assert result.facts["unit"] == "deviations" and result.find("router_regret").value > 0
-    text = RouterRegret(images=4, tokens=2)
-    result = check_measurement(text, text_subject(NoisyTopK(k=1)))
+    result = check_measurement(RouterRegret(images=4, tokens=2), text_subject(NoisyTopK(k=1)))
     assert result.facts["unit"] == "nats per word" and result.find("router_regret").value > 0
 
 
 def test_best_choices_of_the_explorers_images():
     """Of the first token set 1 is best, of the second its own; four patches share a coarse one."""
-    model = SimpleNamespace(
-        layouts=[TokenLayout(1, (1, 1), (8, 8)), TokenLayout(1, (2, 2), (8, 8))]
-    )
+    layouts = [TokenLayout(1, (1, 1), (8, 8)), TokenLayout(1, (2, 2), (8, 8))]
+    model = SimpleNamespace(layouts=layouts)
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
     first, second = best_choices(model, 0, drawn, losses, list_subsets(2, 1))

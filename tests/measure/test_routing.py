@@ -19,11 +19,8 @@ from moecore.measure.exploring.expert_overlay_data import (
     parse_expert_grid,
 )
 from moecore.measure.routing import Routing
+from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.epochs import match_ratios
-from moecore.measure.routing_metrics.layer_metrics import (
-    measure_layer_use,
-    measure_layer_use_by_image,
-)
 from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.measure.values import Values
@@ -100,11 +97,6 @@ def test_every_method_has_every_measurement(results, name):
     assert thresholds == ([0.3, 0.5] if name == "ermoe" else [])
 
 
-def test_the_teacher_decides_and_is_compared(results):
-    assert number(results["teacher_routed"], "teacher_agreement") == 1, "the same router"
-    assert number(results["vmoe"], "teacher_agreement") is None
-
-
 @pytest.mark.parametrize("seen", [{"patch": 2, "depth": 2}, {"patch": 4, "depth": 1}])
 def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
     """Distillation alone takes one of other patches, or too flat for the student's four blocks."""
@@ -134,17 +126,19 @@ def test_where_no_token_takes_part_there_is_no_load(data):
     assert paid.find("routing_gflops").value < paid.find("gflops").value
 
 
-def test_a_sum_of_probabilities_is_no_threshold_of_scores():
-    """The share of tokens without an expert above it is no fallback of top_p."""
+def test_numbers_by_kind(results):
+    """A share of tokens without an expert above a sum of probabilities is no fallback of top_p."""
     assert score_threshold(TopP(threshold=0.4)) is None
     assert score_threshold(Eigenbasis(threshold=0.4)) == 0.4
-
-
-def test_numbers_by_kind(results):
     assert number(results["soft_moe"], "tail_of_probs") is None
     assert number(results["ermoe"], "fallback") is not None
     assert number(results["vmoe"], "fallback") is None
     assert number(results["hash_moe"], "tail_of_probs") == 0
+    for name in ("match_top1", "fallback"):
+        layers = results["ermoe"].curve(f"{name}_layer", "layer").values()
+        assert number(results["ermoe"], name) == pytest.approx(sum(layers) / 2)
+    assert number(results["teacher_routed"], "teacher_agreement") == 1, "the same router"
+    assert number(results["vmoe"], "teacher_agreement") is None
 
 
 def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
@@ -161,20 +155,11 @@ def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
         assert layer["tail_of_probs"] == pytest.approx(float(rest.mean()), abs=1e-6)
 
 
-def test_means_are_over_the_layers(results):
-    found = results["ermoe"]
-    for name in ("match_top1", "fallback"):
-        layers = found.curve(f"{name}_layer", "layer").values()
-        assert number(found, name) == pytest.approx(sum(layers) / 2)
-
-
 def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
     drawn = derived_seed("measured_views", 0)
-    views = [
-        make_random_views(pixels, SETTINGS.views, generator_for(drawn, 0, number))
-        for number in (0, 1)
-    ]
+    generators = (generator_for(drawn, 0, number) for number in (0, 1))
+    views = [make_random_views(pixels, SETTINGS.views, each) for each in generators]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
     _, records = predict_in_batches(model, pixels, 80)
     for layer, record in enumerate(records, 1):
@@ -189,7 +174,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
     logits, records = predict_in_batches(models["ermoe"], data.test.images[where], 20)
     labels = torch.from_numpy(data.test.labels[where])
     score = float((logits.argmax(1) == labels).double().mean())
-    layers = [measure_layer_use(record, 0.5, 2) for record in records]
+    layers = [layer_metrics.measure_layer_use(record, 0.5, 2) for record in records]
     for over, at in (("k", {"k": 2}), ("threshold", {"threshold": 0.5})):
         assert number(results["ermoe"], f"score_{over}", **at) == score
         for metric in ("load_cv2", "fallback", "tail_mass"):
@@ -218,15 +203,9 @@ def test_two_crops_and_their_corresponding_patches(images):
     assert shared and shared == {number for number in second if number >= 0}
     assert all(number in (-1, place) for place, number in enumerate(second))
     views = draw_two_views(images[:8], CROPS, 3)
-    shown = [
-        view
-        for view in range(8)
-        if np.array_equal(
-            sorted(found.views.array().tolist()),
-            sorted((views.images[[view, 8 + view]].numpy() * 255).round().tolist()),
-        )
-    ]
-    assert len(shown) == 1
+    pixels = (views.images.numpy() * 255).round()
+    pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
+    assert pairs.count(sorted(found.views.array().tolist())) == 1
     assert overlapping_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
     assert overlapping_crops(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
@@ -243,10 +222,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
         assert one.array.shape == (number,)
         assert one.array.mean() == pytest.approx(one.value, abs=1e-6), one.metric
     for layer in (1, 2):
-        assert ("match_top1_layer", layer) in having and (
-            "confidence_others_layer",
-            layer,
-        ) in having
+        assert {("match_top1_layer", layer), ("confidence_others_layer", layer)} <= having.keys()
 
 
 @pytest.mark.parametrize("name", ["vmoe", "ermoe"])
@@ -256,10 +232,13 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
     router = models[name].experts_and_router.router
     asked = (getattr(router, "threshold", None), router.k)
     for record in records:
-        by_image = measure_layer_use_by_image(record, *asked)
-        whole = measure_layer_use(record, *asked)
+        by_image = layer_metrics.measure_layer_use_by_image(record, *asked)
+        whole = layer_metrics.measure_layer_use(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
-        without = [measure_layer_use(record.map_tensors(itemgetter(rows)), *asked) for rows in left]
+        without = [
+            layer_metrics.measure_layer_use(record.map_tensors(itemgetter(rows)), *asked)
+            for rows in left
+        ]
         for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
             if metric not in whole:
                 continue

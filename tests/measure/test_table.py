@@ -11,7 +11,7 @@ from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import UserError, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
-from moecore.data.prepared import Prepared, evenly_spaced_indices
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.measure.base import (
     MeasuredModel,
@@ -23,10 +23,7 @@ from moecore.measure.base import (
 from moecore.measure.exploring.expert_overlay_data import overlay_middle_slices, parse_expert_grid
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.two_view_agreement import (
-    TwoViewAugmentation,
-    draw_two_views,
-)
+from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.sizes import METRICS, PaperModel, Sizes, count_sized_model, measure
 from moecore.measure.sizes import build_on_meta as built_sizes
 from moecore.measure.values import Found
@@ -43,34 +40,11 @@ from moecore.study.params_file import dump_inline_yaml
 from moecore.study.settings import extract_declared_settings
 from moecore.testing import check_measurement
 from moecore.training.meter import LiveBytes, live_training_tensors
-from tests.measure.subjects import (
-    built,
-    digits,
-    top_k_mlps,
-    train_on_ages,
-)
+from tests.measure.subjects import built
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.project import compose_shipped
-from tests.volumes import write_cohort
 
 ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
-
-
-@pytest.fixture(scope="module")
-def flat(tmp_path_factory) -> Prepared:
-    return digits(tmp_path_factory.mktemp("digits"))
-
-
-def test_a_result_of_other_code_is_refused(tmp_path):
-    path = tmp_path / "0.json"
-    write_json(path, {"images": 4, "accuracy": 0.5})
-    with pytest.raises(UserError) as refused:
-        read_result(path, Found, "routing")
-    text = str(refused.value)
-    assert text.startswith(
-        f"{path}: was written by an older version of moecore (values: Field required)"
-    )
-    assert text.endswith("; run `dvc repro routing`")
 
 
 def test_why_something_was_skipped_is_read_back(tmp_path):
@@ -79,8 +53,8 @@ def test_why_something_was_skipped_is_read_back(tmp_path):
     assert found == Skipped(skipped="no routing")
 
 
-def test_a_dense_model_is_skipped_where_routing_is_measured(flat):
-    dense = MeasuredModel(built(SingleLayer(), None, flat, 1), flat)
+def test_a_dense_model_is_skipped_where_routing_is_measured(data):
+    dense = MeasuredModel(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
     routed |= {"expert_worth", "fewer_experts", "router_regret"}
@@ -100,9 +74,8 @@ ROUTING = Routing.model_validate(
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory) -> MeasuredModel:
-    data = write_cohort(tmp_path_factory.mktemp("volumes"))
-    return MeasuredModel(train_on_ages(data, top_k_mlps()), data)
+def subject(aged) -> MeasuredModel:
+    return aged["moe"]
 
 
 @pytest.fixture(scope="module")
@@ -137,21 +110,16 @@ def test_mid_slices_by_hand():
     # One volume of 4 × 2 × 6 voxels in cubes of 2: a grid of 2 × 1 × 3; the middle row of cubes
     # along the last axis holds voxels 2 and 3.
     volume = np.zeros((1, 1, 4, 2, 6), np.float16)
-    volume[0, 0, :, :, 3] = np.array(
-        [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0], [0.0, 0.0]]
-    )  # (right, anterior) of the shown slice
+    # (right, anterior) of the shown slice
+    volume[0, 0, :, :, 3] = np.array([[0.0, 0.2], [0.4, 0.6], [0.8, 1.0], [0.0, 0.0]])
     layout = TokenLayout(special=1, grid=(2, 1, 3), size=(4, 2, 6))
     combine = torch.zeros(1, 7, 5)
-    combine[0, 1 + 1, 4], combine[0, 1 + 4, 2] = (
-        1,
-        1,
-    )  # cubes (0, 0, 1) and (1, 0, 1); all others: no expert
+    combine[0, 1 + 1, 4] = combine[0, 1 + 4, 2] = 1  # cubes (0, 0, 1) and (1, 0, 1) alone
     record = RoutingRecord(*[combine] * 5)
     found = overlay_middle_slices(volume, (record,), layout)
     assert found.shape == (1, 1, 2, 4) and found.experts == 5
-    assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]], (
-        "anterior up, right to the right"
-    )
+    # anterior up, right to the right
+    assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]]
     assert parse_expert_grid(found.grids[0][0]).tolist() == [[4, 2]]
     special = combine.clone()
     special[0, 0] = 9  # the class token's expert is not shown
@@ -163,18 +131,12 @@ def test_noise_leaves_the_background_of_volumes():
     volumes[:, :, 2:6, 2:6, 2:6] = 0.5
     views = draw_two_views(volumes, TwoViewAugmentation(name="noise", noise=0.1), 0)
     assert views.images.shape == (4, 1, 8, 8, 8) and views.affines.shape == (4, 4, 4)
-    assert (views.images[:, :, 0] == 0).all() and float(
-        views.images[:, :, 2:6, 2:6, 2:6].std()
-    ) == pytest.approx(0.1, rel=0.2)
+    assert (views.images[:, :, 0] == 0).all() and torch.equal(views.affines[0], torch.eye(4))
+    assert float(views.images[:, :, 2:6, 2:6, 2:6].std()) == pytest.approx(0.1, rel=0.2)
     assert not torch.equal(views.images[0], views.images[2]), "two views of a volume differ"
-    moved = draw_two_views(
-        volumes,
-        TwoViewAugmentation(name="turned", views=ViewSettings(affine=AffineRanges(degrees=20))),
-        0,
-    )
-    assert not torch.equal(moved.affines[0], moved.affines[2]) and torch.equal(
-        views.affines[0], torch.eye(4)
-    )
+    turned = ViewSettings(affine=AffineRanges(degrees=20))
+    moved = draw_two_views(volumes, TwoViewAugmentation(name="turned", views=turned), 0)
+    assert not torch.equal(moved.affines[0], moved.affines[2])
 
 
 def test_people_with_several_sessions_are_one_item(subject, found):

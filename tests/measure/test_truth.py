@@ -20,11 +20,7 @@ from moecore.measure.routing_metrics.epochs import (
     purity_by_epoch,
     purity_by_image,
 )
-from moecore.measure.routing_metrics.expert_information import mutual_information
-from moecore.measure.truth import (
-    Truth,
-    truth_layer,
-)
+from moecore.measure.truth import Truth, truth_layer
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit import Vit
@@ -34,22 +30,14 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Settling
+from tests.measure.subjects import compute_without_cache
 from tests.nn.backbones.test_language_model import WORDS, text
 
 IMAGE = ImageSpec(
-    channels=1,
-    size=8,
-    mean=(0.5,),
-    std=(0.3,),
-    task=Classification(classes=("a", "b")),
-    truth=3,
+    channels=1, size=8, mean=(0.5,), std=(0.3,), task=Classification(classes=("a", "b")), truth=3
 )
 EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
 KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
-
-
-def kept(name, compute):
-    return compute()
 
 
 THREE = Mlp(number=3)
@@ -66,9 +54,8 @@ def subject(router, seed: int = 0, image: ImageSpec = IMAGE, experts: Mlp = THRE
     pixels = random.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
     labels = np.arange(40 * task.cells) % task.outputs
-    split = Split(
-        np.concatenate([pixels, kinds], axis=1), labels.reshape(task.storage_format(40)[0])
-    )
+    labels = labels.reshape(task.storage_format(40)[0])
+    split = Split(np.concatenate([pixels, kinds], axis=1), labels)
     card = {"name": "noise", "task": task.model_dump()}
     return MeasuredModel(model, Prepared(card, split, split, split))
 
@@ -87,9 +74,12 @@ def text_subject(router) -> MeasuredModel:
 
 
 def test_by_hand():
-    """Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out):
-    of seven tokens 2, 2 and 1 are of their expert's most frequent kind.
+    """Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out).
+
+    Of seven tokens 2, 2 and 1 are of their expert's most frequent kind. In a second table both
+    experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2.
     """
+    assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
     layer = truth_layer(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
     by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
@@ -101,11 +91,10 @@ def test_by_hand():
     assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
     with pytest.raises(UserError, match="found 1 images .*; allowed: 4 and more"):
         truth_layer(EXPERTS[:1], KINDS[:1], 3, 3)
-
-
-def test_purity_is_by_expert():
-    """Both experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2."""
-    assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
+    # experts are listed by their match
+    experts, kinds = 2 - torch.tensor([[0, 1, 2, 2]]), torch.tensor([[1, 2, 3, 3]])
+    layer = truth_layer(experts.repeat(5, 1), kinds.repeat(5, 1), 4, 3)
+    assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0)) and layer.matched == 1
 
 
 def test_purity_by_epoch():
@@ -118,10 +107,8 @@ def test_purity_by_epoch():
     assert purity_by_epoch(unrouted, kinds, 2, 2) == [1.0]
     (nothing,) = purity_by_epoch([np.full((1, 1, 5), -1, np.int16)], kinds, 2, 2)
     assert math.isnan(nothing), "a router may let no token through"
-    assert Settling.model_validate(to_jsonable(Settling(purity=(0.5, nothing)))).purity == (
-        0.5,
-        None,
-    )
+    settling = to_jsonable(Settling(purity=(0.5, nothing)))
+    assert Settling.model_validate(settling).purity == (0.5, None)
 
 
 def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
@@ -130,33 +117,14 @@ def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
     watch = EpochWatch(tmp_path, measured.model, measured.data, (), epochs=2, seed=0)
     watch.look(1)
     watch.look(2)
-    purity = Truth().collect_result(measured, kept).find("purity").value
+    purity = Truth().collect_result(measured, compute_without_cache).find("purity").value
     settling = watch.collect_settling()
     assert settling.purity == pytest.approx([purity] * 2) and settling.saturation == (1, 1)
 
 
-def test_experts_are_listed_by_their_match():
-    layer = truth_layer(
-        2 - torch.tensor([[0, 1, 2, 2]]).repeat(5, 1),
-        torch.tensor([[1, 2, 3, 3]]).repeat(5, 1),
-        4,
-        3,
-    )
-    assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0)) and layer.matched == 1
-
-
-def test_mutual_information_is_scikit_learns():
-    random = np.random.default_rng(1)
-    experts, kinds = random.integers(0, 5, (30, 4)), random.integers(1, 7, (30, 4))
-    table = expert_truth_tables(experts, kinds, 5, 6).sum(axis=0)
-    assert table.sum() == 120
-    expected = mutual_info_score(kinds.ravel(), experts.ravel())
-    assert mutual_information(table) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
-    result = Truth().collect_result(made(Told()), kept)
+    result = Truth().collect_result(made(Told()), compute_without_cache)
     for name in ("purity", "adjusted_mutual_information", "matched_to_truth"):
         assert list(result.curve(name, "layer").values()) == pytest.approx([1, 1])
     assert result.find("mutual_information_p", layer=1).value == pytest.approx(1 / 201)
@@ -176,19 +144,15 @@ def test_the_null_covers(monkeypatch):
     """Of unrelated experts and kinds p is uniform: at most a few of 60 are below 0.05."""
     monkeypatch.setattr(truth, "RESAMPLES", 2)
     random = np.random.default_rng(4)
-    found = [
-        truth_layer(
-            *(torch.from_numpy(random.integers(low, low + 3, (20, 4))) for low in (0, 1)), 3, 3
-        ).p
-        for _ in range(60)
-    ]
+    pairs = torch.from_numpy(random.integers(3, size=(60, 2, 20, 4)))
+    found = [truth_layer(experts, kinds + 1, 3, 3).p for experts, kinds in pairs]
     assert np.mean(np.array(found) < 0.05) < 0.15 and np.mean(found) == pytest.approx(0.5, abs=0.12)
 
 
 def test_purity_of_changed_images():
     """Clean it is the layers' mean, which noise and attack change; by hand for one noise."""
     measured = subject(NoisyTopK(k=1))
-    result = Truth().collect_result(measured, kept)
+    result = Truth().collect_result(measured, compute_without_cache)
     clean = result.find("changed_purity", noise=0.0)
     assert clean.value == pytest.approx(result.find("purity").value)
     assert clean.low <= clean.value <= clean.high

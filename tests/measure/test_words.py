@@ -1,7 +1,5 @@
-"""Swapped words and the confidence of next words: on a small text, against slow references. The
-task of the next word, against log_softmax by hand. Ridges on frozen features: against explicit
-refits, and few shots of the digits end to end. Prompts that name classes, against one image and one
-prompt at a time.
+"""Swapped words and next words against slow references, few shots against explicit refits, and
+prompts that name classes against one image and one prompt at a time.
 """
 
 import math
@@ -18,7 +16,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import calibration, few_shot, retrieval, routing, word_swaps
+from moecore.measure import few_shot, retrieval, routing, word_swaps
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration, final_tokens
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
@@ -28,6 +26,7 @@ from moecore.measure.few_shot import BIAS, EPSILON, EXPONENTS, FewShot
 from moecore.measure.routing_metrics.expert_roles import read_layers
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
+from moecore.nn import predict
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
@@ -40,15 +39,7 @@ from moecore.tasks.class_task import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
 from moecore.testing import check_measurement
 from tests.data.making import image_classes
-from tests.measure.subjects import (
-    MODELS,
-    built,
-    captioned,
-    compute_without_cache,
-    expert_roles,
-    trained,
-    write_digits,
-)
+from tests.measure.subjects import built, captioned, compute_without_cache, expert_roles
 from tests.measure.test_truth import text_subject
 
 MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
@@ -75,13 +66,14 @@ def subject(tmp_path_factory) -> MeasuredModel:
 
 
 def test_stop_words_and_punctuation_are_spared(subject):
-    vocabulary = read_vocabulary(subject.data.folder, 12)
-    tokens = subject.data.tokens("test")
-    may = {
-        vocabulary[number]
-        for number in tokens[word_swaps.swappable_word_places(tokens, vocabulary)]
-    }
+    vocabulary, tokens = read_vocabulary(subject.data.folder, 12), subject.data.tokens("test")
+    places = word_swaps.swappable_word_places(tokens, vocabulary)
+    may = {vocabulary[number] for number in tokens[places]}
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
+    ciphers = built(LanguageModel(width=8, depth=2, heads=2, span=6), MOE, subject.data, 1.5)
+    ciphers.image = ciphers.image.model_copy(update={"truth": 2})
+    assert WordSwaps.applies(subject) is None
+    assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
 
 
 def test_experts_tell_stop_words(subject):
@@ -90,13 +82,6 @@ def test_experts_tell_stop_words(subject):
     told = read_layers(result)[1].labels["stop_word"]
     assert told.specialisation.labels == 2 and told.specialisation.share > 0.5
     assert result.find("information_stop_word").value > 0.01 and told.p < 0.01
-
-
-def test_in_ciphers_it_is_skipped(subject):
-    ciphers = built(LanguageModel(width=8, depth=2, heads=2, span=6), MOE, subject.data, 1.5)
-    ciphers.image = ciphers.image.model_copy(update={"truth": 2})
-    assert WordSwaps.applies(subject) is None
-    assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
 
 
 def test_an_experts_words_by_hand():
@@ -128,30 +113,24 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
-    places = np.random.default_rng(0).permutation(
-        word_swaps.swappable_word_places(tokens, vocabulary)
-    )
+    places = word_swaps.swappable_word_places(tokens, vocabulary)
+    places = np.random.default_rng(0).permutation(places)
     words = int((tokens != vocabulary.index("<eos>")).sum())
     assert words == 540
     assert found.curve("swapped_words", "percent") == {10: 54, 40: 216}
     swapped = tokens.copy()
     swapped[places[:54]] = vocabulary.index("<unk>")
-    padded = np.concatenate([np.full(6, -1), swapped])
+    padded = [np.concatenate([np.full(6, -1), one]).astype(np.int32) for one in (swapped, tokens)]
     nats, moved = [], []
     for block in range(len(data.test.labels)):
-        both = [padded[None, 6 * block : 6 * block + 12].reshape(1, 2, 6)]
-        clean = np.concatenate([np.full(6, -1), tokens])[None, 6 * block : 6 * block + 12]
-        both.append(clean.reshape(1, 2, 6))
-        (said, routing), (_, before) = (
-            predict_in_batches(model, one.astype(np.int32), 1) for one in both
-        )
+        both = (one[6 * block : 6 * block + 12].reshape(1, 2, 6) for one in padded)
+        (said, routing), (_, before) = (predict_in_batches(model, one, 1) for one in both)
         right = torch.from_numpy(tokens[6 * block + 1 : 6 * block + 7]).long()
-        nats.append(torch.nn.functional.cross_entropy(said[0].double(), right))
+        nats.append(cross_entropy(said[0].double(), right))
         layers = []
         for one, other in zip(routing, before, strict=True):
-            inter = (one.chosen & other.chosen).sum(-1)
-            union = (one.chosen | other.chosen).sum(-1)
-            layers.append(1 - (inter / union).double().mean())
+            common, either = one.chosen & other.chosen, one.chosen | other.chosen
+            layers.append(1 - (common.sum(-1) / either.sum(-1)).double().mean())
         moved.append(torch.stack(layers).mean())
     first, change, lost = (
         found.find(f"swapped_{name}", percent=10) for name in ("nats", "change", "lost")
@@ -168,20 +147,19 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
-    monkeypatch.setattr(calibration, "words_at_once", lambda *_: 17)
+    monkeypatch.setattr(predict, "words_at_once", lambda *_: 17)
     known = final_tokens(subject.model, subject.data.test, 5)
     logits, _ = predict_in_batches(subject.model, subject.data.test.images, 5, routing=False)
     logits, labels = logits.flatten(0, 1), known.labels.flatten()
     _, found = known.answers(1.0, 0.7)
     scaled = logits / 0.7
-    expected = torch.nn.functional.cross_entropy(scaled.double(), labels, reduction="none")
-    torch.testing.assert_close(found.nats.flatten(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        found.squares.flatten(), brier_scores(scaled, labels), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(
-        found.confidence.flatten(), class_confidence(scaled), rtol=1e-5, atol=1e-6
-    )
+    nats = cross_entropy(scaled.double(), labels, reduction="none")
+    for field, expected in (
+        (found.nats, nats),
+        (found.squares, brier_scores(scaled, labels)),
+        (found.confidence, class_confidence(scaled)),
+    ):
+        torch.testing.assert_close(field.flatten(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.hits.flatten(), top1_hits(scaled, labels))
     for beta in (0.3, 2.0):
         expected = float(nll_derivative_by_row(logits.double(), labels, beta).mean())
@@ -254,9 +232,7 @@ def test_the_gradient_is_that_of_torchs_cross_entropy(dtype, smoothing, monkeypa
     torch.testing.assert_close(ours.grad, theirs.grad)
     far = torch.tensor([[[1e4, 0.0, 0.0, 0.0, -1e4]]], requires_grad=True)
     assert float(TASK.loss(far, torch.tensor([[4]])).detach()) == 2e4
-
-
-def test_the_guess_is_the_entropy_of_the_words():
+    # the guess is the entropy of the words
     labels = torch.tensor([[0, 0, 1, 2]])
     wanted = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
     assert math.isclose(TASK.baseline_score(labels), wanted)
@@ -292,28 +268,18 @@ def test_the_penalty_is_that_of_the_least_error_on_images_left_out(width):
             guesses.append(x[place] @ refitted(x[keep], y[keep], 2.0**exponent))
         errors[exponent] = float((torch.stack(guesses) - y).square().mean())
     assert few_shot.choose_ridge_exponent(x, y) == min(errors, key=errors.__getitem__)
-
-
-def test_of_equal_errors_the_largest_penalty_is_taken():
-    x = torch.zeros(4, 2, dtype=torch.float64)
-    assert few_shot.choose_ridge_exponent(x, torch.ones(4, 2, dtype=torch.float64)) == EXPONENTS[-1]
+    flat, ones = torch.zeros(4, 2).double(), torch.ones(4, 2).double()
+    assert few_shot.choose_ridge_exponent(flat, ones) == EXPONENTS[-1], "the largest of equal ones"
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory):
-    data = write_digits(tmp_path_factory.mktemp("few"))
-    return {name: MeasuredModel(trained(data, moe), data) for name, moe in MODELS.items()}
+def results(run):
+    return {name: check_measurement(SETTINGS, subject) for name, subject in run[1].items()}
 
 
-@pytest.fixture(scope="module")
-def results(subjects):
-    return {name: check_measurement(SETTINGS, subject) for name, subject in subjects.items()}
-
-
-def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
+def test_the_score_is_that_of_ridges_fitted_by_hand(run, results):
     """Features from the head's input, standardised by the few-shot set, V-MoE's bias column."""
-    subject = subjects["vit"]
-    model, data = subject.model, subject.data
+    model, data = run[1]["vit"].model, run[1]["vit"].data
     train, test = (
         model.encode(torch.from_numpy(np.array(split.images)).float() / 255)[0][:, 0].detach()
         for split in (data.train, data.test)
@@ -323,9 +289,8 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
     hits = []
     for draw in range(3):
         generator = np.random.default_rng([0, draw])
-        chosen = np.concatenate(
-            [generator.permutation(np.flatnonzero(labels == one))[:3] for one in range(10)]
-        )
+        members = [np.flatnonzero(labels == one) for one in range(10)]
+        chosen = np.concatenate([generator.permutation(rows)[:3] for rows in members])
         few = train[chosen].double()
         mean, scale = few.mean(0), few.std(0, correction=0) + 1e-5
 
@@ -350,16 +315,14 @@ def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
         (skipped,) = found.skipped
         assert skipped.startswith("1000 shots: the smallest class, ")
         assert skipped.endswith(" training images")
-
-
-def test_the_score_with_the_penalty_chosen_on_the_test_split_has_limits(results):
-    for found in results.values():
         assert min(found.curve("few_shot", "shots").values()) > 0.3, "chance is 0.1"
         for value in found.all("few_shot_leaky"):
             assert value.low <= value.value <= value.high
 
 
-def test_draws_are_the_same_for_all_and_nested(subjects):
+def test_draws_are_the_same_for_all_and_nested(run):
+    """One draw has no interval."""
+    subjects = run[1]
     sets = [few_shot.draw_shots(subject, 4, 2, 1) for subject in subjects.values()]
     assert np.array_equal(*sets)
     labels = subjects["vit"].data.train.labels
@@ -367,9 +330,6 @@ def test_draws_are_the_same_for_all_and_nested(subjects):
     assert len(np.unique(sets[0])) == 40
     assert np.array_equal(few_shot.draw_shots(subjects["vit"], 2, 2, 1), sets[0][:, :2])
     assert not np.array_equal(few_shot.draw_shots(subjects["vit"], 4, 2, 0), sets[0])
-
-
-def test_one_draw_has_no_interval(subjects):
     found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)
     (value,) = found.all("few_shot")
     assert value.interval.limits is None and value.value > 0.1
@@ -429,20 +389,17 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     assert {row["unknown"] for row in rows} == {1}  # "picture"
 
 
-def test_other_words_for_the_classes(mosaics):
-    digits = tuple(str(number) for number in range(10))
-    source = Digits(test_limit=40)
-    plain = ZeroShot(source=source, templates=("{}",))
-    turned = ZeroShot(source=source, templates=("{}",), names=digits[::-1])
-    results = [one.collect_result(mosaics, compute_without_cache) for one in (plain, turned)]
-    counts = [[row["images"] for row in result.facts["classes"]] for result in results]
-    assert counts[0] == counts[1]
-    assert [row["name"] for row in results[1].facts["classes"]] == list(digits[::-1])
-    before, after = (result.find("zero_shot_accuracy").items for result in results)
-    assert before != after
-
-
-def test_few_classes_have_no_five_nearest(mosaics, tmp_path):
+def test_other_words_for_the_classes(mosaics, tmp_path):
+    """A few classes have no five nearest."""
+    names = tuple(str(number) for number in reversed(range(10)))
+    plain = ZeroShot(source=DIGITS, templates=("{}",))
+    turned = plain.model_copy(update={"names": names})
+    before, after = (one.collect_result(mosaics, compute_without_cache) for one in (plain, turned))
+    rows = zip(before.facts["classes"], after.facts["classes"], strict=True)
+    assert all(one["images"] == other["images"] for one, other in rows)
+    assert tuple(row["name"] for row in after.facts["classes"]) == names
+    metric = "zero_shot_accuracy"
+    assert before.find(metric).items != after.find(metric).items
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12), mode="L")
     source = {"kind": "image_folder", "root": str(tmp_path), "size": 8, "channels": 1}
     found = ZeroShot(source=source).collect_result(mosaics, compute_without_cache)

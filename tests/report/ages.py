@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from moecore.measure.attack_audit import ScoresAtEpsilon
 
 from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
@@ -14,6 +13,7 @@ from moecore.measure.probes.region_experts_on_new_data import (
     RegionExperts,
     TissueAgreement,
 )
+from moecore.measure.under_attack.audit import ScoresAtEpsilon
 from moecore.measure.values import Found, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression

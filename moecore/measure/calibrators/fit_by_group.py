@@ -4,22 +4,46 @@ N predictions, in the target's unit (years).
 """
 
 import warnings
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
+from pydantic import Field
 
 from moecore.core.files import UserError
+from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
 
 Fit = TypeVar("Fit")
 
 
-class FitsByGroup(NamedTuple, Generic[Fit]):
-    """Fits of all pairs and of groups."""
+class FittedNumbers(FittedCalibrator, ABC):
+    """The fits of a number calibrator: one of all pairs, and one of each group that allows one."""
 
-    pooled: Fit
-    groups: dict[str, Fit]
-    fallbacks: dict[str, str]  # group without a fit → reason
+    fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
+    pooled: Any
+    groups: dict[str, Any]
+    fallbacks: dict[str, str]  # group without a fit → the reason
+
+    def used(self, groups: Sequence[str]) -> list[str]:
+        """Return the fit that corrects each prediction: its group, or ``pooled``."""
+        return [group if group in self.groups else POOLED for group in groups]
+
+
+class NumberCalibrator(Calibrator, ABC):
+    """A calibrator of ages, fitted to predictions of training images."""
+
+    predicts: ClassVar[Literal["numbers"]] = "numbers"
+    tasks: ClassVar[tuple[str, ...]] = ("regression",)
+
+    fit_on: FitOn = Field(
+        "train", description="out_of_fold: training images, predicted by models of other folds."
+    )
+
+    @property
+    def split(self) -> FitOn:
+        """Return the split whose predictions it is fitted to."""
+        return self.fit_on
 
 
 class NoFitError(ValueError):
@@ -32,8 +56,8 @@ def fit_by_group(
     groups: Sequence[str] | None,
     fit: Callable[[np.ndarray, np.ndarray], Fit],
     name: str,
-) -> FitsByGroup[Fit]:
-    """Return the fit of all pairs and of each group; "" is no group.
+) -> dict[str, Any]:
+    """Return the fields ``pooled``, ``groups`` and ``fallbacks``; the group "" is no group.
 
     fit: of predictions (N,) and labels (N,); may raise NoFitError. A group without a fit uses the
     fit of all, with a warning. name: such as "linear, fitted on train".
@@ -62,7 +86,7 @@ def fit_by_group(
             warnings.warn(
                 f"calibrate: the group {group!r} gets the pooled line: {reason}", stacklevel=3
             )
-    return FitsByGroup(pooled, fits, fallbacks)
+    return {"pooled": pooled, "groups": fits, "fallbacks": fallbacks}
 
 
 def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:

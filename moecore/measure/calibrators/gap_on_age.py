@@ -18,9 +18,11 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
+from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.measure.calibrators.fit_by_group import (
+    FittedNumbers,
     NoFitError,
+    NumberCalibrator,
     check_ages_vary,
     check_finite,
     fit_by_group,
@@ -41,13 +43,12 @@ class FittedGap(Config):
         return Polynomial(self.coefficients)(ages)
 
 
-class FittedGapOnAge(FittedCalibrator):
+class FittedGapOnAge(FittedNumbers):
     """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
 
     kind: Literal["gap_on_age"] = "gap_on_age"
-    fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
     pooled: FittedGap = Field(
         description="The curve of all pairs; also used for groups without a curve."
     )
@@ -86,28 +87,14 @@ class FittedGapOnAge(FittedCalibrator):
         gaps = [curve.expected_gap(age) for curve, age in zip(curves, ages, strict=True)]
         return predictions - np.array(gaps, np.float64)
 
-    def used(self, groups: Sequence[str]) -> list[str]:
-        """Return the curve that corrects each prediction: its group, or ``pooled``."""
-        return [group if group in self.groups else POOLED for group in groups]
 
-
-class GapOnAge(Calibrator):
+class GapOnAge(NumberCalibrator):
     """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
 
-    predicts: ClassVar[Literal["numbers"]] = "numbers"
-    tasks: ClassVar[tuple[str, ...]] = ("regression",)
     fitted: ClassVar[type[FittedCalibrator]] = FittedGapOnAge
 
     kind: Literal["gap_on_age"] = "gap_on_age"
     degree: Literal[1, 2] = Field(1, description="1: a line in age; 2: a parabola.")
-    fit_on: FitOn = Field(
-        "train", description="out_of_fold: training images, predicted by models of other folds."
-    )
-
-    @property
-    def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
-        return self.fit_on
 
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
@@ -128,7 +115,7 @@ class GapOnAge(Calibrator):
         """
         name = f"gap_on_age, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self._fit_curve, name)
-        return FittedGapOnAge(fit_on=self.fit_on, **fits._asdict())
+        return FittedGapOnAge(fit_on=self.fit_on, **fits)
 
     def _fit_curve(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
         check_ages_vary(ages, self.degree + 2)

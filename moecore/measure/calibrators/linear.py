@@ -14,9 +14,11 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from moecore.core.config import Config
-from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
+from moecore.measure.calibrators.base import FittedCalibrator
 from moecore.measure.calibrators.fit_by_group import (
+    FittedNumbers,
     NoFitError,
+    NumberCalibrator,
     check_ages_vary,
     check_finite,
     fit_by_group,
@@ -47,11 +49,10 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(FittedCalibrator):
+class FittedLinear(FittedNumbers):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
-    fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
     pooled: FittedLine = Field(
         description="The line of all pairs; also used for groups without a line."
     )
@@ -78,30 +79,16 @@ class FittedLinear(FittedCalibrator):
         inverted = [line.invert(value) for line, value in zip(lines, predictions, strict=True)]
         return np.array(inverted, np.float64)
 
-    def used(self, groups: Sequence[str]) -> list[str]:
-        """Return the line that corrects each prediction: its group, or ``pooled``."""
-        return [group if group in self.groups else POOLED for group in groups]
 
-
-class Linear(Calibrator):
+class Linear(NumberCalibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
-    predicts: ClassVar[Literal["numbers"]] = "numbers"
-    tasks: ClassVar[tuple[str, ...]] = ("regression",)
     fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
 
     kind: Literal["linear"] = "linear"
-    fit_on: FitOn = Field(
-        "train", description="out_of_fold: training images, predicted by models of other folds."
-    )
     min_slope: float = Field(
         0.1, gt=0, lt=1, description="Smallest |b| allowed, as errors are divided by it."
     )
-
-    @property
-    def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
-        return self.fit_on
 
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
@@ -123,25 +110,19 @@ class Linear(Calibrator):
         """
         name = f"linear, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self._fit_line, name)
-        return FittedLinear(fit_on=self.fit_on, **fits._asdict())
+        return FittedLinear(fit_on=self.fit_on, **fits)
 
     def _fit_line(self, predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
         check_ages_vary(targets, 3)
-        line = _least_squares(predictions, targets) if np.ptp(predictions) else None
-        slope = line.slope if line else 0.0
-        if line is None or abs(slope) < self.min_slope:
+        slope = 0.0
+        if np.ptp(predictions):
+            # Around the means, which avoids cancellation if ages are far from 0.
+            centre = targets - targets.mean()
+            slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
+        if abs(slope) < self.min_slope:
             raise NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions depend little on age; train longer)"
             )
-        return line
-
-
-def _least_squares(predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
-    """Return the least-squares line of ŷ on y."""
-    # Around the means, which avoids cancellation if ages are far from 0.
-    centre = targets - targets.mean()
-    slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
-    return FittedLine(
-        intercept=float(predictions.mean() - slope * targets.mean()), slope=slope, n=len(targets)
-    )
+        intercept = float(predictions.mean() - slope * targets.mean())
+        return FittedLine(intercept=intercept, slope=slope, n=len(targets))

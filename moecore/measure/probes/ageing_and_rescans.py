@@ -90,10 +90,7 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
 
 
 def measure_simulated_rescans(
-    model: Model,
-    people: UnseenPeopleSimulator,
-    ages: Sequence[float] | np.ndarray,
-    batch: int,
+    model: Model, people: UnseenPeopleSimulator, ages: Sequence[float] | np.ndarray, batch: int
 ) -> tuple[Interval, Interval]:
     """Return the mean absolute difference of two scans of a person, at one site and at two.
 

@@ -124,10 +124,7 @@ def model_and_probe_errors(
 def tissue_error_differences(
     tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
 ) -> dict[tuple[str, str], Interval]:
-    """Return (tissue, previous tissue) → additional error of the probe, paired over volumes.
-
-    {} if a tissue is missing.
-    """
+    """Return (tissue, previous tissue) → the probe's additional error; {} if a tissue lacks."""
     if any(name not in tissues for name in ORDER):
         return {}
     return {

@@ -80,35 +80,29 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     cube_tissues, first = cube_tissues[is_included], first[is_included]
     has_tissue = cube_tissues != NONE
     number = has_tissue.sum(axis=1)
-    is_own = cube_tissues[..., None] == tissues  # (N, P, R)
+    is_own = cube_tissues[..., None] == tissues  # (N, P, R), one-hot or 0, as is_first
     is_first = (first[..., None] == tissues) & has_tissue[..., None]
     right = (is_own & is_first).sum(axis=(1, 2)) / number
     rates = is_own.sum(axis=1) / number[:, None]
     permuted = (is_first.sum(axis=1) / number[:, None] * rates).sum(axis=1)
+    # How often a cube's first is the own of other people's cubes at the same place: mean over
+    # people of the share of pairs of cubes with tissue.
+    other_cubes = is_own.sum(axis=0) - is_own
+    same = (other_cubes * is_first).sum(axis=(1, 2))
+    pairs = (other_cubes.sum(axis=-1) * is_first.any(axis=-1)).sum(axis=1)
+    has_pairs = pairs > 0
+    same_place = None
+    if has_pairs.any():
+        same_place = float((same[has_pairs] / pairs[has_pairs]).mean())
     return TissueAgreement(
         people=len(cube_tissues),
         cubes=int(number.sum()),
         agreement=mean_over_people(right, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
-        same_place=cross_person_place_accuracy(is_own, is_first),
+        same_place=same_place,
         over_chance=mean_over_people(right - permuted, -1.0),
     )
-
-
-def cross_person_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
-    """Return how often a cube's first is the own of other people's cubes at the same place.
-
-    Mean over people of the share of pairs of cubes with tissue; None without pairs. is_own,
-    is_first: bool (N, P, R), one-hot or 0.
-    """
-    other_cubes = is_own.sum(axis=0) - is_own
-    right = (other_cubes * is_first).sum(axis=(1, 2))
-    pairs = (other_cubes.sum(axis=-1) * is_first.any(axis=-1)).sum(axis=1)
-    has_pairs = pairs > 0
-    if has_pairs.any():
-        return float((right[has_pairs] / pairs[has_pairs]).mean())
-    return None
 
 
 def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Interval:
@@ -117,7 +111,7 @@ def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Int
     Over a person's cubes, 0 if either is constant; mean over people.
     """
     values = []
-    for amounts, scores in zip(routed_cubes.amounts, routed_cubes.scores, strict=True):
+    for amounts, scores in zip(*routed_cubes, strict=True):
         total = amounts.sum(axis=-1)
         has_tissue = total > 0
         share = amounts[has_tissue, tissue] / total[has_tissue]
@@ -135,7 +129,8 @@ def mean_over_people(values: np.ndarray, lowest: float) -> Interval:
 
 FIRST_SEED = 10**12  # of the other generator's people, above the seeds of every cohort
 SHARES = (0.25, 0.5, 0.75)  # remaining voxels of the second tissue
-Filter = Callable[[np.ndarray], np.ndarray]  # a person's shares (R, D, H, W) → remaining shares
+# number of a person, and the shares (R, D, H, W) → remaining shares
+Filter = Callable[[int, np.ndarray], np.ndarray]
 
 
 class RegionGeneralisationSettings(Config):
@@ -257,59 +252,47 @@ def measure_tissue_routing(
     )
 
 
-def one_tissue_filter(tissue: int) -> Callable[[int], Filter]:
-    """Return a filter of each person that leaves one tissue, as in training."""
+def one_tissue_filter(tissue: int) -> Filter:
+    """Return a filter that leaves one tissue, as in training."""
 
-    def mask(shares: np.ndarray) -> np.ndarray:
+    def mask(person: int, shares: np.ndarray) -> np.ndarray:
         remaining = np.zeros_like(shares)
         remaining[tissue] = shares[tissue]
         return remaining
 
-    return lambda person: mask
+    return mask
 
 
-def tissue_mixture_filter(
-    complete: int, thinned: int, share: float, seed: int
-) -> Callable[[int], Filter]:
-    """Return a filter of each person that leaves ``complete``, and a share of ``thinned``'s voxels.
+def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) -> Filter:
+    """Return a filter that leaves ``complete``, and a share of ``thinned``'s voxels.
 
     Each voxel draws one number: a larger share includes the voxels of a smaller one.
     """
 
-    def of_person(person: int) -> Filter:
-        def mask(shares: np.ndarray) -> np.ndarray:
-            number = np.random.default_rng([seed, person]).random(shares.shape[1:])
-            remaining = np.zeros_like(shares)
-            remaining[complete] = shares[complete]
-            remaining[thinned] = shares[thinned] * (number < share)
-            return remaining
+    def mask(person: int, shares: np.ndarray) -> np.ndarray:
+        number = np.random.default_rng([seed, person]).random(shares.shape[1:])
+        remaining = np.zeros_like(shares)
+        remaining[complete] = shares[complete]
+        remaining[thinned] = shares[thinned] * (number < share)
+        return remaining
 
-        return mask
-
-    return of_person
+    return mask
 
 
 def route_tissue_masked_volumes(
-    model: Model, scans: VolumesAndTissues, mask: Callable[[int], Filter] | None, batch: int
+    model: Model, scans: VolumesAndTissues, mask: Filter | None, batch: int
 ) -> RoutedCubes:
-    """Route volumes with some tissue masked; mask: number of a person → filter; None: no mask."""
+    """Route volumes, with some tissue masked unless ``mask`` is None."""
+    layout = model.layout
     parts = []
     for start in range(0, len(scans.images), batch):
         images = scans.images[start : start + batch]
         shares = scans.shares[start : start + batch]
         if mask is not None:
-            rows = enumerate(shares, start)
-            shares = np.stack([mask(number)(row) for number, row in rows])
+            shares = np.stack([mask(person, row) for person, row in enumerate(shares, start)])
             total = shares.sum(axis=1, dtype=np.int64).clip(max=255).astype(np.uint8)
             images = keep_only_tissue(torch.from_numpy(images), torch.from_numpy(total)).numpy()
-        parts.append(route_scans(model, VolumesAndTissues(images, shares), batch))
+        _, records = predict_in_batches(model, images, batch)
+        scores = records[-1].logits[:, layout.special :, : shares.shape[1]].double().numpy()
+        parts.append((tissue_sums_by_cube(shares * (images > 0), layout.grid), scores))
     return RoutedCubes(*(np.concatenate(field) for field in zip(*parts, strict=True)))
-
-
-def route_scans(model: Model, scans: VolumesAndTissues, batch: int) -> RoutedCubes:
-    """Return amounts and scores of volumes."""
-    _, records = predict_in_batches(model, scans.images, batch)
-    layout = model.layout
-    scores = records[-1].logits[:, layout.special :, : scans.shares.shape[1]]
-    inside = scans.shares * (scans.images > 0)
-    return RoutedCubes(tissue_sums_by_cube(inside, layout.grid), scores.double().numpy())

@@ -21,7 +21,7 @@ from moecore.statistics.intervals import Interval
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.papers import PIPELINES
 from moecore.study.sections import Comparison, Phase
-from moecore.study.settings import format_error_line, validate_whole
+from moecore.study.settings import validate_whole
 
 QUESTIONS_FILE = PIPELINES / "answers.yaml"
 ANSWERS_PAGE = Path("docs/answers.md")
@@ -148,7 +148,7 @@ def find_answers(
             place = ("questions", index, "evidence", number)
             comparison = f"found {evidence.metric} of {evidence.method} against {evidence.against}"
             allowed = f"a claim or question that {evidence.study} has answered"
-            raise UserError(format_error_line(document, place, f"{comparison}; allowed: {allowed}"))
+            raise document.error(place, f"{comparison}; allowed: {allowed}")
         cited.append(answer)
     return cited
 

@@ -12,13 +12,10 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
-from moecore.measure.cohort_checks import (
-    CohortChecks,
-    put_region_experts,
-    region_skip_reasons,
-)
+from moecore.measure.cohort_checks import CohortChecks, put_region_experts
 from moecore.measure.probes.region_experts_on_new_data import (
     FIRST_SEED,
+    RegionExperts,
     RegionGeneralisationSettings,
     RoutedCubes,
     VolumesAndTissues,
@@ -40,9 +37,7 @@ TISSUES = ("wm", "gm", "csf")
 
 
 class ByBrightness(nn.Module):
-    """The expert of a tissue likes cubes as bright as that tissue; the free one likes them all, and
-    so do all experts the special token. Two experts a token.
-    """
+    """The expert of a tissue likes cubes as bright as that tissue; the free one likes them all."""
 
     layout = TokenLayout(1, (4, 4, 4), (16, 16, 16))
 
@@ -108,12 +103,6 @@ def test_agreement_against_loops_over_all_orders(seed):
     assert found.agreement.low <= found.agreement.value <= found.agreement.high <= 1
 
 
-def test_several_sorts_of_volumes_are_one_set_of_cubes():
-    one, other = drawn(0), drawn(1)
-    joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert cube_tissue_agreement([one, other]) == cube_tissue_agreement([joined])
-
-
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
@@ -121,20 +110,21 @@ def test_an_expert_for_everything_is_no_better_than_chance():
     assert found.over_chance.value == pytest.approx(0)
     assert found.agreement.value == pytest.approx(found.permuted)
     right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
-    assert right.agreement.value == 1
-    assert right.agreement.high == 1
+    assert right.agreement.value == right.agreement.high == 1
 
 
 def test_who_holds_no_tissue_is_left_out():
+    """Several sorts of volumes are one set of cubes."""
+    one, other = drawn(0), drawn(1)
+    joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
+    assert cube_tissue_agreement([one, other]) == cube_tissue_agreement([joined])
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
     assert cube_tissue_agreement([cubes]) == cube_tissue_agreement([without])
-    (alone,) = [RoutedCubes(cubes.amounts[:1], cubes.scores[:1])]
-    one = cube_tissue_agreement([alone])
-    assert one.same_place is None
-    assert one.agreement.low is None
+    alone = cube_tissue_agreement([RoutedCubes(cubes.amounts[:1], cubes.scores[:1])])
+    assert alone.same_place is alone.agreement.low is None
 
 
 def test_correlation_is_spearmans_over_the_cubes_of_a_person():
@@ -161,19 +151,17 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5)(shares)
-    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5)(shares)
+    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5, shares)
+    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5, shares)
     for left, found in ((0.25, little), (0.75, much)):
-        assert (found[0] == shares[0]).all()
-        assert (found[1] == 0).all()
+        assert (found[0] == shares[0]).all() and (found[1] == 0).all()
         some = found[2] > 0
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=3)(6)(shares)), (
-        "people differ"
-    )
-    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=4)(5)(shares))
+    for seed, person in ((3, 6), (4, 5)):
+        other = tissue_mixture_filter(0, 2, 0.25, seed=seed)(person, shares)
+        assert not np.array_equal(little, other)
 
 
 def test_what_is_left_is_what_the_model_sees():
@@ -188,15 +176,14 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    found = route_tissue_masked_volumes(
-        Watching(), VolumesAndTissues(images, shares), one_tissue_filter(1), 3
-    )
+    scans = VolumesAndTissues(images, shares)
+    found = route_tissue_masked_volumes(Watching(), scans, one_tissue_filter(1), 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = route_tissue_masked_volumes(Watching(), VolumesAndTissues(images, shares), None, 3)
+    whole = route_tissue_masked_volumes(Watching(), scans, None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -206,60 +193,41 @@ def cohort(tmp_path_factory) -> Prepared:
     return balls(tmp_path_factory.mktemp("balls"))
 
 
+def measured(cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
+    settings = RegionGeneralisationSettings(volumes=6)
+    routed = ByBrightness(**model)
+    return measure_generalisation(routed, cohort, tissues, settings, (20, 90), 0, batch)
+
+
 def test_experts_that_know_their_tissue(cohort):
-    found = measure_generalisation(
-        ByBrightness(), cohort, TISSUES, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
-    )
+    found = measured(cohort)
     assert found.other is None, "the balls have 16³ voxels"
-    assert found.test.isolated.agreement.value == 1
-    assert found.test.isolated.over_chance.low > 0.5
-    assert found.test.whole.people == 6
-    assert found.test.whole.agreement.value > 0.9
-    assert found.test.whole.over_chance.low > 0
+    isolated, whole = found.test.isolated, found.test.whole
+    assert isolated.agreement.value == 1 and isolated.over_chance.low > 0.5
+    assert whole.people == 6 and whole.agreement.value > 0.9 and whole.over_chance.low > 0
     assert found.mixed.over_chance.low > 0
     assert set(found.test.correlation) == set(TISSUES)
     assert len(found.mixtures) == 6 * 3
     assert {key[:2] for key in found.mixtures} == set(permutations(TISSUES, 2))
     assert found.mixed.cubes == sum(one.cubes for one in found.mixtures.values())
+    assert found == measured(cohort, batch=4)
 
 
 def test_the_order_of_names_is_the_order_of_experts(cohort):
     turned = ("csf", "wm")
-    model = ByBrightness((GREY["csf"], GREY["wm"]))
-    found = measure_generalisation(
-        model, cohort, turned, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
-    )
+    greys = (GREY["csf"], GREY["wm"])
+    found = measured(cohort, turned, greys=greys)
     assert found.test.isolated.agreement.value == 1
     assert {key[:2] for key in found.mixtures} == set(permutations(turned))
-    one = measure_generalisation(
-        model, cohort, ("csf",), RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
-    )
+    one = measured(cohort, ("csf",), greys=greys)
     assert one.mixed is None and one.mixtures == {}
-
-
-def test_no_result_depends_on_the_batch(cohort):
-    settings = RegionGeneralisationSettings(volumes=5)
-    one, other = (
-        measure_generalisation(
-            ByBrightness(),
-            cohort,
-            TISSUES,
-            settings,
-            (20, 90),
-            0,
-            batch,
-        )
-        for batch in (1, 4)
-    )
-    assert one == other
 
 
 def test_a_volume_of_each_participant(tmp_path):
     data = write_cohort(tmp_path)  # the first participant has two of the 40
     assert len(select_scans(data, TISSUES, 100).images) == 39
     few = select_scans(data, ("csf",), 3)
-    assert few.images.shape == (3, 1, 16, 16, 16)
-    assert few.shares.shape == (3, 1, 16, 16, 16)
+    assert few.images.shape == few.shares.shape == (3, 1, 16, 16, 16)
     np.testing.assert_array_equal(few.images[0], data.test.images[0])
 
 
@@ -269,27 +237,27 @@ def test_people_of_the_other_generator():
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
     again = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    assert not np.array_equal(
-        simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2).images, found.images
-    )
+    other = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2)
+    assert not np.array_equal(other.images, found.images)
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
 
 def test_who_is_not_tried_and_why(cohort):
     settings = CohortChecks()
 
-    def tried(subject: MeasuredModel) -> list[str]:
+    def tried(subject: MeasuredModel) -> tuple[set[str], dict[str, str]]:
         out = Values(settings.metrics, cohort.task, compute_without_cache)
+        out.facts["not_checked"] = {}
         put_region_experts(subject, settings, out)
-        return [value.metric for value in out.values]
+        return {value.metric for value in out.values}, out.facts["not_checked"]
 
     dense = MeasuredModel(ByBrightness(), cohort)
-    assert tried(dense) == []
-    assert "no region experts" in region_skip_reasons(dense)["generalisation"]
+    metrics, reasons = tried(dense)
+    assert not metrics and "no region experts" in reasons["generalisation"]
     named = dense._replace(regions=TISSUES)
-    assert list(region_skip_reasons(named)) == ["other generator"]
-    assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < set(tried(named))
+    metrics, reasons = tried(named)
+    assert list(reasons) == ["other generator"]
+    assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < metrics
     bare = SimpleNamespace(card=cohort.card | {"regions": []})
-    unmapped = named._replace(data=bare)
-    assert tried(unmapped) == []
-    assert "no tissue maps" in region_skip_reasons(unmapped)["generalisation"]
+    metrics, reasons = tried(named._replace(data=bare))
+    assert not metrics and "no tissue maps" in reasons["generalisation"]

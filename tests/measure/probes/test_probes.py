@@ -67,26 +67,20 @@ def test_against_the_normal_equations():
     means = {tried: np.abs(found - others[1]).mean() for tried, found in errors.items()}
     assert penalty == min(means, key=means.get)
     np.testing.assert_allclose(probe.predict(others[0]), errors[penalty], rtol=1e-9)
-
-
-def test_features_that_do_not_vary_say_the_mean_age():
+    # features that do not vary say the mean age
     ages = np.array([20.0, 30.0, 70.0])
     probe, penalty = fit_ridge_probe((np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2]))
-    assert (
-        probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40]) and penalty == PENALTIES[-1]
-    )
+    assert probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40])
+    assert penalty == PENALTIES[-1]
 
 
 def test_every_tissue_has_its_own_map():
     # Half of the voxels hold a tissue that is 0.2 bright, a quarter one of 0.4, a quarter one of
     # 0.8: their means are what is left of each.
     volumes = np.full((3, 1, 2, 2, 2), 0.2, np.float16)
-    volumes[:, 0, 1, 0] = 0.4
-    volumes[:, 0, 1, 1] = 0.8
+    volumes[:, 0, 1, 0], volumes[:, 0, 1, 1] = 0.4, 0.8
     regions = np.zeros((3, 3, 2, 2, 2), np.uint8)
-    regions[:, 0, 0] = 255
-    regions[:, 1, 1, 0] = 255
-    regions[:, 2, 1, 1] = 255
+    regions[:, 0, 0] = regions[:, 1, 1, 0] = regions[:, 2, 1, 1] = 255
     test = SimpleNamespace(images=volumes, labels=np.zeros(3))
     data = SimpleNamespace(test=test, regions=lambda split: regions)
     for region, age in enumerate((20, 40, 80)):
@@ -95,18 +89,13 @@ def test_every_tissue_has_its_own_map():
 
 
 def test_an_offset_does_not_count_for_the_probe(cohort):
-    places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
-    found = {
-        name: [
-            np.mean(errors)
-            for errors in model_and_probe_errors(Brightness(), cohort, place, 16, 256)
-        ]
-        for name, place in places.items()
-    }
+    whole, white = (
+        [errors.mean() for errors in model_and_probe_errors(Brightness(), cohort, place, 16, 256)]
+        for place in (None, 0)
+    )
     # a third of the brightness is 40 years too young, and as good a measure
-    assert found["wm"][0] > 30
-    assert found["wm"][1] < 3
-    assert found["wm"][1] == pytest.approx(found["whole"][1], rel=0.02)
+    assert white[0] > 30 and white[1] < 3
+    assert white[1] == pytest.approx(whole[1], rel=0.02)
 
 
 def test_each_split_has_its_part_in_the_probe(cohort):
@@ -124,10 +113,11 @@ def test_each_split_has_its_part_in_the_probe(cohort):
         lines[penalty] = lambda given, slope=slope: (
             train.ages.mean() + slope * (given - centre) / spread
         )
-    best = min(
-        lines,
-        key=lambda penalty: np.abs(lines[penalty](validation.predicted) - validation.ages).mean(),
-    )
+    errors = {
+        penalty: np.abs(line(validation.predicted) - validation.ages).mean()
+        for penalty, line in lines.items()
+    }
+    best = min(lines, key=errors.get)
     by_hand = np.abs(lines[best](test.predicted) - test.ages)
     np.testing.assert_allclose(found.probe, by_hand, rtol=1e-9)
     np.testing.assert_allclose(found.raw, np.abs(test.predicted - test.ages))
@@ -142,42 +132,27 @@ def test_few_volumes_are_spread_over_the_split(cohort):
     np.testing.assert_allclose(few.predicted, [whole[age] / 3 for age in few.ages], rtol=2e-3)
 
 
-def errors(*probe: float) -> ModelAndProbeErrors:
-    return ModelAndProbeErrors(np.array(probe), np.array(probe))
-
-
 def test_tissues_are_compared_on_the_same_volumes():
-    tissues = {
-        "whole": errors(0, 0, 0, 0),
-        "wm": errors(5, 6, 7, 8),
-        "gm": errors(4, 5, 6, 7),
-        "csf": errors(6, 6, 6, 6),
-    }
+    errors = {"wm": [5, 6, 7, 8], "gm": [4, 5, 6, 7], "csf": [6, 6, 6, 6]}
+    tissues = {name: ModelAndProbeErrors(*[np.array(row)] * 2) for name, row in errors.items()}
     found = tissue_error_differences(tissues)
     assert list(found) == [("gm", "csf"), ("wm", "gm")]
     first = found["gm", "csf"]
-    assert first.value == -0.5
-    assert first.low < -0.5 < first.high < 1.5
+    assert first.low < first.value == -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert found["wm", "gm"] == (1.0, 1.0, 1.0)
-    assert tissue_error_differences({"whole": tissues["whole"]}) == {}
+    assert tissue_error_differences({"wm": tissues["wm"]}) == {}
 
 
-def test_steps_that_rise():
+def test_rising_steps_and_rank_correlations():
     # 5 of 6: the second subject's last step falls; standing still is no rise.
     assert rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == pytest.approx(5 / 6)
     assert rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
-
-
-def test_rank_correlations_are_spearmans():
-    predictions = np.array(
-        [[1.0, 4, 9, 16], [4, 3, 2, 1], [1, 1, 2, 2], [5, 5, 5, 5], [2, 1, 4, 3]]
-    )
-    found = rank_correlations([20, 40, 60, 90], predictions)
-    assert found[:2] == pytest.approx([1, -1])
-    assert found[3] == 0
-    assert found[4] == pytest.approx(0.6)  # 1 − 6·4/(4·15)
-    assert found[2] == pytest.approx(spearmanr([20, 40, 60, 90], predictions[2]).statistic)
+    ages, tied = [20, 40, 60, 90], [1, 1, 2, 2]
+    predictions = np.array([[1.0, 4, 9, 16], [4, 3, 2, 1], tied, [5, 5, 5, 5], [2, 1, 4, 3]])
+    # the last: 1 − 6·4/(4·15)
+    expected = [1, -1, spearmanr(ages, tied).statistic, 0, 0.6]
+    assert rank_correlations(ages, predictions) == pytest.approx(expected)
 
 
 def test_only_age_changes_when_a_subject_is_aged():
@@ -193,8 +168,7 @@ def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
     same, other = measure_simulated_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2)
-    assert same.value == pytest.approx(0.1, abs=1e-4)
-    assert other.value == pytest.approx(10.1, abs=1e-4)
+    assert (same.value, other.value) == pytest.approx((0.1, 10.1), abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
     assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0), (1, 1)}
     # other people than those who are aged

@@ -4,7 +4,7 @@ the audit: it holds where nothing is wrong, and not where that very thing is.
 
 import pytest
 import torch
-from moecore.measure.attack_audit import (
+from moecore.measure.under_attack.audit import (
     AttackRow,
     AuditLine,
     AuditSettings,
@@ -26,7 +26,7 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.measure import attack_audit as module
+from moecore.measure.under_attack import audit as attack_audit as module
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
 from tests.attacks.test_target import Regressor
