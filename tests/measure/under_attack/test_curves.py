@@ -4,6 +4,12 @@ the audit: it holds where nothing is wrong, and not where that very thing is.
 
 import pytest
 import torch
+
+from moecore.attacks.apgd import Apgd
+from moecore.attacks.attack_setup import Target
+from moecore.attacks.fgsm import Fgsm
+from moecore.attacks.pgd import Pgd
+from moecore.measure.under_attack import audit as module
 from moecore.measure.under_attack.audit import (
     AttackRow,
     AuditLine,
@@ -21,12 +27,6 @@ from moecore.measure.under_attack.audit import (
     run_audit,
     worst_case,
 )
-
-from moecore.attacks.apgd import Apgd
-from moecore.attacks.attack_setup import Target
-from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.pgd import Pgd
-from moecore.measure.under_attack import audit as attack_audit as module
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
 from tests.attacks.test_target import Regressor
