@@ -208,7 +208,7 @@ def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -
     printed = NumberFormat.of(form, [interval])
     text = printed.difference(interval.value)
     text = f"**{text}**" if entry["p_holm"] < LEVEL else text
-    return f"{text} [{printed.difference_limits(interval)}] {link_to_study(study)}"
+    return f"{text} [{printed.difference_limits(interval)}], {link_to_study(study)}"
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
