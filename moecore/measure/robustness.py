@@ -16,14 +16,7 @@ from moecore.attacks.base import Attack
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.surroundings import Misfits, Surroundings
-from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.routing_metrics.layer_metrics import (
-    changes_by_image,
-    choice_iou,
-    processing_change_by_layer,
-    routing_change_by_layer,
-)
-from moecore.measure.under_attack.audit import (
+from moecore.measure.attack_audit import (
     AttackRow,
     AuditSettings,
     Curve,
@@ -31,6 +24,13 @@ from moecore.measure.under_attack.audit import (
     attack_gallery,
     run_audit,
     worst_case,
+)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
+from moecore.measure.routing_metrics.layer_metrics import (
+    changes_by_image,
+    choice_iou,
+    processing_change_by_layer,
+    routing_change_by_layer,
 )
 from moecore.measure.values import SCORE, Metric, OnPage, PartStore, Place, Values
 from moecore.statistics.intervals import Interval

@@ -17,6 +17,12 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
 )
+from moecore.measure.attack_audit import (
+    AttackedGallery,
+    AuditLine,
+    ScoresAtEpsilon,
+    worst_case,
+)
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     encode_expert_overlays,
@@ -36,12 +42,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.under_attack.audit import (
-    AttackedGallery,
-    AuditLine,
-    ScoresAtEpsilon,
-    worst_case,
-)
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.typed_results import Measured
 from moecore.study.stages import MEASURED_STAGES
