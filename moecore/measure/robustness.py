@@ -17,6 +17,8 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.routing_records import RoutingRecord
+from moecore.measure import attack_audit
+from moecore.measure.attack_audit import AttackRow, AuditSettings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
@@ -24,8 +26,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
     processing_change_by_layer,
     routing_change_by_layer,
 )
-from moecore.measure.under_attack import audit as attack_audit
-from moecore.measure.under_attack.audit import AttackRow, AuditSettings
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task

@@ -17,8 +17,8 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
+from moecore.measure.attack_audit import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.measure.base import SEED, MeasuredPart, PartStore
-from moecore.measure.under_attack.audit import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.measure.values import SCORE, Found, Metric, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Interval

@@ -6,9 +6,9 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
 from moecore.measure import robustness as module
+from moecore.measure.attack_audit import AttackedGallery
 from moecore.measure.base import read_result
 from moecore.measure.robustness import Robustness, check_attack_settings, target_on_drawn_images
-from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import robustness as stage

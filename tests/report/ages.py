@@ -7,13 +7,13 @@ import numpy as np
 
 from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
+from moecore.measure.attack_audit import ScoresAtEpsilon
 from moecore.measure.cohort_checks import CohortChecks, put_agreements
 from moecore.measure.probes.region_experts_on_new_data import (
     RegionExpertAgreement,
     RegionExperts,
     TissueAgreement,
 )
-from moecore.measure.under_attack.audit import ScoresAtEpsilon
 from moecore.measure.values import Found, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression

@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_values import to_jsonable
 from moecore.core.files import write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.measure import calibration
+from moecore.measure import attack_audit, calibration
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     encode_expert_overlays,
@@ -25,7 +25,6 @@ from moecore.measure.robustness import METRICS, put_scores
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.measure.under_attack import audit as attack_audit
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.study_results import Measured
 from moecore.study.stages import MEASURED_STAGES

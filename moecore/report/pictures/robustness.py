@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moecore.data.card import parse_card_task
+from moecore.measure.attack_audit import AttackedGallery
 from moecore.measure.robustness import Robustness
-from moecore.measure.under_attack.audit import AttackedGallery
 from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug
 from moecore.report.figures import charts

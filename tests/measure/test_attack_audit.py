@@ -9,8 +9,8 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.measure.under_attack import audit as module
-from moecore.measure.under_attack.audit import (
+from moecore.measure import attack_audit as module
+from moecore.measure.attack_audit import (
     AttackRow,
     AuditLine,
     AuditSettings,

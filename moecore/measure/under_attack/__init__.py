@@ -1,1 +1,0 @@
-"""Curves over epsilon, and the audit of whether attacks were strong enough."""
