@@ -1,8 +1,7 @@
 """Base of the tasks whose answers are classes, of an image or of its cells, and their metrics.
 
-logits: (N, K) before the softmax; labels: (N,) in 0 … K−1. N images, K classes. ``top1_hits`` and
-``class_nll`` also take the labels (N, K) of images with several classes each, of 0 and 1. All sums
-are in fp64.
+logits: (N, K) before the softmax; labels: (N,) in 0 … K−1, for ``top1_hits`` and ``class_nll`` also
+(N, K) of 0 and 1. N images, K classes. All sums are in fp64.
 """
 
 import numpy as np

@@ -122,10 +122,9 @@ class ImageText(Task):
         return task
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return −log of the share of an image's own captions among all captions, (B,).
+        """Return −log of the share of an image's own captions among the gallery's, (B,).
 
-        All captions: of the gallery (``with_gallery``), else of the batch. labels: text sides (B,
-        C, d + 3).
+        Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
         """
         self._check_shapes(prediction, labels)
         gallery = labels if self._gallery is None else self._gallery
@@ -215,8 +214,7 @@ def similarity_matrix(images: Tensor, texts: Tensor) -> Tensor:
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """Return R@k of each image's captions (N, C, d + 3) among all images (N, d + 1): (N, k) fp64.
 
-    Means over an image's captions. A tie counts for the share of its orders in which the image is
-    among the first k.
+    Means over an image's captions. A tie counts for the share of its orders that hit.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)

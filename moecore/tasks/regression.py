@@ -1,7 +1,4 @@
-"""One number per image, such as an age: labels fp32 (N,), predictions (N, 1), one unit.
-
-Metrics are computed in fp64.
-"""
+"""One number per image, such as an age: labels fp32 (N,), predictions (N, 1), metrics in fp64."""
 
 from typing import Literal, TypedDict
 

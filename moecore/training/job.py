@@ -1,7 +1,7 @@
 """One training: a model, its images, and the loss of a step, term by term.
 
-B images of the whole batch of a step. Each rank makes the pixels of its own images, and of images
-that are mixed into them, but draws random numbers for all.
+Each rank makes the pixels of its own images, and of images that are mixed into them, but draws
+random numbers for the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, mean_over_ranks
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
-from moecore.data.loader import (
-    Loaded,
-    TextStreams,
-    batch_indices,
-    load_split_where_it_fits,
-    steps_per_epoch,
-)
+from moecore.data import loader
 from moecore.data.prepared import Prepared, Split
 from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel, Model
@@ -162,8 +156,8 @@ class TrainingJob(NamedTuple):
     """A model and the data and loss that it learns from."""
 
     model: BackboneModel
-    train: Loaded | TextStreams
-    validation: Loaded
+    train: loader.Loaded | loader.TextStreams
+    validation: loader.Loaded
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
@@ -182,9 +176,9 @@ class TrainingJob(NamedTuple):
         """Return the number of updates per epoch: as set, or one pass over the training data."""
         if settings.updates is not None:
             return settings.updates
-        if isinstance(self.train, TextStreams):
+        if isinstance(self.train, loader.TextStreams):
             return self.train.steps(settings.batch)
-        return steps_per_epoch(len(self.train.labels), settings.batch)
+        return loader.steps_per_epoch(len(self.train.labels), settings.batch)
 
     @property
     def learners(self) -> nn.ModuleDict:
@@ -197,9 +191,7 @@ class TrainingJob(NamedTuple):
     @property
     def routers(self) -> list[nn.Parameter]:
         """The teacher's routers if they learn with the model."""
-        if self.guide is None or not self.guide.learns:
-            return []
-        return list(self.guide.routers)
+        return list(self.guide.routers) if self.guide is not None and self.guide.learns else []
 
 
 def build_training_job(
@@ -217,28 +209,27 @@ def build_training_job(
 
     permuted: the seed of a null control, whose training labels are permuted.
     """
-    train = data.train
+    split = data.train
     if subset is not None:
-        train = Split(train.images[subset], train.labels[subset])
+        split = Split(split.images[subset], split.labels[subset])
     if permuted is not None:
         generator = np.random.default_rng([permuted, PERMUTED])
-        train = Split(train.images, generator.permutation(train.labels))
-    if guide is not None:
-        guide = guide.to(device)
-    loaded: Loaded | TextStreams
+        split = Split(split.images, generator.permutation(split.labels))
+    train: loader.Loaded | loader.TextStreams
     if "tokens" in data.card:  # a text is read as streams; its windows are not shifted
         tokens = torch.from_numpy(np.array(data.text_rows("train")))
-        loaded = TextStreams(tokens.to(device), *data.card["size"])
+        train = loader.TextStreams(tokens.to(device), *data.card["size"])
     else:
-        loaded = load_split_where_it_fits(train, device)
-    validation = load_split_where_it_fits(data.validation, device)
-    return TrainingJob(model, loaded, validation, objective, guide, views, isolation)
+        train = loader.load_split_where_it_fits(split, device)
+    validation = loader.load_split_where_it_fits(data.validation, device)
+    guide = None if guide is None else guide.to(device)
+    return TrainingJob(model, train, validation, objective, guide, views, isolation)
 
 
 def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Batch:
     """Return the augmented batch of a step, a function of (seed, step) only."""
     rows = current_ranks().rows(settings.batch)
-    if isinstance(job.train, TextStreams):
+    if isinstance(job.train, loader.TextStreams):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(words, following, torch.empty(0), anew=anew)
     views = make_batch_views(job, settings, seed, step, rows)
@@ -277,8 +268,9 @@ def make_batch_views(
 ) -> BatchViews:
     """Return the views of the images at ``places`` of the batch; None for all of them."""
     draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
-    indices = draws.select_rows(batch_indices(len(job.train.labels), settings.batch, seed, step))
-    assert not isinstance(job.train, TextStreams)
+    order = loader.batch_indices(len(job.train.labels), settings.batch, seed, step)
+    indices = draws.select_rows(order)
+    assert not isinstance(job.train, loader.TextStreams)
     images, labels = job.train.take(indices)
     labels = job.task.drawn(labels, draws)
     epoch = step // job.updates(settings)

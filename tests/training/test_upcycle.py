@@ -65,24 +65,10 @@ TRANSFORMER = {
     "drop_path": 0.1,
 }
 VOLUME_TRANSFORMER = {"stem": "conv", "pool": 2, "stem_width": 8, "positions": "sinusoidal"}
-SWIN = {
-    "patch": 1,
-    "width": 32,
-    "depths": (1, 2),
-    "heads": (2, 4),
-    "mlp_ratio": 1.0,
-    "qkv_bias": False,
-    "drop_path": 0.1,
-}
-LANGUAGE = {
-    "width": 16,
-    "depth": 3,
-    "heads": 4,
-    "span": 2,
-    "layers": "momentum",
-    "mlp_ratio": 1.0,
-    "dropout": 0.1,
-}
+SWIN = {"patch": 1, "width": 32, "depths": (1, 2), "heads": (2, 4), "mlp_ratio": 1.0}
+SWIN |= {"qkv_bias": False, "drop_path": 0.1}
+LANGUAGE = {"width": 16, "depth": 3, "heads": 4, "span": 2, "layers": "momentum"}
+LANGUAGE |= {"mlp_ratio": 1.0, "dropout": 0.1}
 SINGLE = {"hidden": 64, "activation": "quick_gelu"}
 TEXT_TOWER = {
     "width": 32,
@@ -134,13 +120,8 @@ NOISY = NoisyTopK(k=2, renormalise=True)
 EXPERTS = Mlp(number=4)
 SMALL = {"num_classes": 3, "img_size": 32}
 TIMM_VIT = {"patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
-TIMM_SWIN = {
-    "patch_size": 2,
-    "embed_dim": 8,
-    "depths": (2, 2),
-    "num_heads": (2, 2),
-    "window_size": 4,
-}
+TIMM_SWIN = {"patch_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2)}
+TIMM_SWIN["window_size"] = 4
 MODELS = {
     "vit_tiny_patch16_224": TIMM_VIT,
     "deit_tiny_distilled_patch16_224": TIMM_VIT,
@@ -341,20 +322,18 @@ def test_a_model_of_pieces_begins_as_the_dense_one_and_learns(router):
     assert all(one.grad is not None for one in model.parameters())
 
 
+QUIET = partial(NoisyTopK, noise_std=0)
+
+
 @pytest.mark.parametrize(
     ("router", "experts", "key", "allowed"),
     [
-        (NoisyTopK(noise_std=0), Mlp(number=5), "experts.number", "allowed: multiples"),
-        (NoisyTopK(k=1, noise_std=0), Mlp(), "router.k", "multiples of upcycle.pieces, 2"),
+        (QUIET(), Mlp(number=5), "experts.number", "allowed: multiples"),
+        (QUIET(k=1), Mlp(), "router.k", "multiples of upcycle.pieces, 2"),
         (NoisyTopK(), Mlp(), "router.noise_std", "allowed with granular upcycling: 0"),
         (Cosine(), Mlp(), "router.kind", "noisy_top_k, top_k_softmax"),
-        (
-            NoisyTopK(noise_std=0, balance={"kind": "loss_free"}),
-            Mlp(),
-            "router.balance",
-            "allowed with granular upcycling: null",
-        ),
-        (NoisyTopK(noise_std=0, score="sigmoid"), Mlp(), "router.score", "softmax"),
+        (QUIET(balance={"kind": "loss_free"}), Mlp(), "router.balance", "upcycling: null"),
+        (QUIET(score="sigmoid"), Mlp(), "router.score", "softmax"),
     ],
 )
 def test_what_would_part_the_pieces_is_refused(router, experts, key, allowed):
