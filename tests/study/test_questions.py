@@ -222,7 +222,11 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
             "1:35: methods.two.from",
             "found 'one'",
         ),
-        ("methods: {own: {experts: {number: x}}}\n", "1:27: methods.own.experts.number", "'x'"),
+        (
+            "methods: {own: {from: vmoe, experts: {k: x}}}\n",
+            "1:39: methods.own.experts.k",
+            "unknown key",
+        ),
     ],
 )
 def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
