@@ -36,6 +36,9 @@ from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project
 from tests.volumes import COLOURS, write_classes
 
+DIGITS = "{kind: digits, size: 28}"
+FLOWERS = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -44,7 +47,7 @@ def place(tmp_path, monkeypatch):
     text = SHIPPED.read_text(encoding="utf-8")
     fashion = "{kind: fashion_mnist, validation: 5000}"
     assert fashion in text
-    text = text.replace(fashion, "{kind: digits, size: 28}")
+    text = text.replace(fashion, DIGITS)
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
     for name in ("moge", "worlds"):
         shutil.copytree(ROOT / "pipelines" / name, tmp_path / "pipelines" / name)
@@ -78,10 +81,7 @@ def test_a_file_in_order_says_what_its_data_are(place):
 
 def test_data_that_appear_and_go_are_checked_anew(place):
     path = place / "params.yaml"
-    own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own), encoding="utf-8"
-    )
+    path.write_text(path.read_text(encoding="utf-8").replace(DIGITS, FLOWERS), encoding="utf-8")
     away = moecore("check")
     assert away.exit_code == 1 and "data.pretrain.root: flowers: no such folder" in away.stderr
     assert away.stderr.endswith("params.yaml: all else is in order\n") and not away.stdout
@@ -101,8 +101,7 @@ def test_data_that_were_prepared_need_no_raw_ones(place):
     image_classes(place / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
     raw.write(place / "artifacts/data/pretrain")
     shutil.rmtree(place / "flowers")
-    own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
-    text = path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own)
+    text = path.read_text(encoding="utf-8").replace(DIGITS, FLOWERS)
     path.write_text(text, encoding="utf-8")
     assert "576 train, 64 validation, 160 test; 2 classes" in moecore("check").stdout
     path.write_text(text.replace("flowers, size: 28", "flowers, size: 14"), encoding="utf-8")
@@ -218,16 +217,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(project):
     )
     done = project.attempt_stage("pretrain", "vmoe", "0")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert (
-        "the loss is not finite since step" in done.stderr
-        and "importance" in done.stderr
-        and "checkpoint" in done.stderr
-    )
+    said = ("the loss is not finite since step", "importance", "checkpoint")
+    assert all(words in done.stderr for words in said), done.stderr
     assert not (project.folder / "artifacts/pretrain/vmoe").exists()
-    assert (
-        '"status": "FAILED"'
-        in (project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl").read_text()
-    )
+    history = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
+    assert '"status": "FAILED"' in history.read_text()
 
 
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):

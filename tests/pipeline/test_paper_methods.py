@@ -88,12 +88,8 @@ def test_a_joint_teacher_router_is_kept_beside_the_model_and_differs_from_the_dr
 
 def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
     settings = json.loads((project.folder / "artifacts/pretrain/oracle/0/model.json").read_text())
-    assert (
-        settings["guided"]
-        and (
-            project.folder / "artifacts/pretrain/oracle/0/guide/teacher/model.safetensors"
-        ).exists()
-    )
+    teacher = project.folder / "artifacts/pretrain/oracle/0/guide/teacher/model.safetensors"
+    assert settings["guided"] and teacher.exists()
     routing = measured(project, "routing/pretrain", "oracle")
     assert numbers(routing, "teacher_agreement") == [1]
     assert numbers(routing, "tail_of_probs")[0] < 0.5, (
@@ -102,12 +98,8 @@ def test_the_upper_bound_agrees_with_its_own_teacher_where_it_decides(project):
 
 
 def test_fine_tuning_uses_the_other_k(project):
-    assert (
-        json.loads((project.folder / "artifacts/finetune/upcycled/0/model.json").read_text())[
-            "moe"
-        ]["router"]["k"]
-        == 1
-    )
+    card = (project.folder / "artifacts/finetune/upcycled/0/model.json").read_text()
+    assert json.loads(card)["moe"]["router"]["k"] == 1
 
 
 def test_distillation_is_logged_and_upcycling_starts_from_the_teacher(project):

@@ -118,21 +118,14 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
     )
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):
         raw = float(row["predicted_age"])
-        assert (
-            float(row["predicted_age_pooled"]) == pytest.approx(fitted.pooled.invert(raw), abs=1e-3)
-            and row["calibration_group"] == group
-        )
+        pooled = pytest.approx(fitted.pooled.invert(raw), abs=1e-3)
+        assert float(row["predicted_age_pooled"]) == pooled and row["calibration_group"] == group
         line = fitted.groups.get(group, fitted.pooled)
         assert float(row["predicted_age_sex_specific"]) == pytest.approx(line.invert(raw), abs=1e-3)
-    assert (
-        float(rows[0]["brain_pad_raw"])
-        == pytest.approx(float(rows[0]["predicted_age"]) - 60.5, abs=1e-3)
-        and rows[1]["brain_pad_raw"] == ""
-    )
-    assert (
-        "site elsewhere not in training" in rows[1]["qc_flags"]
-        and "site" not in rows[0]["qc_flags"]
-    )
+    pad = pytest.approx(float(rows[0]["predicted_age"]) - 60.5, abs=1e-3)
+    assert float(rows[0]["brain_pad_raw"]) == pad and rows[1]["brain_pad_raw"] == ""
+    assert "site elsewhere not in training" in rows[1]["qc_flags"]
+    assert "site" not in rows[0]["qc_flags"]
 
 
 def test_a_prediction_is_the_models_for_the_prepared_volume(trained, tmp_path):
@@ -206,11 +199,8 @@ def test_what_is_found(tmp_path):
     nifti(tmp_path / "sub-9/anat/sub-9_T1w.nii.gz", brain())
     nifti(tmp_path / "sub-9/anat/sub-9_desc-brain_mask.nii.gz", brain() > 0)
     (one,) = find_volumes(tmp_path)
-    assert (
-        one.subject["participant_id"] == "sub-9"
-        and one.mask.name == "sub-9_desc-brain_mask.nii.gz"
-        and one.subject["session_id"] == ""
-    )
+    assert (one.subject["participant_id"], one.subject["session_id"]) == ("sub-9", "")
+    assert one.mask.name == "sub-9_desc-brain_mask.nii.gz"
 
 
 def test_a_bad_table_is_told_whole(tmp_path):
@@ -351,10 +341,8 @@ def test_bad_files_keep_their_rows_and_are_named(model, pictures, tmp_path, caps
     lines = capsys.readouterr().err.splitlines()
     assert {line.split(": ")[0] for line in lines[:-1] if ": " in line} >= bad
     assert lines[-1].startswith("5 of 29 files have no prediction")
-    main_again = predict_folder(PredictionRequest(model, pictures, pictures / "out.csv"))
-    assert (
-        main_again == predict_folder(PredictionRequest(model, pictures, pictures / "out.csv")) == 5
-    )
+    request = PredictionRequest(model, pictures, pictures / "out.csv")
+    assert predict_folder(request) == predict_folder(request) == 5
 
 
 def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, tmp_path, capsys):

@@ -8,7 +8,7 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.study.check import check_document
 from moecore.study.document import parse_yaml_document
-from moecore.study.questions import QuestionFile, find_question, list_question_names, load_questions
+from moecore.study.questions import QuestionFile, find_question, list_question_names, load_rounds
 from tests.project import PARAMS
 
 BASE = parse_yaml_document(PARAMS).data
@@ -222,7 +222,11 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
             "1:35: methods.two.from",
             "found 'one'",
         ),
-        ("methods: {own: {experts: {number: x}}}\n", "1:27: methods.own.experts.number", "'x'"),
+        (
+            "methods: {own: {from: vmoe, experts: {k: x}}}\n",
+            "1:39: methods.own.experts.k",
+            "unknown key",
+        ),
     ],
 )
 def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
@@ -287,10 +291,10 @@ def test_a_question_is_found_by_its_name_its_file_and_its_old_name(ask, place):
 
 
 def test_every_old_study_has_one_new_name():
-    rounds = [one for question in load_questions(ROOT) for one in question.rounds]
+    rounds = load_rounds(ROOT)
     old = [one.was for one in rounds if one.was]
     assert len(old) == len(set(old)) >= 54
-    assert all(question.text("question") for question in load_questions(ROOT))
+    assert all(one.question.text("question") for one in rounds)
     assert len(list_question_names(ROOT)) < len(rounds)
 
 

@@ -153,12 +153,10 @@ def test_parts_of_a_text_tower_are_tried_too(folder):
     write_my_lab(folder, cosine=COSINE.replace(SOFTMAX, "logits.sigmoid()"))
     text = "    text: {router: {kind: my_lab.cosine, k: 1}, experts: {kind: mlp, number: 3}}\n"
     (folder / "params.yaml").write_text(PARAMS.replace("pretrain: {ep", f"{text}pretrain: {{ep"))
-    misfits = list(outside_part_misfits(read_study(load_yaml_document("params.yaml")), {}, []))
+    study = read_study(load_yaml_document("params.yaml"))
+    misfits = list(outside_part_misfits(study, {}, []))
     assert [keys[2:] for keys, _ in misfits] == [("router",), ("text", "router")]
-    assert (
-        list(trial_step_misfits(read_study(load_yaml_document("params.yaml")), [misfits[0][0]]))
-        == []
-    )
+    assert list(trial_step_misfits(study, [misfits[0][0]])) == []
 
 
 CHILD = """\

@@ -90,9 +90,7 @@ def test_changes():
         'a.z: (absent) → "text"',
         "b: [1] → (absent)",
     ]
-
-
-def test_of_lists_of_mappings_the_entries_that_differ_are_listed():
+    # Of lists of mappings, the entries that differ
     before = {"claims": [{"says": "one"}, {"says": "two"}]}
     after = {"claims": [{"says": "two"}, {"says": "three"}]}
     assert list(list_changes(before, after)) == [
