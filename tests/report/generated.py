@@ -365,7 +365,6 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     values = [*augmented(seed), *swept(number, seed)]
     layers: list[dict[str, float]] = []
     for place, (record, of_layer) in enumerate(zip(records, counts, strict=True), 1):
-        sure = layer_metrics.routing_confidence(record.probs)._asdict()
         layers.append(
             {
                 "load_cv2": layer_metrics.load_cv2(of_layer),
@@ -374,7 +373,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
                 "experts_per_token": float(record.chosen.sum(dim=-1).double().mean()),
                 "unrouted": 0.0,
                 "entropy": layer_metrics.normalised_load_entropy(of_layer),
-                **{f"confidence_{name}": share for name, share in sure.items()},
+                **layer_metrics.routing_confidence(record.probs),
                 **_matched(number, seed),
                 **({"teacher_agreement": 0.9} if number == 2 else {}),
             }
