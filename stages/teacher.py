@@ -30,7 +30,8 @@ class Params(Config):
 def teacher(seed: int) -> None:
     """Make the teacher of the section ``teacher``; it shares no random draws with the students."""
     params = read_params(Params)
-    settings, target = params.teacher, Path("artifacts/teacher", str(seed))
+    settings = params.teacher
+    target = Path("artifacts/teacher", str(seed))
     teacher_seed = derived_seed("teacher", seed)
     first = Prepared.open("artifacts/data/pretrain")
     trains = settings.training is not None

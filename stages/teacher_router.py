@@ -46,7 +46,8 @@ def teacher_router(method: str, seed: int) -> None:
             result = Skipped(skipped="no router to fit before the method learns")
             if len(guide.routers) and not guide.learns:
                 data = load_split_where_it_fits(prepared.train, device)
-                fit, name = params.teacher_router, f"routers {method} {seed}"
+                fit = params.teacher_router
+                name = f"routers {method} {seed}"
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))
         with whole_folder(target) as folder:

@@ -72,7 +72,8 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
     # Per image, what decides whether its step size still helps (conditions 1 and 2 of §3.1). The
     # first step is compared with 0, not with the start, as in the authors' code.
     last = rises = torch.zeros_like(values)
-    checked_step, checked_values = 0, values
+    checked_step = 0
+    checked_values = values
     halved = torch.ones_like(values, dtype=torch.bool)
     history = []
     sizes = []
@@ -97,7 +98,9 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
             # Too few rises, or the step size was kept last time and the best value did not grow.
             few = rises <= MIN_RISES * (step - checked_step)
             halved = few | ~halved & (checked_values >= best_values)
-            rises, checked_step, checked_values = torch.zeros_like(rises), step, best_values
+            rises = torch.zeros_like(rises)
+            checked_step = step
+            checked_values = best_values
             size = torch.where(halved, size / 2, size)
             current = _where_chosen(halved, best, current)
             gradient = _where_chosen(halved, best_gradient, gradient)

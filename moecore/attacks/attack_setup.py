@@ -65,7 +65,8 @@ class Target(NamedTuple):
                 indices = (first + places).tolist()
                 first += len(pixels)
                 if indices:
-                    clean, labels = pixels[places].to(device), self.labels[indices].to(device)
+                    clean = pixels[places].to(device)
+                    labels = self.labels[indices].to(device)
                     generators = image_generators(self.seed, indices)
                     changed = attack(model, self.task, clean, labels, epsilon, generators)
                     pixels = pixels.index_copy(0, places, changed.cpu())

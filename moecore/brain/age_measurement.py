@@ -50,7 +50,8 @@ class Ages(NamedTuple):
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
-        predicted, sexes = self.predicted[split], self.column(split, "sex")
+        predicted = self.predicted[split]
+        sexes = self.column(split, "sex")
         return prediction_table.correct_ages(predicted, sexes, fitted, self.known(split))
 
 

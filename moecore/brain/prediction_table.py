@@ -138,7 +138,9 @@ class CorrectedAges(NamedTuple):
     def best(self) -> np.ndarray:
         """The predictions that intervals are around: pooled, or raw without a corrected one."""
         # A correction that uses the known age is not a prediction.
-        return self.raw if self.pooled is None or self.uses_age else self.pooled
+        if self.pooled is None or self.uses_age:
+            return self.raw
+        return self.pooled
 
     @property
     def variants(self) -> dict[str, np.ndarray]:

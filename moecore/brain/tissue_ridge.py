@@ -69,7 +69,8 @@ class SiteHarmonisation(NamedTuple):
         centre = covariates.mean(axis=0)
         design = np.concatenate([np.eye(len(names))[place], covariates - centre], axis=1)
         fitted = np.linalg.lstsq(design, features, rcond=None)[0]
-        at_sites, slopes = fitted[: len(names)], fitted[len(names) :]
+        at_sites = fitted[: len(names)]
+        slopes = fitted[len(names) :]
         grand = counts @ at_sites / len(features)
         deviation = np.sqrt(((features - design @ fitted) ** 2).mean(axis=0))
         blank = cls(grand - centre @ slopes, slopes, deviation, {})
@@ -119,8 +120,10 @@ def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
     n = len(residuals)
     gamma = residuals.mean(axis=0)
     variance = residuals.var(axis=0, ddof=1)
-    gamma_mean, gamma_variance = gamma.mean(), gamma.var(ddof=1)
-    mean, spread = variance.mean(), variance.var(ddof=1)
+    gamma_mean = gamma.mean()
+    gamma_variance = gamma.var(ddof=1)
+    mean = variance.mean()
+    spread = variance.var(ddof=1)
     # λ and θ: the inverse gamma distribution with the mean and the variance of δ̂²
     shape = (2 * spread + mean**2) / spread
     rate = (mean * spread + mean**3) / spread
@@ -181,7 +184,8 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
     from sklearn.preprocessing import StandardScaler
 
     train, test = read_split_features(data, "train"), read_split_features(data, "test")
-    train_features, tested = train.features, test
+    train_features = train.features
+    tested = test
     reference: dict[str, int] = {}
     if settings.harmonise == "combat":
         fitted = SiteHarmonisation.fit(train.features, train.covariates, train.sites)

@@ -56,7 +56,9 @@ class Surroundings(NamedTuple):
     @property
     def data(self) -> str:
         """Return the key of the data in params.yaml."""
-        return "teacher.data" if self.phase == "teacher" else f"data.{self.phase}"
+        if self.phase == "teacher":
+            return "teacher.data"
+        return f"data.{self.phase}"
 
     @property
     def task(self) -> Any:
@@ -75,7 +77,9 @@ class Surroundings(NamedTuple):
 
     def lacks(self, what: str) -> str | None:
         """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), or None."""
-        return None if self.source is None else self.task.needs_classes(what)
+        if self.source is None:
+            return None
+        return self.task.needs_classes(what)
 
 
 def changed_settings(
@@ -299,12 +303,15 @@ def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None
         return None
     package = family.__module__.rpartition(".")[0]
     part = getattr(importlib.import_module(f"{package}.{name}"), _class_name(name))
-    return part if issubclass(part, family) and not inspect.isabstract(part) else None
+    if issubclass(part, family) and not inspect.isabstract(part):
+        return part
+    return None
 
 
 def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     module = outside_packages.import_module_of_package(name)
-    word, file = _class_name(name), Path(str(module.__file__))
+    word = _class_name(name)
+    file = Path(str(module.__file__))
     part = getattr(module, word, None)
     if not inspect.isclass(part):
         raise ValueError(f"found {name}, but {file} has no class {word}")

@@ -279,7 +279,8 @@ def join_below_root(root: Path, name: str | Path) -> Path:
     """
     if isinstance(name, Path) and name.is_relative_to(root):
         name = str(name.relative_to(root))
-    path, shown = root / name, str(name)
+    path = root / name
+    shown = str(name)
     try:
         leaves = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
         if not leaves:

@@ -281,11 +281,16 @@ class RankWatch(Thread):
     def run(self) -> None:
         """Answer every question; ask one after a long wait, and print which ranks are late."""
         with suppress(RuntimeError):  # the store or the group has ended, with the training
-            begun, since, question = count_begun_collectives(), time.monotonic(), None
+            begun = count_begun_collectives()
+            since = time.monotonic()
+            question = None
             is_said = False
             while not self.ended.wait(INTERVAL):
                 if (now := count_begun_collectives()) != begun:
-                    begun, since, question, is_said = now, time.monotonic(), None, False
+                    begun = now
+                    since = time.monotonic()
+                    question = None
+                    is_said = False
                 waited = time.monotonic() - since
                 if question is None and waited >= QUESTION_AFTER:
                     question = self.answered

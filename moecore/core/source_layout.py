@@ -34,7 +34,9 @@ def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
 def project_of(folder: Path) -> Path:
     """Return the project of a run folder; any other folder is returned itself."""
     resolved = folder.resolve()
-    return resolved.parents[1] if resolved.parent.name == RUNS else resolved
+    if resolved.parent.name == RUNS:
+        return resolved.parents[1]
+    return resolved
 
 
 def question_folders(folder: Path) -> tuple[Path, ...]:

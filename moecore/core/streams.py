@@ -55,7 +55,9 @@ class BatchDraws(NamedTuple):
     @classmethod
     def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":
         """Return ``source`` if it is a BatchDraws, else draws for a batch of ``images``."""
-        return source if isinstance(source, BatchDraws) else cls(source, images)
+        if isinstance(source, BatchDraws):
+            return source
+        return cls(source, images)
 
     @property
     def images(self) -> int:

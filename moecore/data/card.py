@@ -44,7 +44,9 @@ class Card(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of pixels along each axis."""
-        return (self.size, self.size) if isinstance(self.size, int) else tuple(self.size)
+        if isinstance(self.size, int):
+            return (self.size, self.size)
+        return tuple(self.size)
 
     @property
     def stored_channels(self) -> int:

@@ -93,7 +93,8 @@ def few_shot_indices(
     labels = np.asarray(labels)
     classes, counts = np.unique(labels, return_counts=True)
     if (counts < shots_per_class).any():
-        name, number = classes[counts.argmin()], counts.min()
+        name = classes[counts.argmin()]
+        number = counts.min()
         raise UserError(f"{request}, but class {name} has {number}; allowed: 1 to {number}")
     random = np.random.default_rng([seed, FEW_SHOT])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]

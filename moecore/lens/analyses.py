@@ -291,7 +291,8 @@ def analyse_layer(
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
     roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
     by_item |= values
-    choices, experts = int(counts.sum()), len(counts)
+    choices = int(counts.sum())
+    experts = len(counts)
     chances = {
         **roles.chances,
         "max_violation": chance_violation(choices, experts),
@@ -359,7 +360,8 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
 
     −1: no expert; an unknown label (N, 1 or T).
     """
-    chosen, kinds = first.numpy(), labels.expand(first.shape).numpy() + 1
+    chosen = first.numpy()
+    kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
     tables = epochs.expert_truth_tables(chosen, kinds, experts, number)
     null = permuted_truth_tables(chosen, kinds, experts, number)

@@ -93,7 +93,9 @@ class TraceExplorer:
             origins=None,
             trace=routing_traces.ImageTraces(answers=empty, values=empty, layers=layers),
         )
-        texts, item_labels, kinds = None, empty, None
+        texts = None
+        item_labels = empty
+        kinds = None
         if tokens is not None and self.is_text:
             rows = tokens[:, shown_tokens].tolist()
             texts = [analyses.words_of_tokens(trace, row) for row in rows]
@@ -115,7 +117,8 @@ class TraceExplorer:
 
     def _explore_layer(self, number: int) -> ExploredLayer:
         """Count the choices of one layer over all items, and collect each expert's examples."""
-        trace, layout = self.trace, self.layouts[number]
+        trace = self.trace
+        layout = self.layouts[number]
         experts = trace.card.layers[number].experts
         top_tokens = random_tokens = analyses.TopTokens(*torch.zeros(4, 0, experts).unbind())
         at_place = torch.zeros(prod(layout.grid), experts)
@@ -207,7 +210,9 @@ def render_traces(
 ) -> str:
     """Return the page of one trace, or of two compared ones; large pages show fewer items."""
     trace = ours.explorer.trace
-    names, sides, matches = [trace.card.model], [ours], []
+    names = [trace.card.model]
+    sides = [ours]
+    matches = []
     if theirs is not None:
         other = theirs.explorer.trace
         is_same = other.card.model == names[0]

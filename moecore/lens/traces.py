@@ -272,7 +272,8 @@ class Trace:
                     raise UserError(f"{path}: found no {missing[0]}; {REMEDY}")
                 tensors = [file.get_tensor(name) for name in names]
             if {len(tensor) for tensor in tensors} != {chunk.items}:
-                items_found, allowed = f"{len(tensors[0])} items", f"{chunk.items}, as in {CARD}"
+                items_found = f"{len(tensors[0])} items"
+                allowed = f"{chunk.items}, as in {CARD}"
                 raise UserError.at(f"{path}: {names[0]}", found=items_found, allowed=allowed)
             yield path, [tensor[places] for tensor in tensors]
 
@@ -422,7 +423,8 @@ class TraceWriter:
         write_tensors(path, tensors)
         items = len(tensors["0.probs"])
         self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
-        self._batches, self._probabilities = [], 0
+        self._batches = []
+        self._probabilities = 0
 
     def _check_batch(
         self, item_tensors: Mapping[str, Any], records: Sequence[RoutingRecord]
@@ -465,7 +467,8 @@ def arrange_layers(
     layers = []
     for (tokens, experts), layout in zip(sizes, layouts, strict=True):
         try:
-            special, grid = int(layout[0]), tuple(map(int, layout[1]))
+            special = int(layout[0])
+            grid = tuple(map(int, layout[1]))
             check_layout(tokens, special, grid)
         except (TypeError, IndexError):
             allowed = "pairs of special tokens and the grid of the others, such as (1, (14, 14))"
@@ -478,7 +481,8 @@ def arrange_layers(
 
 def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Return chosen experts, int16 (B, T, S), by decreasing weight, then −1, and their weights."""
-    chosen, combine = record.chosen, record.combine.detach()
+    chosen = record.chosen
+    combine = record.combine.detach()
     if ((combine != 0) & ~chosen).any():
         raise UserError.at("trace", found="a weight of an expert that was not chosen", allowed=0)
     ranked, experts = combine.where(chosen, -torch.inf).topk(int(chosen.sum(dim=-1).max()))

@@ -141,12 +141,16 @@ def is_share(task: Task) -> bool:
 
 def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
     """Return whether ``score`` is equal to ``other`` or worse."""
-    return score <= other if task.score.better == "higher" else score >= other
+    if task.score.better == "higher":
+        return score <= other
+    return score >= other
 
 
 def format_score(task: Task, value: float) -> str:
     """Return a score as text."""
-    return f"{value:.1%}" if task.score.form == "share" else f"{value:.4g}"
+    if task.score.form == "share":
+        return f"{value:.1%}"
+    return f"{value:.4g}"
 
 
 def worse_limit(task: Task, interval: Interval) -> float:

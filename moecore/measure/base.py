@@ -58,7 +58,9 @@ class MeasuredPart(Config):
 
         ``moecore check`` calls it with models on the meta device, before anything is trained.
         """
-        return cls.no_dense if cls.no_dense and model.moe is None else None
+        if cls.no_dense and model.moe is None:
+            return cls.no_dense
+        return None
 
     @classmethod
     def place_words(cls, place: Place) -> str:

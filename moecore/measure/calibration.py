@@ -47,7 +47,8 @@ class FinalTokens(NamedTuple):
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
         rows = predict.words_at_once(self.model.image.task.outputs, self.final.device)
-        final, labels = self.final.flatten(0, 1).split(rows), self.labels.flatten().split(rows)
+        final = self.final.flatten(0, 1).split(rows)
+        labels = self.labels.flatten().split(rows)
         with torch.no_grad():
             for tokens, words in zip(final, labels, strict=True):
                 yield self.model.predict(tokens[None])[0].float(), words
@@ -226,7 +227,8 @@ class ClassCalibration(ModelCalibration):
         truth = labels_as_tensor(data.validation.labels)
         fitted = calibrator.fit(logits_by_answer(predictions["validation"], truth), truth.flatten())
         self._write_fit(fitted, out)
-        labels, before = labels_as_tensor(data.test.labels), predictions["test"]
+        labels = labels_as_tensor(data.test.labels)
+        before = predictions["test"]
         task = data.task
         top5 = task.top5(before, labels)
         after = fitted.apply(logits_by_answer(before, labels)).view_as(before)
@@ -273,7 +275,8 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
 
     logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     """
-    rows, right = logits_by_answer(logits, labels), labels.flatten()
+    rows = logits_by_answer(logits, labels)
+    right = labels.flatten()
     by_row = (
         class_task.class_nll(rows, right),
         class_task.brier_scores(rows, right),

@@ -32,7 +32,9 @@ Name = Literal[Noise, Blur, Weather, Digital]
 def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
     """Return mCE; None if the dense model makes no error under a corruption."""
     baseline = errors_of_dense(dense)
-    return None if baseline is None else mean_corruption_error(errors_of(result), baseline)
+    if baseline is None:
+        return None
+    return mean_corruption_error(errors_of(result), baseline)
 
 
 def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
@@ -42,7 +44,9 @@ def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
         name: {severity: fmean(seed[name][severity] for seed in seeds) for severity in row}
         for name, row in seeds[0].items()
     }
-    return errors if all(any(row.values()) for row in errors.values()) else None
+    if all(any(row.values()) for row in errors.values()):
+        return errors
+    return None
 
 
 METRICS = {

@@ -110,7 +110,8 @@ class ExpertWorth(Measurement):
         of the choices on validation images.
         """
         model = subject.model
-        layers, experts = len(model.layouts), model.experts_and_router.experts.choices
+        layers = len(model.layouts)
+        experts = model.experts_and_router.experts.choices
         images = evenly_spaced_images(subject.data.validation, self)
         _, records = predict_in_batches(model, images, self.batch, prediction=False)
         counts = torch.stack([expert_counts(record.chosen) for record in records]).double()
@@ -197,7 +198,9 @@ def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
     """Return the score of each test image under a change of the model."""
-    model, split, task = subject.model, subject.data.test, subject.model.image.task
+    model = subject.model
+    split = subject.data.test
+    task = subject.model.image.task
     indices = evenly_spaced_indices(len(split.images), settings.images)
     images = evenly_spaced_images(split, settings)
     labels = torch.from_numpy(np.array(split.labels[indices]))

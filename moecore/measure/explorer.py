@@ -88,7 +88,8 @@ class Explorer(Measurement):
         volumes = images.ndim == 5
         views = () if model.image.truth else self.augmentations
         augmentations = [look_up_augmentation(view, volumes, "explorer") for view in views]
-        clean, channels = target.clean_images(), model.image.channels
+        clean = target.clean_images()
+        channels = model.image.channels
 
         changed: dict[str, Iterable[changed_images.ChangedImages]] = {
             "clean": [changed_images.ChangedImages("clean", "clean", clean)],

@@ -89,7 +89,8 @@ class FewerExperts(Measurement):
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the score with all experts, and with every way and share that is possible."""
-        model, test = subject.model, subject.data.test
+        model = subject.model
+        test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         few = Split(test.images[indices], test.labels[indices], test.people_at(indices))
         out.people = few.people
@@ -123,7 +124,8 @@ class FewerExperts(Measurement):
                 skipped.setdefault(str(error), []).append(name)
         out.skipped += [f"{', '.join(names)}: {reason}" for reason, names in skipped.items()]
         # The scores of each way again, over the percentage of removed experts, from 0.
-        result, shares = out.found(), sorted(self.left, reverse=True)
+        result = out.found()
+        shares = sorted(self.left, reverse=True)
         full = result.interval("reduced_score", way="all", left=1.0)
         for way in self.ways:
             reduced = [result.interval("reduced_score", way=way, left=share) for share in shares]

@@ -69,7 +69,8 @@ class Lipschitz(Measurement):
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the slopes at images of the test split, and the lemma at their tokens."""
-        model, test = subject.model, subject.data.test
+        model = subject.model
+        test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[indices]
         labels = torch.from_numpy(test.labels[indices])

@@ -177,7 +177,8 @@ def layer_losses(
     subject: MeasuredModel, layer: int, sample: DrawnTokens, subsets: np.ndarray, batch: int
 ) -> list:
     """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1)."""
-    model, test = subject.model, subject.data.test
+    model = subject.model
+    test = subject.data.test
     device = model_device(model)
     labels = model.targets(torch.from_numpy(np.array(test.labels[sample.images]))).to(device)
     pictures = image_batches(np.array(test.images[sample.images]), 1)
@@ -221,14 +222,16 @@ def best_choices(
     model: Model, layer: int, sample: DrawnTokens, losses: list, subsets: np.ndarray
 ) -> list[BestChoice]:
     """Return the best of ``subsets`` (S, E) of each drawn token by its losses (N, n, S + 1)."""
-    layout, fine = model.layouts[layer], finest_layout(model.layouts)
+    layout = model.layouts[layer]
+    fine = finest_layout(model.layouts)
     choices = []
     for image, tokens, rows in zip(sample.images.tolist(), sample.tokens, losses, strict=True):
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
             if saved <= barred_experts.TOLERANCE:
-                saved, experts = 0.0, []
+                saved = 0.0
+                experts = []
             places = [token]
             if token >= layout.special and layout != fine:  # a patch covers several of a finer grid
                 covered = coarse_patch_indices(layout, fine) == token - layout.special
@@ -242,7 +245,8 @@ def regret_metrics_by_image(
 ) -> dict[str, np.ndarray]:
     """Return each metric per image, (N,), from losses (N, n, S + 1); people are not split."""
     images, tokens = losses.shape[:2]
-    sets, chosen = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
+    sets = losses[..., :-1].reshape(images * tokens, -1)
+    chosen = losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
     subset = barred_experts.subset_regret(sets, chosen)
 

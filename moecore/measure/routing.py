@@ -338,7 +338,8 @@ class Routing(Measurement):
         self, subject: MeasuredModel, indices: np.ndarray, out: Values
     ) -> tuple[RoutingRecord, ...]:
         """Return the routing records of one pass over test images, and put the experts' roles."""
-        model, images = subject.model, subject.data.test.images[indices]
+        model = subject.model
+        images = subject.data.test.images[indices]
         reason = ExpertRoles.model_refusal(model)
         if self.roles is None or reason:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
@@ -366,7 +367,8 @@ def routing_metrics_by_layer(
 ) -> tuple[Layers, LayerItems]:
     """Return each MoE layer's expert use, matches between views, and agreement with the teacher."""
     router = subject.model.experts_and_router.scaled_router
-    threshold, k = sweeps.score_threshold(router), getattr(router, "k", None)
+    threshold = sweeps.score_threshold(router)
+    k = getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers, by_image = [], []

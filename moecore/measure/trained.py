@@ -189,7 +189,8 @@ class Trained(MeasuredPart):
 def collect_outcome_values(outcome: Outcome) -> Found:
     """Return the values of an outcome; ``facts["outcome"]`` is the outcome itself."""
     consecutive = outcome.agreement_consecutive or (None,)
-    share, control = own_expert_share(outcome), own_expert_share(outcome, CONTROL)
+    share = own_expert_share(outcome)
+    control = own_expert_share(outcome, CONTROL)
     numbers: dict[str, float | Estimate | None] = {
         "test_score": outcome.test_score,
         "test_loss": outcome.test_loss if outcome.task.kind in LOSSES else None,

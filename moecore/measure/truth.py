@@ -239,7 +239,8 @@ def permuted_truth_tables(
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
     """Put the purity, mean over MoE layers, under noise and under attack; clean at strength 0."""
-    model, test = subject.model, subject.data.test
+    model = subject.model
+    test = subject.data.test
     few = evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)
     images = np.array(test.images[few])
     labels = model.targets(torch.from_numpy(np.array(test.labels[few])))

@@ -121,7 +121,9 @@ class Value(Config):
 
     @property
     def array(self) -> np.ndarray | None:
-        return None if self.items is None else decode_float_array(self.items)
+        if self.items is None:
+            return None
+        return decode_float_array(self.items)
 
 
 class Found(Config):

@@ -95,7 +95,9 @@ class WordSwaps(Measurement):
         """Return the reason for data other than text, and for text with unknown stop words."""
         if subject.model.image.truth:
             return "ciphers hide which words are stop words, and these are not swapped"
-        return None if subject.data.task.long else "the data are no text, and words are swapped"
+        if subject.data.task.long:
+            return None
+        return "the data are no text, and words are swapped"
 
     def places(self) -> dict[str, Iterable[Place]]:
         """Return the shares in percent."""
@@ -120,7 +122,8 @@ class WordSwaps(Measurement):
             chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
             swapped = tokens.copy()
             swapped[chosen] = unknown
-            context, block = test.images.shape[1] - 1, test.images.shape[2]
+            context = test.images.shape[1] - 1
+            block = test.images.shape[2]
             images = np.array(block_windows(swapped, block, context)[0][indices])
             nats, records = block_scores_with_routing(subject.model, images, labels)
             out.put("swapped_nats", nats, percent=percent)

@@ -103,7 +103,8 @@ class SparsePlan(NamedTuple):
         """
         last = self.offsets[number - 1]
         is_kept = self.rows < last
-        rows, computed = len(self.order), is_kept.sum()
+        rows = len(self.order)
+        computed = is_kept.sum()
         if self.order.is_meta:
             rows = computed = -(-rows * number // len(self.offsets))
         elif self.order.is_cpu and not torch.compiler.is_compiling():
@@ -235,7 +236,8 @@ class ProjectionDispatchPlan(NamedTuple):
     @classmethod
     def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> Self:
         """Return the plan for projections (B, T, E, r) and chosen experts (B, T, k)."""
-        flat, number = projections.flatten(0, 2), projections.shape[2]
+        flat = projections.flatten(0, 2)
+        number = projections.shape[2]
         first = torch.arange(0, len(flat), number, device=chosen.device)
         return cls(plan, flat, (first.unsqueeze(-1) + chosen.flatten(0, 1)).flatten())
 

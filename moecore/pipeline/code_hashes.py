@@ -119,7 +119,8 @@ def _digest(lines: Iterable[str]) -> str:
 def hash_settings(document: Document) -> dict[str, str]:
     """Return key → sha256 of its values, for every key that stages name under ``params``."""
     run = document.data.get("run") or {}
-    sources, methods = document.data.get("data"), run.get("methods")
+    sources = document.data.get("data")
+    methods = run.get("methods")
     items = {"key": sources, "method": methods, "what": run.get("measurements")}
     hashes = {}
     for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
@@ -138,7 +139,9 @@ def _with_whole_numbers(value: Any) -> Any:
         return {str(key): _with_whole_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_with_whole_numbers(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
@@ -298,7 +301,8 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
     """Return (package, name) of an import; for a public module, where the name is defined."""
     if f"{package}/{name}" in PUBLIC_MODULES:
-        package, name = f"{package}/{name}", ""
+        package = f"{package}/{name}"
+        name = ""
     if package not in PUBLIC_MODULES:
         return [(package, name)]
     file = _module_file(package, root)
@@ -354,7 +358,8 @@ def _analyse_source(text: str, file: Path) -> _Source:
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
     """Return the file of a module or package with code, else None; a package wins, as in Python."""
-    module, package = Path(f"{name}.py"), Path(name, "__init__.py")
+    module = Path(f"{name}.py")
+    package = Path(name, "__init__.py")
     if not locate_source(package, root).is_file():
         return module if locate_source(module, root).is_file() else None
     return package if _read_source(package, root).has_code else None

@@ -147,4 +147,6 @@ def _flow_style(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_flow_style(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_flow_style, value))}]"
-    return value if isinstance(value, str) and "$" not in value else json.dumps(value)
+    if isinstance(value, str) and "$" not in value:
+        return value
+    return json.dumps(value)

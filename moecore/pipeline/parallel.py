@@ -49,7 +49,9 @@ def next_job_stages(
     runnable = [stage for stage in above if stage not in begun and set(above[stage]) <= set(done)]
     shared = [stage for stage in runnable if not _is_exclusive(stage, above)]
     if not shared:
-        return tuple(runnable) if runnable and set(begun) == set(done) else None
+        if runnable and set(begun) == set(done):
+            return tuple(runnable)
+        return None
     first = [stage for stage in shared if _row(stage).early]
     if first:
         return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))

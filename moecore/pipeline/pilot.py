@@ -161,7 +161,8 @@ def _train_all(
         ]
         shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))
         for row, job, training in zip(rows, jobs, settings, strict=True):
-            name, begun = f"validation_{job.task.history_name}", time.process_time()
+            name = f"validation_{job.task.history_name}"
+            begun = time.process_time()
             score = math.nan
             with report_progress(f"{row.name} {seed}", total_steps(job, training)) as bar:
                 for point in iterate_training(job, training, seed, runtime):
@@ -237,7 +238,9 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 def pilot_score_for_task(task: Task) -> Score:
     """Return the score of a task; perplexity for text."""
-    return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
+    if task.long:
+        return Score("ppl", "perplexity", "", "number", "lower")
+    return task.score
 
 
 def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
@@ -246,7 +249,8 @@ def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition,
     Differences are in ``PilotResult.unit``. The scatter is a method's standard deviation over
     seeds, pooled from the variances of all four.
     """
-    told, unit = result.told.name, result.unit
+    told = result.told.name
+    unit = result.unit
     scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))
     room, gap = result.told_ahead_of(result.dense), result.told_ahead_of(result.learned)
     slowest = max(max(row.seconds) for row in result.rows)
@@ -276,7 +280,8 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None
         table.add_row(row.name, *cells, f"{fmean(row.seconds):.1f}")
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    told, ahead = result.told.name, result.told_ahead_of(result.begun)
+    told = result.told.name
+    ahead = result.told_ahead_of(result.begun)
     lines = [f"{'yes' if verdict.holds else 'no':<3} {verdict.line}" for verdict in verdicts]
     lines.append(
         f"A router that begins with {result.fitted:.1%} of tokens as {told} ends {abs(ahead):.2f} "

@@ -60,10 +60,12 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     part = folder / BEGUN
     try:
         write_texts(part, template_texts(name, is_of_user=True))
-        file, text = "params.yaml", shipped_params_text(study)
+        file = "params.yaml"
+        text = shipped_params_text(study)
         values = parse_yaml_document(text).data
         if is_overlay:
-            file, text = OVERLAY, params_file.overlay_text(compose_shipped_question(study))
+            file = OVERLAY
+            text = params_file.overlay_text(compose_shipped_question(study))
         write_whole(part / file, _add_example(text, values, name))
         texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
@@ -192,7 +194,8 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     changes |= written
     print(f"moecore {answers.moecore} → {version('moecore')}")
     for path, text in {**changes, **edited}.items():
-        lines, now = (_read(Path(path)) or "").splitlines(True), (text or "").splitlines(True)
+        lines = (_read(Path(path)) or "").splitlines(True)
+        now = (text or "").splitlines(True)
         names = f"{path} (here)", f"{path} (new)"
         print("".join(difflib.unified_diff(lines, now, *names)), end="")
     for path in edited:
@@ -210,7 +213,8 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
 
 def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
     """Return path → text of settings files whose keys were renamed since the project's version."""
-    since, renamed = project.version_numbers(answers.moecore), params_file.RENAMED_KEYS
+    since = project.version_numbers(answers.moecore)
+    renamed = params_file.RENAMED_KEYS
     steps = [step for step in renamed if project.version_numbers(step.version) > since]
     texts: dict[str, str | None] = {}
     for path in (Path(OVERLAY), Path("params.yaml"), *sorted(PIPELINES.glob("*/*.yaml"))):
@@ -228,7 +232,8 @@ def _changed_texts(
     written: dict[str, str | None] = {}
     edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:
-        before, text = _read(HERE / path), texts.get(path)
+        before = _read(HERE / path)
+        text = texts.get(path)
         if text == before:
             continue
         known = answers.files.get(path)

@@ -56,7 +56,8 @@ def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
     Raises UserError, and writes nothing, for an invalid question or preset, and while a process
     runs stages there.
     """
-    root, folder = question_round.question.root, question_round.folder
+    root = question_round.question.root
+    folder = question_round.folder
     composed = question_round.compose(presets)
     edited = str(PIPELINES / f"{question_round.question.name}.yaml")
     schema = "../../params.schema.json"

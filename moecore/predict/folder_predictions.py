@@ -267,7 +267,8 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     model = load_model(request.model).to(tune_runtime().device)
     towers = find_two_towers(model)
     if towers is None or request.texts is None:
-        texts, reader = None, pictures.build_output_reader(request.model, request.calibrator)
+        texts = None
+        reader = pictures.build_output_reader(request.model, request.calibrator)
     else:
         texts = pictures.read_texts(request.texts, towers, request.model)
         reader = pictures.nearest_caption_reader(texts, towers.config.pairs)

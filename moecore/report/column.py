@@ -94,7 +94,9 @@ class Column(NamedTuple):
         if result is None or self.of_pairs:
             return None
         value = self.read_result(result)
-        return Interval(float(value)) if isinstance(value, int | float) else value
+        if isinstance(value, int | float):
+            return Interval(float(value))
+        return value
 
     def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
         """Return the values (S, S) of all pairs of S ≥ 2 models; None if a result is missing."""
@@ -125,7 +127,9 @@ class Column(NamedTuple):
     def items(self, model: Measured) -> np.ndarray | None:
         """Return one value per item (N,), whose mean is the value, or None."""
         result = model.of(self.kind)
-        return None if result is None or self.read_items is None else self.read_items(result)
+        if result is None or self.read_items is None:
+            return None
+        return self.read_items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
         """Return which images (N,) bool the share counted, or None."""
@@ -265,7 +269,9 @@ class MetricColumns(NamedTuple):
 
         def read_value(result: Found) -> float | Interval | None:
             if metric.of_dense:
-                return metric.of_dense(result, context.of_dense) if context.of_dense else None
+                if context.of_dense:
+                    return metric.of_dense(result, context.of_dense)
+                return None
             if metric.of_baseline:
                 baselines = (baseline for paired, baseline in context.pairs if paired is result)
                 return metric.of_baseline(result, context.of_baseline, next(baselines, None))
@@ -289,7 +295,9 @@ class MetricColumns(NamedTuple):
                 return metric.hits(model.results)
             result = model.of(self.kind)
             array = None if result is None else items(result)
-            return None if array is None or set(array) - {0, 1} else array.astype(bool)
+            if array is None or set(array) - {0, 1}:
+                return None
+            return array.astype(bool)
 
         return Column(
             named.name,
@@ -373,7 +381,9 @@ def mean_column(
     def items(result: Found) -> np.ndarray | None:
         arrays = [value.array for value in values(result)]
         present = list_without_none(arrays)
-        return np.mean(present, axis=0) if present and len(present) == len(arrays) else None
+        if present and len(present) == len(arrays):
+            return np.mean(present, axis=0)
+        return None
 
     score = context.task.score
     return Column(

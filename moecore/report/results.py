@@ -75,11 +75,14 @@ class Display(NamedTuple):
         part = result.facts.get(self.within)
         if part is None:
             return None
-        return base.Skipped.model_validate(part) if set(part) == {"skipped"} else result
+        if set(part) == {"skipped"}:
+            return base.Skipped.model_validate(part)
+        return result
 
     def blocks(self, phase: Phase) -> list[Block]:
         """Return the charts, the pictures, and the reasons for what was not measured."""
-        page, pictures = self.kind.page, self.pictures
+        page = self.kind.page
+        pictures = self.pictures
         drawn: list[Picture] = []
         for chart in page.charts:
             drawn += draw_chart(phase, self.kind, chart)

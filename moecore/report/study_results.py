@@ -122,7 +122,9 @@ class Results(NamedTuple):
     def without_experts(self) -> frozenset[str]:
         """Dense methods, in a study that also has methods with experts."""
         dense = {name for name, settings in self._settings.items() if "router" not in settings}
-        return frozenset(dense) if dense < set(self._settings) else frozenset()
+        if dense < set(self._settings):
+            return frozenset(dense)
+        return frozenset()
 
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
@@ -148,7 +150,9 @@ def parse_methods_section(settings: str) -> Mapping[str, Any]:
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
-    return {*stages, *run.measurements} if MEASURE in stages else set(stages)
+    if MEASURE in stages:
+        return {*stages, *run.measurements}
+    return set(stages)
 
 
 def list_without_none(values: Iterable[V | None]) -> list[V]:

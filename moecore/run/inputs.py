@@ -251,7 +251,9 @@ def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
 def locate_source(file: Path, root: Path = ROOT) -> Path:
     """Return the path of a file named by its package; moecore's is below ``root``."""
     top, *inner = file.parts
-    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*inner)
+    if top == OUR_PACKAGE:
+        return root / file
+    return package_folder(top).joinpath(*inner)
 
 
 def read_source_text(file: Path, root: Path = ROOT) -> str:

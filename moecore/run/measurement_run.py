@@ -35,7 +35,8 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
     with record_resumable(what, params, inputs, **item) as (run, work):
         parts = KeptParts(work, run.inputs)  # survive a kill
         device = tune_runtime(work=work).device
-        data, model = Prepared.open(inputs[0]), load_model(inputs[1]).to(device)
+        data = Prepared.open(inputs[0])
+        model = load_model(inputs[1]).to(device)
         # The teacher was fitted on the images of the pretraining.
         is_guided = measurement.guided and phase == "pretrain"
         guide = load_guide(guide_folder(method, seed)) if is_guided else None
@@ -46,7 +47,8 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
         settings: Measurement = getattr(params, what)
         reason = measurement.applies(subject)
         if reason is None:
-            title, pieces = f"{what} {phase} {method} seed {seed}", settings.pieces
+            title = f"{what} {phase} {method} seed {seed}"
+            pieces = settings.pieces
             with report_progress(title, pieces) if pieces else nullcontext() as bar:
                 if bar is not None:
                     parts.show_progress(bar)

@@ -46,7 +46,8 @@ class ProgressLines:
     def flush(self, now: float) -> None:
         if self.last:
             print(self.last, file=sys.stderr, flush=True)
-        self.printed, self.last = now, ""
+        self.printed = now
+        self.last = ""
 
 
 class ProgressBar:
@@ -108,4 +109,6 @@ def format_duration(seconds: float) -> str:
     """Return ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

@@ -77,7 +77,8 @@ class TrainingRun:
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
                     agreement = each_epoch(int(metrics.epoch))
                 if self.monitor is not None and metrics.routing:
-                    last, routing = self.run.last_routing, metrics.routing
+                    last = self.run.last_routing
+                    routing = metrics.routing
                     point = build_routing_point(
                         metrics.step, routing, last, self.monitor, agreement
                     )
@@ -138,7 +139,8 @@ def training_run(
     if not ranks.current_ranks().first:
         yield TrainingRun(None, Path(ranks.broadcast_text("")), name.replace("/", " "), monitor)
         return
-    artifacts, model = [data.folder, *inputs], {"method": method, "seed": seed}
+    artifacts = [data.folder, *inputs]
+    model = {"method": method, "seed": seed}
     with record_resumable(stage, params, artifacts, **model) as (run, work):
         run.dataset(data.card)
         ranks.broadcast_text(str(work.resolve()))

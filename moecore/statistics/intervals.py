@@ -25,7 +25,9 @@ class Interval(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        if self.low is None or self.high is None:
+            return None
+        return (self.low, self.high)
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:

@@ -122,7 +122,8 @@ def read_study_and_problems(
     document: Document, stages: Sequence[str]
 ) -> tuple[Study | None, list[str]]:
     """Return the study (None if it cannot be read), and a line per problem in the file's order."""
-    study, problems = None, []
+    study = None
+    problems = []
     try:
         study = read_study(document)
     except UserError as error:
@@ -155,10 +156,8 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield misfits between two sections, and between parts and what surrounds them."""
     yield from selection_misfits(data)
     if study is not None:
-        of_sections, of_parts = (
-            part_rules.section_misfits(study),
-            part_rules.part_misfits(study, {}),
-        )
+        of_sections = part_rules.section_misfits(study)
+        of_parts = part_rules.part_misfits(study, {})
         yield from part_rules.first_by_place(of_sections, of_parts)
         yield from _unwritten_kinds(study, data)
 
@@ -302,7 +301,8 @@ def _repeated_claims(sections: dict) -> Misfits:
     """Yield claims of one paper about the same two numbers, in either order."""
     first: dict[str, int] = {}
     for index, claim in enumerate(map(_as_mapping, _as_list(sections.get("claims")))):
-        metric, phase = claim.get("metric"), claim.get("phase", "pretrain")
+        metric = claim.get("metric")
+        phase = claim.get("phase", "pretrain")
         ours = [metric, claim.get("method")]
         theirs = [claim.get("against_metric") or metric, claim.get("against")]
         fact = repr((claim.get("paper"), phase, sorted([ours, theirs], key=repr)))

@@ -69,7 +69,9 @@ def misfits_with_pretrain_images(study: Study, previews: Mapping[str, Card]) -> 
     for phase, preview in previews.items():
         if phase == "pretrain" or getattr(study, phase) is None:
             continue
-        keys, axes, first_axes = data_source_key_path(phase), len(preview.shape), len(first.shape)
+        keys = data_source_key_path(phase)
+        axes = len(preview.shape)
+        first_axes = len(first.shape)
         if axes != first_axes:
             text = f"found images of {axes} axes, in data.pretrain of {first_axes}"
             yield keys, f"{text}; allowed: as many"

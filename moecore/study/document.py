@@ -298,7 +298,9 @@ def show_value(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return shorten_to_one_line(f"the keys {', '.join(map(str, value))}", 300) if value else "{}"
+        if value:
+            return shorten_to_one_line(f"the keys {', '.join(map(str, value))}", 300)
+        return "{}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     text = repr(value) if isinstance(value, str) else json.dumps(value)

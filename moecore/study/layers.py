@@ -113,7 +113,9 @@ def load_overlay_layer(folder: Path, root: Layer) -> Layer:
     """Return the overlay.yaml of a project as a layer; UserError for unknown sections or stages."""
     layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
     entries = layer.sections.get("methods")
-    return layer._replace(names=tuple(entries)) if isinstance(entries, dict) else layer
+    if isinstance(entries, dict):
+        return layer._replace(names=tuple(entries))
+    return layer
 
 
 def read_layer(

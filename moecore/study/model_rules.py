@@ -54,7 +54,8 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
     misfits: list[tuple[tuple, str]] = []
     with meta_device_context():
         if phases and phases[0].name == "pretrain":
-            image, teacher = phases[0].image, study.teacher
+            image = phases[0].image
+            teacher = study.teacher
             misfits += _refusal_problems(_build_teacher(study, image)[1], "pretrain")
             if teacher is not None and len(image.shape) == 2:
                 try:
@@ -84,8 +85,10 @@ def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
 
 def image_spec(preview: Card) -> ImageSpec:
     """Return the images that a model is built for, with arbitrary statistics."""
-    channels, middle = preview.channels, (0.5,) * preview.channels
-    task, truth = preview.task or ANY_CLASSES, preview.truth
+    channels = preview.channels
+    middle = (0.5,) * preview.channels
+    task = preview.task or ANY_CLASSES
+    truth = preview.truth
     return ImageSpec(
         channels=channels, size=preview.size, mean=middle, std=middle, task=task, truth=truth
     )
@@ -97,7 +100,8 @@ def build_phase_model(
     """Return a valid method's model after a phase, on the meta device; None without a model."""
     if study.model is None:
         return None
-    method, settings = study.methods[name], getattr(study, phase)
+    method = study.methods[name]
+    settings = getattr(study, phase)
     moe = method.moe
     if phase in REDUCING_PHASES and moe is not None:
         moe = settings.reduced_settings(moe)
@@ -245,9 +249,13 @@ def _missing_block(
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
         return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
     if len(ours) == 1:
-        key, allowed, depth = "depth", str(ours[0]), str(theirs[0])
+        key = "depth"
+        allowed = str(ours[0])
+        depth = str(theirs[0])
     else:
-        key, allowed, depth = "depths", str(list(ours)), str(list(theirs))
+        key = "depths"
+        allowed = str(list(ours))
+        depth = str(list(theirs))
     text = f"found {depth}, which has no block for block {block} of methods.{name}"
     return (*TEACHER_SECTIONS, key), f"{text}; allowed: {allowed}, or near it"
 

@@ -135,7 +135,8 @@ def expand_asks(
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"
         raise document.error((ASKS,), text)
-    claims, places = [], {}
+    claims = []
+    places = {}
     folders = list_papers(root)
     for index, entry in enumerate(asks):
         folder, name, changes = split_asked(entry)

@@ -71,7 +71,8 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
-    texts, root = [head], composed.document.layers[0]
+    texts = [head]
+    root = composed.document.layers[0]
     for key, value in composed.document.data.items():
         names = []  # of the files that have a section, the one that decides last
         for layer in visible_layers(composed.document.layers, key):
@@ -97,7 +98,8 @@ def project_params_text(composed: Composed) -> str:
 
 def overlay_text(composed: Composed) -> str:
     """Return the text of an overlay.yaml that gives the same study over the root's params.yaml."""
-    base, values = composed.document.layers[0].sections, composed.document.data
+    base = composed.document.layers[0].sections
+    values = composed.document.data
     differing = {key: section for key, section in values.items() if section != base.get(key)}
     directives: dict[str, Any] = {"whole": [key for key in differing if key in base]}
     if composed.stages is not None:
@@ -236,7 +238,8 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
             if step.name in mapping:
                 both = f"{step.key} is called {step.name} since moecore {step.version}"
                 raise UserError(f"{path}: {both}, and both are there; allowed: one of them")
-            place, comment = list(mapping).index(old), mapping.ca.items.pop(old, None)
+            place = list(mapping).index(old)
+            comment = mapping.ca.items.pop(old, None)
             mapping.insert(place, step.name, mapping.pop(old))
             if comment is not None:
                 mapping.ca.items[step.name] = comment

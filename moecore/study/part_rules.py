@@ -58,7 +58,8 @@ def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
     """Yield every settings object in ``value``, outer objects first."""
     if isinstance(value, Config):
         yield keys, value, around
-        around, value = value.surround(around), vars(value)
+        around = value.surround(around)
+        value = vars(value)
     elif isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, dict):
@@ -221,7 +222,8 @@ def list_notes(study: Study) -> Iterator[str]:
     """Yield what is no error but better known before anything runs."""
     methods = {name: study.methods[name] for name in study.run.methods}
     needed = any(method.guided or method.upcycle for method in methods.values())
-    teacher, number = study.teacher, len(study.run.seeds)
+    teacher = study.teacher
+    number = len(study.run.seeds)
     if not needed and number > 1 and teacher is not None and teacher.training is not None:
         text = f"{number} are trained, one per seed, but no method of run.methods needs one"
         yield f"teacher: {text}; teacher: {{kind: no_teacher}} trains none"

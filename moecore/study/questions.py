@@ -118,7 +118,8 @@ class QuestionFile:
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
         """Yield each round's document, and its layers."""
-        below, question = self.layers[:-1], self.layers[-1]
+        below = self.layers[:-1]
+        question = self.layers[-1]
         rounds = self.document.data.get("rounds")
         if rounds is None:
             yield self.document, [*below, _move_run_keys(question)]
@@ -174,7 +175,8 @@ class Round(NamedTuple):
 
     def compose(self, presets: Sequence[str] = ()) -> Composed:
         """Return its params.yaml with presets; UserError for an unknown preset or method."""
-        question, layers = self.question, [*self.layers]
+        question = self.question
+        layers = [*self.layers]
         for name in presets:
             if name not in question.presets:
                 allowed = ", ".join(question.presets) or "none, as there are no presets"

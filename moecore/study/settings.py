@@ -150,7 +150,9 @@ def _list_error_lines(
 def line_position(line: str) -> tuple[str, int, int]:
     """Return file, line and column with which an error's line begins."""
     match = PLACE.match(line)
-    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
+    if match:
+        return (match[1], int(match[2]), int(match[3]))
+    return ("", 0, 0)
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
@@ -192,7 +194,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "union_tag_not_found":
         return f"{TAG} is missing", _describe_models(_models_at(model, item["loc"]))
     if kind in ("union_tag_invalid", UNKNOWN_KIND):
-        tag, is_part = item["ctx"]["tag"], kind == UNKNOWN_KIND
+        tag = item["ctx"]["tag"]
+        is_part = kind == UNKNOWN_KIND
         listed = item["ctx"]["kinds" if is_part else "expected_tags"].replace("'", "")
         hint = did_you_mean(tag, listed.split(", "))
         outside = ", or package.module where `packages` lists that package" if is_part else ""

@@ -37,7 +37,9 @@ class Cells(ClassTask):
         """Return the softmax cross-entropy in nats, mean over cells: a scalar, or (B,)."""
         logits = self._by_cell(prediction).float().transpose(1, 2)
         losses = cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
-        return losses.mean() if reduction == "mean" else losses.mean(dim=1)
+        if reduction == "mean":
+            return losses.mean()
+        return losses.mean(dim=1)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         logits = self._by_cell(prediction).transpose(1, 2)
@@ -54,7 +56,9 @@ class Cells(ClassTask):
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         scores = self.scores(prediction, labels)
-        return scores.sum() if learned is None else scores[learned].mean() * len(labels)
+        if learned is None:
+            return scores.sum()
+        return scores[learned].mean() * len(labels)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         return torch.arange(len(labels)).repeat_interleave(self.cells), labels.flatten()

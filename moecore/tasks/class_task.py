@@ -64,7 +64,9 @@ class ReliabilityBins(Config):
 def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return whether the largest logit is the label's, or one of the labels' (N, K); (N,) bool."""
     best = logits.argmax(dim=1)
-    return best == labels if labels.ndim == 1 else labels.gather(1, best[:, None])[:, 0] > 0
+    if labels.ndim == 1:
+        return best == labels
+    return labels.gather(1, best[:, None])[:, 0] > 0
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:

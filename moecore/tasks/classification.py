@@ -55,13 +55,17 @@ class Classification(ClassTask):
         return top1_hits(prediction, labels)
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        return None if self.outputs <= BEST else topk_hits(prediction, labels, BEST)
+        if self.outputs <= BEST:
+            return None
+        return topk_hits(prediction, labels, BEST)
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         # Of mixed images the label with the larger share counts.
         classes = labels.argmax(dim=-1) if labels.is_floating_point() else labels
         right = top1_hits(prediction, classes)
-        return right.sum() if learned is None else right[learned].double().mean() * len(labels)
+        if learned is None:
+            return right.sum()
+        return right[learned].double().mean() * len(labels)
 
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None

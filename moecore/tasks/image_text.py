@@ -90,7 +90,9 @@ class ImageText(Task):
 
     def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
         """Return the loss per image for one caption per image, (B,); NaN for a missing caption."""
-        first, all_images, all_texts = 0, images, texts
+        first = 0
+        all_images = images
+        all_texts = texts
         if has_process_group() and images.requires_grad:
             ranks = current_ranks()
             first = ranks.rank * len(images)

@@ -63,7 +63,9 @@ class NextToken(Task):
             label_smoothing=label_smoothing,
             reduction="mean" if reduction == "mean" else "none",
         )
-        return losses if reduction == "mean" else losses.view(labels.shape).mean(dim=1)
+        if reduction == "mean":
+            return losses
+        return losses.view(labels.shape).mean(dim=1)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         return self.loss(prediction, labels, reduction="none").to(prediction.dtype)
@@ -74,7 +76,8 @@ class NextToken(Task):
     def token_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """Return the nats of each token of predictions (…, V): fp64, computed in fp32."""
         self._check_shapes(prediction, labels)
-        logits, words = prediction.flatten(0, -2), labels.flatten().long()
+        logits = prediction.flatten(0, -2)
+        words = labels.flatten().long()
         chunks = zip(_split_by_logits(logits), _split_by_logits(words, logits), strict=True)
         losses = [cross_entropy(rows.float(), right, reduction="none") for rows, right in chunks]
         return torch.cat(losses).double().view(labels.shape)

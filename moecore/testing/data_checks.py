@@ -73,7 +73,8 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
         data.task.check(np.asarray(split.labels), f"{type(settings).__name__}: labels")
     volumes = data.test.images.ndim == 5
     assert_that(settings, volumes == settings.volumes, "volumes says whether images have 3 axes")
-    problem, written = planned.problem, card_of_written_data(card)
+    problem = planned.problem
+    written = card_of_written_data(card)
     assert_that(settings, problem is None, f"describe sees no problem ({problem})")
     wrong = [
         name
@@ -131,7 +132,8 @@ def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.nda
     Raises:
         AssertionError: a promise is broken; one line with the task's name.
     """
-    number, targets = len(labels), torch.from_numpy(labels)
+    number = len(labels)
+    targets = torch.from_numpy(labels)
     fits = prediction.shape[-1] == task.cells * task.outputs and len(prediction) == number
     assert_that(task, fits, "predictions have its outputs")
     decoded = type(task).model_validate_json(task.model_dump_json())
@@ -229,7 +231,8 @@ def check_measurement(
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
     same = has_state(subject.model, weights) and not subject.model.training
     assert_that(settings, same, "it leaves the model as it was")
-    pieces, resumed = Pieces(), None
+    pieces = Pieces()
+    resumed = None
     while resumed is None:  # killed after each stored piece
         pieces.until_kill = 1
         with suppress(Killed):

@@ -349,7 +349,8 @@ def check_experts(experts: Experts | type[Experts]) -> None:
     resumed.load_state_dict(copy.deepcopy(module.state_dict()))
     same = torch.equal(resumed(Rows(values, ends)), module(Rows(values, ends)))
     assert_that(settings, same, "a module with the same state_dict computes the same")
-    basis, provides = module.lent_basis(), "basis" in settings.provides
+    basis = module.lent_basis()
+    provides = "basis" in settings.provides
     assert_that(settings, provides == (basis is not None), "a basis is lent where provides says so")
     if basis is not None:
         fits = basis.ndim == 3 and basis.shape[:2] == (number, WIDTH)

@@ -49,7 +49,9 @@ def store_address() -> str:
 def sqlite_file() -> Path | None:
     """Return the file of a sqlite store; None for other stores."""
     address = store_address()
-    return Path(address.removeprefix(SQLITE)) if address.startswith(SQLITE) else None
+    if address.startswith(SQLITE):
+        return Path(address.removeprefix(SQLITE))
+    return None
 
 
 def mask_password(text: str) -> str:

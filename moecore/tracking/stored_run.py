@@ -246,7 +246,9 @@ def model_signature(image: "ImageSpec") -> Any:
 
     from moecore.tasks.image_text import ImageText
 
-    task, int64, float32 = image.task, numpy.dtype("int64"), numpy.dtype("float32")
+    task = image.task
+    int64 = numpy.dtype("int64")
+    float32 = numpy.dtype("float32")
     images = TensorSpec(float32, (-1, image.stored_channels, *image.shape), "images")
     inputs: list[TensorSpec | ColSpec] = [images]
     answer_shape = (-1, task.cells * task.outputs)

@@ -38,7 +38,9 @@ class ModelHistories(NamedTuple):
 
     @property
     def family(self) -> str:
-        return self.method if self.method == SHARED else f"{self.method}/{self.seed}"
+        if self.method == SHARED:
+            return self.method
+        return f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
         """Return tags that distinguish its parent run from parents of older trainings."""
@@ -222,7 +224,8 @@ class StudyImporter:
             parent = fitting[ranks.index(max(ranks))]
         else:
             method, seed = generation.method, generation.seed
-            name, tags = "data and teachers", {FAMILY: generation.family, LEVEL: SHARED}
+            name = "data and teachers"
+            tags = {FAMILY: generation.family, LEVEL: SHARED}
             if method != SHARED:
                 name = f"{method} seed {seed}"
                 listed = method in self.methods
@@ -237,7 +240,8 @@ class StudyImporter:
 
     def _create_run(self, name: str, started: float, tags: Mapping[str, Any]) -> StoredRun:
         texts = {tag: str(value) for tag, value in tags.items() if value is not None}
-        begun, experiment = int(started * 1000), self.experiment.experiment_id
+        begun = int(started * 1000)
+        experiment = self.experiment.experiment_id
         run = self.client.create_run(experiment, begun, tags=texts, run_name=name)
         return StoredRun(self.client, run)
 
@@ -328,7 +332,8 @@ class StudyImporter:
         self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
     ) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
-            place, experiment = join_below_root(self.study, folder), self.experiment.experiment_id
+            place = join_below_root(self.study, folder)
+            experiment = self.experiment.experiment_id
             try:
                 # A training's model belongs to the parent, whose row shows it by stage.
                 stage = history.header["stage"]

@@ -79,7 +79,8 @@ class HeldInterrupts:
         signal.signal(signal.SIGINT, self._receive)
 
     def _receive(self, *_: object) -> None:
-        is_second, self.has_come = self.has_come, True
+        is_second = self.has_come
+        self.has_come = True
         if self.is_sleeping or is_second:
             raise KeyboardInterrupt
 

@@ -122,7 +122,9 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     with outside_packages.more_packages(packages):
         model = load_unguided(folder)
         guide = load_guide(Path(folder) / GUIDE) if load_card(folder).guided else None
-        return model if guide is None else GuidedModel(model, guide).eval()
+        if guide is None:
+            return model
+        return GuidedModel(model, guide).eval()
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
@@ -249,7 +251,9 @@ def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
     if image is None:
         return teacher
     adapted = teacher.image.model_copy(update={"size": image.size, "truth": image.truth})
-    return teacher if adapted == teacher.image else load_adapted_model(folder, adapted, None)
+    if adapted == teacher.image:
+        return teacher
+    return load_adapted_model(folder, adapted, None)
 
 
 def check_and_load_state_dict(
@@ -270,6 +274,6 @@ def check_and_load_state_dict(
 def guide_folder(method: str, seed: int) -> Path:
     """Return the folder of a method's guide: in the model's, or where the guide was fitted."""
     with_model = Path("artifacts/pretrain", method, str(seed), GUIDE)
-    return (
-        with_model if with_model.exists() else Path("artifacts/teacher_router", method, str(seed))
-    )
+    if with_model.exists():
+        return with_model
+    return Path("artifacts/teacher_router", method, str(seed))

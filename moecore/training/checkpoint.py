@@ -77,7 +77,8 @@ class Checkpoint:
 
     def wait(self) -> None:
         """Wait until the last ``save`` is written. Raises UserError if it could not be."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 

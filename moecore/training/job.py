@@ -38,7 +38,8 @@ class Objective(NamedTuple):
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
         """Return the unweighted terms, fp32 scalars; ``penalty``: the routers' own losses."""
-        output, labels = step.output, step.batch.labels
+        output = step.output
+        labels = step.batch.labels
         if self.distillation:
             output = output._replace(prediction=output.heads[0])
         if (learned := step.batch.learned) is not None:
@@ -65,7 +66,8 @@ class Objective(NamedTuple):
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
         """Return the sum of the scores of the batch's images, on its device and unchecked."""
-        task, batch = step.model.image.task, step.batch
+        task = step.model.image.task
+        batch = step.batch
         if task.long and not self.label_smoothing:  # its loss; saves a second pass over 100 MB
             return terms["task"].detach() * len(batch.labels)
         return task.running(step.output.prediction.detach(), batch.labels, batch.learned)
@@ -191,7 +193,9 @@ class TrainingJob(NamedTuple):
     @property
     def routers(self) -> list[nn.Parameter]:
         """The teacher's routers if they learn with the model."""
-        return list(self.guide.routers) if self.guide is not None and self.guide.learns else []
+        if self.guide is not None and self.guide.learns:
+            return list(self.guide.routers)
+        return []
 
 
 def build_training_job(

@@ -94,7 +94,8 @@ class Meter:
         if self.memory_bytes is not None:
             values[MEMORY] = self.memory_bytes / 1e6
             self.memory_bytes = None
-        totals, begin = {}, len(self.sums)
+        totals = {}
+        begin = len(self.sums)
         for name, layer in self.routing.items():
             totals[name] = LayerTotals.of(numbers[begin : begin + len(layer)])
             begin += len(layer)

@@ -156,7 +156,8 @@ class Method(Config):
                 "regions: a dense model has no experts to assign; give the method a router and "
                 "experts, or leave out regions"
             )
-        assigned, number = len(self.regions.experts), self.experts.choices
+        assigned = len(self.regions.experts)
+        number = self.experts.choices
         if assigned > number:
             raise ValueError(
                 f"regions.experts: found {assigned}; allowed: at most {number} experts"

@@ -80,7 +80,8 @@ def build_routing_point(
     agreement: float | None = None,
 ) -> RoutingPoint:
     """Return the routing after ``step`` steps; before: the previous point, None at the start."""
-    layers, warnings = {}, []
+    layers = {}
+    warnings = []
     steps = step if before is None else step - before.step
     for name, layer in totals.items():
         last = None if before is None else before.layers[name]
@@ -93,7 +94,8 @@ def build_routing_point(
 def _layer_routing(
     totals: LayerTotals, last: LayerRouting | None, steps: int, dead_after: int
 ) -> LayerRouting:
-    counts, choices = totals.counts, sum(totals.counts)
+    counts = totals.counts
+    choices = sum(totals.counts)
     idle_before = [0] * len(counts) if last is None else last.idle
     idle = [0 if count else idle_before[expert] + steps for expert, count in enumerate(counts)]
     load = [count / choices if choices else 0.0 for count in counts]

@@ -62,7 +62,8 @@ def text_stream_length(data: Prepared, batch: int) -> int | None:
     """Return the words in each of ``batch`` streams of a training text; None without text."""
     if not data.task.long:
         return None
-    test_words, block = len(data.tokens("test")), data.card["size"][0]
+    test_words = len(data.tokens("test"))
+    block = data.card["size"][0]
     if test_words // batch <= block:
         raise UserError(
             f"batch is {batch}, and the text has {test_words:,} test tokens; allowed: 1 to "

@@ -54,8 +54,12 @@ class Runtime(NamedTuple):
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
         if precision == "auto":
-            return torch.bfloat16 if self.bf16_speedup >= 1.3 else torch.float32
-        return torch.bfloat16 if precision == "bfloat16" else torch.float32
+            if self.bf16_speedup >= 1.3:
+                return torch.bfloat16
+            return torch.float32
+        if precision == "bfloat16":
+            return torch.bfloat16
+        return torch.float32
 
 
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
@@ -163,7 +167,9 @@ def _remembered_speedup(device: str, name: str) -> float:
 
 def _bf16_speedup(device: str) -> float:
     if device.startswith("cuda"):
-        return 4.0 if torch.cuda.is_bf16_supported(including_emulation=False) else 0.0
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return 4.0
+        return 0.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with several, the probe would measure the wait for a busy core
     left, right = torch.ones(2, 512, 512)

@@ -95,7 +95,9 @@ Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 def _default_decay(fields: Mapping[str, Any]) -> float:
     """Return the default weight decay for the optimizer among the ``fields`` before it."""
     optimizer = fields.get("optimizer")
-    return 0.0 if optimizer is not None and not optimizer.decays else DECAY
+    if optimizer is not None and not optimizer.decays:
+        return 0.0
+    return DECAY
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
@@ -177,7 +179,8 @@ class Training(Config):
         if not preview.counts:
             return
         counts = preview.counts["train"]
-        images, why = sum(counts), around.data
+        images = sum(counts)
+        why = around.data
         shots = getattr(self, "shots", None)
         if shots is not None and preview.classes:
             if len(counts) > 1:

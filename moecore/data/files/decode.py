@@ -91,7 +91,9 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy of a large picture is a gigabyte
         plain = _to_plain_mode(image)
-        return plain if plain.mode == MODES[channels] else plain.convert(MODES[channels])
+        if plain.mode == MODES[channels]:
+            return plain
+        return plain.convert(MODES[channels])
 
 
 @contextmanager

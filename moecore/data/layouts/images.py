@@ -109,7 +109,8 @@ def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
     """Return exact mean and population SD per channel of uint8 (N, C, H, W), in [0, 1]."""
-    channels, width = images.shape[1], images.shape[-1]
+    channels = images.shape[1]
+    width = images.shape[-1]
 
     # PIL counts histograms several times faster than numpy.
     def count_chunk(start: int) -> np.ndarray:

@@ -73,7 +73,8 @@ def open_text(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the blocks of a split and their labels. Raises UserError if they misfit card.json."""
     rows = open_token_rows(folder, card, split)
-    block, context = card["size"][0], card["channels"] - 1
+    block = card["size"][0]
+    context = card["channels"] - 1
     images, labels = block_windows(rows[0], block, context)
     task.check(labels, f"{folder / f'{split}_tokens.npy'}: tokens")
     if len(rows) > 1:

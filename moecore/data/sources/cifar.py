@@ -123,7 +123,8 @@ class Cifar(PublishedSource):
 
     def fetch_files(self, root: Path) -> Path:
         spec = SETS[self.classes]
-        path, url = root / spec.archive, URL + spec.archive
+        path = root / spec.archive
+        url = URL + spec.archive
         download_file(url, path, lambda temporary: check_digest(temporary, "md5", spec.md5, url))
         return path
 

@@ -33,7 +33,8 @@ class Clusters(DrawnSource):
 
     @property
     def uncounted_card(self) -> Card:
-        name, side = f"{self.clusters} clusters", self.grid * self.patch
+        name = f"{self.clusters} clusters"
+        side = self.grid * self.patch
         task = Classification(classes=("-1", "+1"))
         return Card(name, 1, side, task, LICENCE, PAPER, truth=self.clusters)
 

@@ -133,7 +133,8 @@ class WalshProduct(NamedTuple):
         bits = (size - 1).bit_length()
         random = np.random.default_rng([seed, size])
         functions = random.choice(4**bits, number, replace=False)
-        rows, columns = functions[:, None] >> bits, functions[:, None] % 2**bits
+        rows = functions[:, None] >> bits
+        columns = functions[:, None] % 2**bits
         positions = np.arange(size)
         down, across = (np.bitwise_count(part & positions) % 2 == 1 for part in (rows, columns))
         return cls(down[:, :, None] ^ across[:, None])

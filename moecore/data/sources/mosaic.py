@@ -70,7 +70,8 @@ class Mosaic(CellSourceUser):
         return write_images(folder, self, self.describe(), parts)
 
     def _part(self, split: Split, name: str, classes: int) -> SplitToWrite:
-        number, seed = getattr(self, name), [self.seed, STREAM + SPLITS.index(name)]
+        number = getattr(self, name)
+        seed = [self.seed, STREAM + SPLITS.index(name)]
         cells = draw_mosaic_members(len(split.labels), number, self.grid**2, seed, name)
         images = np.asarray(split.images)
         chunks = (

@@ -85,7 +85,8 @@ class Spreadsheet(FileCohort):
             diagnosis_counts[row.get("diagnosis") or "none given"] += 1
             if self.diagnoses is not None and row.get("diagnosis") not in self.diagnoses:
                 continue
-            who, place = row["participant_id"], f"{path}:{line}"
+            who = row["participant_id"]
+            place = f"{path}:{line}"
             people[who].append(row)
             places.setdefault(who, place)
             subject, reasons = cohorts.parse_subject_with_problems(row)

@@ -92,7 +92,8 @@ def table_of_usable_rows(
     places: dict[str, str],
 ) -> CohortTable:
     """Return the table of subjects without problems; people: the rows of each participant."""
-    splits, split_problems = {}, []
+    splits = {}
+    split_problems = []
     for who, rows in people.items():
         names = {row["split"] for row in rows if row.get("split")}
         if len(names) > 1 or not names <= set(SPLITS):
@@ -178,7 +179,9 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
     sex = row["sex"].lower()
     if sex not in SEX:
         reasons.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
-    who, site, diagnosis = row["participant_id"], row.get("site", ""), row.get("diagnosis", "")
+    who = row["participant_id"]
+    site = row.get("site", "")
+    diagnosis = row.get("diagnosis", "")
     return VolumeSubject(who, session, age, SEX.get(sex, ""), site, diagnosis=diagnosis), reasons
 
 

@@ -156,7 +156,8 @@ def _profile_experts(
         for probability, row in best:
             if probability < 0:
                 break
-            image, patch = int(gallery.places[row]), int(use.patch[row, expert])
+            image = int(gallery.places[row])
+            patch = int(use.patch[row, expert])
             (pixels,) = image_batches(gallery.split.images[image][None], 1)
             crops.append(patch_crop(pixels[0, : gallery.channels], patch, layout))
             first = int((covering == patch).nonzero()[0])

@@ -182,7 +182,8 @@ def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray]
     is_known = margins.isfinite()
     if not is_known.any():
         return {}, {}
-    sums, tokens = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
+    sums = margins.nan_to_num().sum(dim=1)
+    tokens = is_known.sum(dim=1)
     by_image = linearize_ratio(sums.numpy(), tokens.numpy())
     smallest = float(np.quantile(margins[is_known].numpy(), SMALLEST_QUANTILE))
     return {"margin": by_image}, {"smallest_margin": smallest}

@@ -70,7 +70,8 @@ def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list
             found=f"{len(first_experts)} epochs with choices of shape {shapes}",
             allowed="at least one epoch, all of one shape (images, tokens)",
         )
-    final, pairs = first_experts[-1], pairwise(first_experts)
+    final = first_experts[-1]
+    pairs = pairwise(first_experts)
     return {
         "with_final": [float((experts == final).mean()) for experts in first_experts],
         "consecutive": [float((before == after).mean()) for before, after in pairs],
@@ -103,7 +104,9 @@ def expert_purity(table: np.ndarray) -> float:
 
     NaN without tokens.
     """
-    return float(table.max(axis=1).sum() / table.sum()) if table.any() else math.nan
+    if table.any():
+        return float(table.max(axis=1).sum() / table.sum())
+    return math.nan
 
 
 def purity_over_layers(tables: Sequence[np.ndarray]) -> float:

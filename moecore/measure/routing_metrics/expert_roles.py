@@ -355,7 +355,8 @@ def measure_layer_roles(
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
-    tokens, experts = chosen[..., 0].numel(), len(counts)
+    tokens = chosen[..., 0].numel()
+    experts = len(counts)
     information, by_image = expert_information.label_information(
         chosen, layout, labels, inputs.people
     )

@@ -108,7 +108,8 @@ def kept_choices(before: Tensor, after: Tensor) -> Tensor:
     One minus this is the switch fraction; by chance, at an even load, it is k/E.
     """
     _check_same_shape(before, after)
-    common, number = (before & after).sum(-1).double(), after.sum(-1)
+    common = (before & after).sum(-1).double()
+    number = after.sum(-1)
     return torch.where(number > 0, common / number.clamp(min=1), ~before.any(dim=-1))
 
 
@@ -214,7 +215,9 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
     In [0, 1): mean over the tokens with an eligible expert; None without such a token.
     """
     tails, has_eligible = _eligible_tails(scores, threshold, k)
-    return float(tails[has_eligible].mean()) if has_eligible.any() else None
+    if has_eligible.any():
+        return float(tails[has_eligible].mean())
+    return None
 
 
 def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
@@ -370,7 +373,8 @@ def measure_layer_use_by_image(
     if threshold is not None and k is not None:
         tails, has_eligible = _eligible_tails(layer.logits, threshold, k)
         if has_eligible.any():
-            sums, tokens = tails.where(has_eligible, 0).sum(dim=-1), has_eligible.sum(dim=-1)
+            sums = tails.where(has_eligible, 0).sum(dim=-1)
+            tokens = has_eligible.sum(dim=-1)
             ratio = linearize_ratio(sums.numpy(), tokens.double().numpy())
             metrics["tail_mass"] = torch.from_numpy(ratio)
     return metrics

@@ -73,7 +73,9 @@ class ImageSpec(Config):
         """Channels of a stored image, as given to a model."""
         if not self.truth:
             return self.channels
-        return 2 * self.channels if len(self.shape) == 1 else self.channels + 1
+        if len(self.shape) == 1:
+            return 2 * self.channels
+        return self.channels + 1
 
     @property
     def outputs(self) -> int:
@@ -395,7 +397,9 @@ class BackboneModel(Model):
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
         """Return the mean of all heads, as DeiT at inference; a single head is not copied."""
-        return heads[0] if len(heads) == 1 else torch.stack(heads).mean(dim=0)
+        if len(heads) == 1:
+            return heads[0]
+        return torch.stack(heads).mean(dim=0)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return normalised images; UserError for integers, a wrong shape or, on the CPU, bytes."""
@@ -423,7 +427,9 @@ class BackboneModel(Model):
 
     def seen_channels(self, images: Tensor) -> Tensor:
         """Return images without the channel of the truth, if there is one."""
-        return images[:, : self.image.channels] if self.image.truth else images
+        if self.image.truth:
+            return images[:, : self.image.channels]
+        return images
 
 
 def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:

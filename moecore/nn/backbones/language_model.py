@@ -187,7 +187,9 @@ class SegmentMemory(nn.Module):
     def local_states(self) -> Tensor:
         """Return the states of this rank's streams, (depth, b, L, d)."""
         rows = current_ranks().rows(self.states.shape[1])
-        return self.states if rows is None else self.states[:, rows.to(self.states.device)]
+        if rows is None:
+            return self.states
+        return self.states[:, rows.to(self.states.device)]
 
     def store_states(self, local: Tensor) -> None:
         """Store the new states of this rank's streams, and all other ranks."""

@@ -115,7 +115,8 @@ class PatchTransformer(base_model.BackboneModel):
         """Return weights with learned positions interpolated; fixed positions are not weights."""
         if "pos_embed" not in weights:
             return weights
-        new, old = self.config.grid(self.image), config.grid(image)
+        new = self.config.grid(self.image)
+        old = config.grid(image)
         positions = resize_positions(weights["pos_embed"], self.positioned_tokens, new, mode, old)
         return weights | {"pos_embed": positions}
 

@@ -134,7 +134,8 @@ class TextTransformer(nn.Module):
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
         mask = self.caption_mask(tokens)
         learned = (0, hidden.shape[1] - tokens.shape[1])  # the learned token is no word, no padding
-        context, wants = RoutingContext(padding=pad(~mask, learned)), frozenset()
+        context = RoutingContext(padding=pad(~mask, learned))
+        wants = frozenset()
         moe = self.config.moe
         if moe is not None:
             wants = moe.router.wants
@@ -367,7 +368,9 @@ class TwoTowerModel(base_model.BackboneModel):
         return (labels,)
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        return self.config.text.moe if name.startswith("text.") else self.moe
+        if name.startswith("text."):
+            return self.config.text.moe
+        return self.moe
 
 
 def _visual_weights(weights: base_model.Weights) -> base_model.Weights:

@@ -45,7 +45,8 @@ class Quantile(Balance):
         """Yield steps with too few tokens for every expert to have a share."""
         if around.tokens is None:
             return
-        k, experts = around.router.chosen_of(around.experts), around.experts.choices
+        k = around.router.chosen_of(around.experts)
+        experts = around.experts.choices
         if around.tokens * k < experts:
             text = f"found quantile, but a step has {around.tokens} tokens of {k} choices, fewer"
             yield (), f"{text} than {experts} experts; allowed: a larger batch"

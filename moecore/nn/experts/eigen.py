@@ -66,7 +66,8 @@ class EigenExperts(ExpertsModule):
         inputs, std = hidden, _STD
         if config.factored_output:
             self.down_inner = _normal(number, hidden, rank, std=_STD * (width / rank) ** 0.5)
-            inputs, std = rank, width**-0.5
+            inputs = rank
+            std = width**-0.5
         self.down_bias = nn.Parameter(torch.zeros(number, width))
         self.down = _normal(number, inputs, width, std=std)
 

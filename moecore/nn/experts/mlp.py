@@ -79,7 +79,9 @@ class Mlp(Experts):
     @property
     def networks(self) -> int:
         """Return the number of networks that a router chooses among: pieces that are not shared."""
-        return self.number if self.fine is None else self.number * self.fine - self.shared
+        if self.fine is None:
+            return self.number
+        return self.number * self.fine - self.shared
 
     @property
     def choices(self) -> int:
@@ -101,7 +103,9 @@ class Mlp(Experts):
 
     def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
         zero = self.zero_computation
-        return None if zero is None else ZeroComputationExperts(zero, width)
+        if zero is None:
+            return None
+        return ZeroComputationExperts(zero, width)
 
 
 class MlpExperts(ExpertsModule):
@@ -109,7 +113,8 @@ class MlpExperts(ExpertsModule):
 
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
-        hidden, pieces = max(1, round(config.hidden_ratio * width)), config.fine or 1
+        hidden = max(1, round(config.hidden_ratio * width))
+        pieces = config.fine or 1
         if hidden % pieces:
             raise UserError.at(
                 "experts.fine",

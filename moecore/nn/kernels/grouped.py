@@ -139,7 +139,9 @@ def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 def rows_at_once(rows: Tensor) -> int:
     """Return the number of rows (R, d) to process at a time; on CPU what fits its cache."""
-    return _CACHED_ROWS if rows.device.type == "cpu" else max(1, len(rows))
+    if rows.device.type == "cpu":
+        return _CACHED_ROWS
+    return max(1, len(rows))
 
 
 def to_autocast(tensor: Tensor) -> Tensor:

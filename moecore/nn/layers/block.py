@@ -111,7 +111,8 @@ class Attention(nn.Module):
         mean = None
         if weights:
             weights_by_head = attention_weights(query, key, self.causal)
-            heads, mean = weights_by_head.to(value.dtype) @ value, weights_by_head.mean(dim=1)
+            heads = weights_by_head.to(value.dtype) @ value
+            mean = weights_by_head.mean(dim=1)
         else:
             heads = softmax_attention(query, key, value, self.causal)
         return self.proj(heads.transpose(1, 2).flatten(2)), mean

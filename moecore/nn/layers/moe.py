@@ -152,7 +152,8 @@ class MoEFeedForward(FeedForward):
         """Return outputs for tokens (B, T, d) by the plan."""
         if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
             # exported: every expert computes every token, weighted as the record says
-            number, values = self.number, tokens.flatten(0, 1)
+            number = self.number
+            values = tokens.flatten(0, 1)
             ends = torch.arange(1, number + 1, dtype=torch.int32, device=tokens.device)
             outputs = experts(Rows(values.repeat(number, 1), ends * len(values)))
             weights = record.combine[..., :number].movedim(-1, 0).unsqueeze(-1)
@@ -170,7 +171,9 @@ class MoEFeedForward(FeedForward):
 
     def plan_networks(self, plan: Any) -> Any:
         """Return the part of a router's plan that networks compute."""
-        return plan if self.zero_computation is None else plan.keep_experts(self.number)
+        if self.zero_computation is None:
+            return plan
+        return plan.keep_experts(self.number)
 
     @property
     def number(self) -> int:

@@ -106,7 +106,9 @@ class _GatherPadded(Function):
 
 def to_build_device(tensor: Tensor | None) -> Tensor | None:
     """Move a tensor to the device on which models are being built; modules share it."""
-    return None if tensor is None else tensor.to(torch.get_default_device())
+    if tensor is None:
+        return None
+    return tensor.to(torch.get_default_device())
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,8 @@ class Router(Part, ABC):
         balance = getattr(self, "balance", None)
         if balance is None or "balance" not in type(self).model_fields or around.experts is None:
             return
-        k, experts = self.chosen_of(around.experts), around.experts.choices
+        k = self.chosen_of(around.experts)
+        experts = around.experts.choices
         try:
             balance.check_k(k, experts)
         except UserError as error:
@@ -48,7 +49,8 @@ class Router(Part, ABC):
 
     def chosen_of(self, experts: Any) -> int:
         """Return the maximum number of these Experts per token; split experts count as pieces."""
-        router, k = self, getattr(self, "k", None)
+        router = self
+        k = getattr(self, "k", None)
         if k is not None and (scaled := max(1, experts.scale_k(k))) != k:
             router = self.with_k(scaled)
         return int(router.active(experts.choices))

@@ -83,7 +83,8 @@ class ExpertChoiceRouter(nn.Module):
         nothing = torch.zeros_like(by_expert, dtype=torch.bool)
         chosen = nothing.scatter(1, order, True).t().view(gates.shape)
         plan = ExpertChoicePlan(order, by_expert.gather(1, order), (gates.shape[0], gates.shape[1]))
-        probs, combine = torch.softmax(logits, dim=-1), torch.where(chosen, gates, 0)
+        probs = torch.softmax(logits, dim=-1)
+        combine = torch.where(chosen, gates, 0)
         return plan, RoutingRecord(logits, probs, chosen.to(gates.dtype), chosen, combine)
 
 

@@ -97,7 +97,8 @@ class FoldedRouter(nn.Module):
             )
             slots = min(plan.weights.shape[-1], self.number)
             best = top_k(combine.where(chosen > 0, -1), slots)
-            weights, valid = combine.gather(-1, best), chosen.gather(-1, best) > 0
+            weights = combine.gather(-1, best)
+            valid = chosen.gather(-1, best) > 0
             return plan_and_record(
                 logits=safe_log(probs), probs=probs, chosen=best, weights=weights, valid=valid
             )

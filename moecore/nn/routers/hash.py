@@ -86,7 +86,8 @@ class HashRouter(nn.Module):
         """Return (B, T, k): the expert of each position and the following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
-            seed, number = self.config.seed, tokens.shape[1]
+            seed = self.config.seed
+            number = tokens.shape[1]
             first = experts_by_position(seed, number, self.experts, tokens.device)
             self.places = first
         return self._in_circle(first).expand(len(tokens), -1, -1)

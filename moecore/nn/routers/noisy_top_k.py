@@ -267,12 +267,16 @@ class NoisyTopKRouter(nn.Module):
     @property
     def coupled(self) -> int:
         """Images per group whose predictions depend on each other in evaluation; 1: independent."""
-        return 1 if self.config.eval_capacity_factor is None else self.config.group_size
+        if self.config.eval_capacity_factor is None:
+            return 1
+        return self.config.group_size
 
     @property
     def training_group(self) -> int:
         """Images per group whose routing depends on each other in training; 1: independent."""
-        return 1 if self.config.capacity_factor is None else self.config.group_size
+        if self.config.capacity_factor is None:
+            return 1
+        return self.config.group_size
 
     @property
     def is_learning(self) -> bool:

@@ -63,7 +63,8 @@ class ReluRouter(NoisyTopKRouter):
     def __init__(self, config: Relu, width: int, experts: int) -> None:
         shape = NoisyTopK(k=experts, noise_std=0.0).model_copy(update={"score": "relu"})
         super().__init__(shape, width, experts)
-        self.k, self.experts = config.k, experts
+        self.k = config.k
+        self.experts = experts
         self.factor = config.l1_factor
         self.register_buffer("l1_weight", torch.tensor(config.l1_start))
 

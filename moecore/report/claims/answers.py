@@ -65,7 +65,9 @@ class Answer(NamedTuple):
     def verdict_holm(self) -> str:
         """Return the verdict's text, with Holm's correction where there is one."""
         verdict = self.entry.get("verdict_holm")
-        return self.words.get(verdict, verdict) if verdict else self.verdict
+        if verdict:
+            return self.words.get(verdict, verdict)
+        return self.verdict
 
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
@@ -158,7 +160,8 @@ def needed_sample(
 
     def decides(seeds: int, items: int) -> bool:
         planned = _with_sample(difference, seeds, items)
-        reach, more = planned.half(level), planned.half(2 * POWER - 1)
+        reach = planned.half(level)
+        more = planned.half(2 * POWER - 1)
         return reach is not None and more is not None and reach + more <= abs(gap)
 
     seeds, items = difference.seeds, difference.items

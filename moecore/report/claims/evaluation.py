@@ -108,8 +108,12 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
     if p is None or p >= LEVEL:
         return "open"
     if asked.margin is not None:
-        return "holds" if _distance_to_margin(difference, asked, good) > 0 else "differs"
-    return "holds" if (difference.value > 0) == (asked.better == "higher") else "differs"
+        if _distance_to_margin(difference, asked, good) > 0:
+            return "holds"
+        return "differs"
+    if (difference.value > 0) == (asked.better == "higher"):
+        return "holds"
+    return "differs"
 
 
 def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:

@@ -217,7 +217,8 @@ def describe_answer(answer: Answer) -> AnswerTexts:
     measured += f"{other}{claim.against} {row.values[1]}"
     difference, over = row.difference, row.over
     if limits := row.difference_limits:
-        difference, over = f"{difference} [{limits}]", f"over {over} ({row.counts})"
+        difference = f"{difference} [{limits}]"
+        over = f"over {over} ({row.counts})"
     verdict = answer.verdict
     if row.detectable:
         verdict += f" ({row.detectable})"

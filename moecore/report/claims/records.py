@@ -140,7 +140,8 @@ def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
-    ours, theirs = difference.interval(), interval_from_json(stored)
+    ours = difference.interval()
+    theirs = interval_from_json(stored)
     if theirs.limits is None:  # identical values, or bounds
         return math.isclose(ours.value, theirs.value, abs_tol=1e-12)
     half = (theirs.limits[1] - theirs.limits[0]) / 2
@@ -203,7 +204,8 @@ def date_questions(study: Round) -> list[DatedQuestion]:
     """
     if not study.results.is_file():
         return []
-    root, numbers = study.question.root, read_json(study.results)
+    root = study.question.root
+    numbers = read_json(study.results)
     record = numbers.get(ASKED) or {}
     path = str(study.results.relative_to(root))
     is_committed = not run_git(root, "status", "--porcelain", "--", path)
@@ -239,7 +241,8 @@ def date_questions(study: Round) -> list[DatedQuestion]:
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Return whether a record's commit has the question, and is older than the answer."""
-    commit, answered = record.get("commit"), record["answered"]
+    commit = record.get("commit")
+    answered = record["answered"]
     if not commit or commit == answered:
         return False
     if _verdict_key(question) not in _read_questions(root, commit, record["file"]):
@@ -290,7 +293,9 @@ def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
 def run_git(folder: Path, *arguments: str) -> str:
     """Return git's output; "" if it fails or is not installed."""
     ended = _start_git(folder, arguments)
-    return ended.stdout.strip() if ended is not None and ended.returncode == 0 else ""
+    if ended is not None and ended.returncode == 0:
+        return ended.stdout.strip()
+    return ""
 
 
 def _start_git(folder: Path, arguments: tuple[str, ...]) -> subprocess.CompletedProcess | None:

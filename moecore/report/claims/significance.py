@@ -60,7 +60,9 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
     models = [model for seeds in methods for model in seeds.values()]
     min_seeds = 3 if metric.of_pairs else 2  # two seeds are one pair, without a variance
     if all(len(seeds) >= min_seeds for seeds in methods):
-        return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
+        if all(metric.items(model) is not None for model in models):
+            return BOTH
+        return SEEDS
     if all(metric.hits(model) is not None for model in models):
         return "mcnemar"
     return "intervals"

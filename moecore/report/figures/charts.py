@@ -80,7 +80,9 @@ def points_over_seeds(
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """Describe the bands of ``points_over_seeds``."""
     has_bands = any(len(of_method) > 1 for of_method in seeds.values())
-    return "Bands: 95 % intervals over seeds." if has_bands else "One seed."
+    if has_bands:
+        return "Bands: 95 % intervals over seeds."
+    return "One seed."
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:

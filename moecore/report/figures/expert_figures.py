@@ -147,8 +147,10 @@ def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> No
             box |= {"facecolor": colours[expert], "alpha": 0.45}
         width = LETTER * (len(text) + 1.5)
         if start + width > WIDE - 0.2 and start:
-            start, line = 0.0, line + 1
-        x, y = (SIDE + 0.15 + start) / SIDE, row + (0.12 + LINE * line) / SIDE
+            start = 0.0
+            line = line + 1
+        x = (SIDE + 0.15 + start) / SIDE
+        y = row + (0.12 + LINE * line) / SIDE
         axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
         start += width
 

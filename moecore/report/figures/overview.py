@@ -117,7 +117,8 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             ends += limits_or_value(interval)
         draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
-        column, near = quantity.column, [end for end in ends if end]
+        column = quantity.column
+        near = [end for end in ends if end]
         is_far = column.name in ERRORS and near and min(near) > FAR * max(near)
         if quantity.floor_and_ceiling or is_far:  # from zero, differences could not be seen
             axes.set_xlim(limits_with_margin(near, column.form))

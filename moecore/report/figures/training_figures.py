@@ -129,7 +129,8 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Draw the share of each true class (rows) that was predicted as each class (columns)."""
     shares = row_shares(counts)
-    names, texts = classes, charts.percent_annotations(shares, 0.005)
+    names = classes
+    texts = charts.percent_annotations(shares, 0.005)
     if len(classes) > NUMBERED:
         names, texts = (), np.full(shares.shape, "")
     labels = charts.Labels("Confusion", names, names, "Predicted", "True", slanted=True)

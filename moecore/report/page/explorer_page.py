@@ -101,7 +101,8 @@ def open_questions(measured: Measured) -> list[str]:
     """Return which measurements did not apply, and which to add in params.yaml."""
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
-        display, reason = display_of(kind), skip_reason(measured, kind)
+        display = display_of(kind)
+        reason = skip_reason(measured, kind)
         name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")

@@ -64,7 +64,9 @@ def render_report(
 
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Page:
     sections = [claims_section(evaluated)] if evaluated else []
-    overviews, facts, quantities = [], [], {}
+    overviews = []
+    facts = []
+    quantities = {}
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         quantities[name] = phase_quantities(phase, table, results.controls)
@@ -111,12 +113,15 @@ def main_finding(
     if evaluated:
         finding = describe_claims(evaluated)
     elif phase:
-        title, dense = phase_title(phase), results.without_experts
+        title = phase_title(phase)
+        dense = results.without_experts
         finding = describe_phase_findings(phase, title, quantities[phase.name], dense)
     else:
         counted = results.alone.get(Sizes)
         finding = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
-    return keep_percent_on_line(f"{worth} {finding}") if worth else finding
+    if worth:
+        return keep_percent_on_line(f"{worth} {finding}")
+    return finding
 
 
 def report_introduction(results: Results) -> str:

@@ -250,5 +250,7 @@ def format_paper_number(value: float, column: Column) -> str:
         case "share":
             return f"{100 * value:.4g} %"
         case "count":
-            return f"{value / 1e6:.4g} million" if value >= 1e6 else f"{value:,.0f}"
+            if value >= 1e6:
+                return f"{value / 1e6:.4g} million"
+            return f"{value:,.0f}"
     return f"{value:.4g}"

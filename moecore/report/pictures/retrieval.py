@@ -13,7 +13,8 @@ from moecore.report.study_results import Phase
 
 
 def figures(result: Found) -> Figures:
-    stored, layers = result.facts.get("overlays"), result.facts["layers"]
+    stored = result.facts.get("overlays")
+    layers = result.facts["layers"]
     if stored is not None and (stored["grids"] or layers):
         experts = next((len(words[0]["experts"]) for words in layers), 0)
         overlays = Overlays.model_validate(stored)

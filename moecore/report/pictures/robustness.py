@@ -50,7 +50,8 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
         if metric.detail:
             name += "_mean" if is_mean else f"_at_{place_slug(radius)}"
         if is_mean:
-            label, note = "{title}, mean", f"{note}, mean over {epsilon}"
+            label = "{title}, mean"
+            note = f"{note}, mean over {epsilon}"
     for place, word in words.items():
         label, note = (text.replace(f"{{{place}}}", word) for text in (label, note))
     name = name.replace("{attack}", attack).replace("{layer}", words["layer"])
@@ -64,7 +65,9 @@ def attack_title(name: str) -> str:
 
 
 def attacked_name(score: str, attack: str) -> str:
-    return f"accuracy_{attack}" if score == "accuracy" else f"attacked_{score}_{attack}"
+    if score == "accuracy":
+        return f"accuracy_{attack}"
+    return f"attacked_{score}_{attack}"
 
 
 def attacks_of(result: Found) -> list[str]:

@@ -83,7 +83,9 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
 
     def relative_to_top_1(result: Found) -> dict[float, float]:
         times = result.curve("batch_ms", "k")
-        return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
+        if 1 in times:
+            return {k: time / times[1] for k, time in times.items()}
+        return {}
 
     pictures = draw_method_curves(phase, Cost, relative_to_top_1, spec, caption)
     yield Block("Step time over k", pictures=pictures)

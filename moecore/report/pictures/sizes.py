@@ -66,7 +66,9 @@ def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
 def find_paper_numbers(model: Model) -> PaperModelNumbers:
     """Return the paper's numbers of a model; KeyError for an unknown name."""
     name = model["reported"]
-    return COSTS[name] if name else PaperModelNumbers("cost", model["name"], "", {})
+    if name:
+        return COSTS[name]
+    return PaperModelNumbers("cost", model["name"], "", {})
 
 
 def find_size(result: Found, model: Model, metric: str) -> float | None:
@@ -74,7 +76,9 @@ def find_size(result: Found, model: Model, metric: str) -> float | None:
     value = result.find(metric, model=model["name"])
     if value is None:
         return None
-    return int(value.value) if METRICS[metric].form == "count" else value.value
+    if METRICS[metric].form == "count":
+        return int(value.value)
+    return value.value
 
 
 def size_table(result: Found) -> PageTable:
@@ -107,7 +111,9 @@ def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
 def deviation_reason(model: Model) -> PageCell:
     if model["needs"]:
         return PageCell(f"Needs {model['needs']}. {model['why']}".strip(), look="reason")
-    return PageCell(model["why"], look="reason") if model["why"] else EMPTY
+    if model["why"]:
+        return PageCell(model["why"], look="reason")
+    return EMPTY
 
 
 def format_size(value: float, metric: str) -> str:

@@ -199,7 +199,9 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
 
 def read_outcome(path: Path, stage: str) -> Found | Skipped:
     outcome = read_result(path, Outcome, stage)
-    return outcome if isinstance(outcome, Skipped) else collect_outcome_values(outcome)
+    if isinstance(outcome, Skipped):
+        return outcome
+    return collect_outcome_values(outcome)
 
 
 PICTURES = Pictures(

@@ -28,7 +28,8 @@ def class_share_table(phase: Phase) -> Iterator[Block]:
     texts = [f"{data}, {images:,} images, {prompts} prompts per class."]
     if unknown:
         texts.append(f"Words that are not in the vocabulary, by class: {', '.join(unknown)}.")
-    columns, title = ["method", *names], "Zero-shot, by class"
+    columns = ["method", *names]
+    title = "Zero-shot, by class"
     grid = PageTable(columns, lines, title=title, below=below, small=True)
     yield Block("Zero-shot", words=texts, grids=[grid], about="zero_shot_accuracy")
 

@@ -175,14 +175,16 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
         return None
     if len(intervals) == 1:
         return Cell(intervals[0], metric.limits if intervals[0].limits else "", 1)
-    mean, kind = mean_over_seeds([interval.value for interval in intervals]), "t"
+    mean = mean_over_seeds([interval.value for interval in intervals])
+    kind = "t"
     if metric.has_bound(models):
         return Cell(Interval(mean.value), "", len(intervals))
     items = list_without_none(metric.items(model) for model in models)
     counts = {len(values) for values in items}
     has_items = len(items) == len(models) and len(counts) == 1 and counts != {1}
     if has_items and (half := crossed_difference(np.stack(items)).half()):
-        mean, kind = Interval(mean.value, mean.value - half, mean.value + half), BOTH
+        mean = Interval(mean.value, mean.value - half, mean.value + half)
+        kind = BOTH
     if metric.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))

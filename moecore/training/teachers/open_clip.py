@@ -132,7 +132,8 @@ def two_tower_settings(
 ) -> TwoTowers:
     """Return the sizes of both towers, from the shapes of their weights under our names."""
     kernel = weights["visual.patch_embed.proj.weight"]
-    width, text = kernel.shape[0], weights["text.positions"].shape[1]
+    width = kernel.shape[0]
+    text = weights["text.positions"].shape[1]
     hidden = weights["visual.blocks.0.mlp.fc1.weight"].shape[0]
     inner = weights["text.blocks.0.mlp.fc1.weight"].shape[0]
     return TwoTowers(

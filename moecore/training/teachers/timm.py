@@ -164,7 +164,9 @@ def unsupported_features(source: Any) -> list[str]:
         first = [stage.blocks[0] for stage in source.layers]
         window = max(block.window_size[0] for block in first)
         differ = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
-        return ["windows of different sizes in its stages"] if differ else []
+        if differ:
+            return ["windows of different sizes in its stages"]
+        return []
     block = source.blocks[0]
     if type(block).__name__ != "Block":
         return [f"blocks of the kind {type(block).__name__}"]
