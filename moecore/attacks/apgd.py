@@ -43,7 +43,7 @@ class AscentResult(NamedTuple):
 
 
 def random_start(ball: Ball, generator: ImageGenerators) -> Tensor:
-    """Return the clean images plus uniform noise, scaled to ±ε at its largest pixel, in [0, 1]."""
+    """Return the clean images plus uniform noise with a maximum of ε per image, in [0, 1]."""
     noise = uniform_noise_like(ball.centre, generator, "apgd")
     axes = tuple(range(1, noise.ndim))
     # 1e-12 as in the authors' code, for an image whose noise is all zeros.
@@ -62,7 +62,7 @@ def step_checkpoints(steps: int) -> Iterator[int]:
 
 
 def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentResult:
-    """Maximise the objective from ``start`` (B, C, H, W) within the ball."""
+    """Maximise the objective in the ball from ``start`` (B, C, H, W); return the best images."""
     current = previous = best = start
     values, gradient = at(current)
     best_values = values

@@ -76,16 +76,16 @@ class Target(NamedTuple):
     def predict_images(
         self, images: predict.ImageSequence
     ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-        """Return predictions (N, K) and routing of other images, in fp32."""
+        """Return the model's predictions (N, K) and routing records of ``images``, in fp32."""
         return predict.predict_in_batches(self.model, images, self.batch)
 
     def scores(self, images: predict.ImageSequence) -> Tensor:
-        """Return the task's score of each of these images (N, C, H, W); (N,)."""
+        """Return the task's score of ``images`` (N, C, H, W) with the target's labels, (N,)."""
         prediction, _ = predict.predict_in_batches(self.model, images, self.batch, routing=False)
         return self.task.scores(prediction, self.labels)
 
     def worse_scores(self, images: predict.ImageSequence) -> Tensor:
-        """Return the worse score of each image, clean or as in ``images``; (N,).
+        """Return the worse of the scores of each clean image and of its attacked form, (N,).
 
         The clean image lies in every ball, so an attack that improves a score has no effect.
         """
@@ -107,6 +107,6 @@ class BFloat16Model(nn.Module):
 
 
 def draw_image_indices(total: int, number: int, seed: int) -> np.ndarray:
-    """Draw ``number`` of ``total`` indices without replacement, sorted; all if there are fewer."""
+    """Return ``number`` different random indices below ``total``, sorted; all if fewer exist."""
     generator = np.random.default_rng(derived_seed("attacked_images", seed))
     return np.sort(generator.permutation(total)[:number])

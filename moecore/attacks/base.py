@@ -15,11 +15,11 @@ from moecore.tasks.base import Task
 
 
 class Attack(Part, ABC):
-    """Settings of an attack on images, which are called to attack; a family of parts."""
+    """Settings of an attack on images; call them to attack a batch. Base of all attacks."""
 
     @property
     def name(self) -> str:
-        """The kind and the settings that differ from their defaults: pgd, pgd-10, pgd-inside-10."""
+        """The kind and the values of settings that are not default: pgd, pgd-10, pgd-inside-10."""
         changed = self.model_dump(exclude={"kind"}, exclude_defaults=True)
         # A switch is shown by its key: "inside" says more than "True".
         texts = [key if value is True else str(value) for key, value in changed.items()]
@@ -36,7 +36,7 @@ class Attack(Part, ABC):
         return False
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield why the attack cannot be used with the task's labels."""
+        """Yield (key, reason) if the attack cannot be used with the task's labels."""
         if around.source is not None and (reason := self.refuses(around.task)):
             yield ("kind",), f"found {self.kind}: {reason}; allowed: another attack"
 
@@ -45,7 +45,7 @@ class Attack(Part, ABC):
         return None
 
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
-        """Return why the attack has nothing to attack in this model, in words; None if it has."""
+        """Return why the attack is impossible for this model and task, in words, or None."""
         return self.refuses(task)
 
     @abstractmethod
@@ -89,7 +89,7 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
 
 
 def expand_generators(generator: Generators, images: int) -> ImageGenerators:
-    """Return one generator per image; None without a generator."""
+    """Return one generator for each of ``images`` images; None without a generator."""
     if generator is None:
         return None
     each = [generator] * images if isinstance(generator, torch.Generator) else list(generator)
@@ -101,7 +101,7 @@ def expand_generators(generator: Generators, images: int) -> ImageGenerators:
 def uniform_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
     """Draw uniform noise in [-1, 1) of the shape of ``images`` (B, C, H, W), image by image.
 
-    Raises ValueError without a generator.
+    Raises ValueError without a generator; who: name of the attack in the message.
     """
     if generator is None:
         raise ValueError(f"attack: {who} draws a random start; pass a CPU generator")

@@ -65,7 +65,7 @@ class GradientAttack(Attack):
         return self.objective in ("task", "cross_entropy")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield why the objective cannot be computed for the data's labels or number of classes."""
+        """Yield (key, reason) if the data's labels or classes do not allow the objective."""
         allowed = "allowed: task (the loss that is learned), balance, routing_change"
         reason = None if around.source is None else objective_refusal(self.objective, around.task)
         classes = len(getattr(around.preview, "classes", None) or ())
@@ -123,7 +123,7 @@ class GradientAttack(Attack):
     def _perturb_inside(
         self, at: "ModelGradient", ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """Attack the allowed pixels: no background with ``inside``, and never the truth channel."""
+        """Attack all pixels but the truth channel and, if ``inside``, a background of 0."""
         if not self.inside and not at.says_truth:
             return self.perturb_images(at, ball, generator)
         may_change = torch.ones_like(ball.centre, dtype=torch.bool)
@@ -167,7 +167,7 @@ class ModelGradient:
 
     @property
     def says_truth(self) -> bool:
-        """True if the images' last channel is the truth of generated data."""
+        """True if the last channel of the images holds the true kinds of patches, no pixels."""
         return bool(getattr(getattr(self.model, "image", None), "truth", 0))
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,10 @@ def make_objective(
     images: Tensor,
     labels: Tensor,
 ) -> Goal:
-    """Return the objective for these images (B, C, H, W); UserError if labels do not allow it."""
+    """Return a function from the model's output for ``images`` to the objective of each, (B,).
+
+    Raises UserError if the labels do not allow the objective.  weight: of the balance losses.
+    """
     if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
     if objective == "routing_change":
@@ -282,8 +285,8 @@ def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
     """Return how much probability has left the experts chosen ``before``, (B,).
 
-    A differentiable surrogate of 1 − IoU. before: (B, T, E) bool per MoE layer. Summed over layers,
-    mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none chosen: 0).
+    A differentiable surrogate of 1 − IoU of chosen experts.  before: (B, T, E) bool per MoE layer.
+    Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e.
     """
     # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
     values = 0.0 * output.prediction.float().sum(dim=1)

@@ -28,7 +28,7 @@ class PatchPartners(NamedTuple):
 
 
 class TokenPairs(NamedTuple):
-    """Pairs of tokens, as indices into the tokens of 2B views, (2B · T,); special tokens last."""
+    """T' pairs of tokens per image, special tokens last: indices into the 2B·T tokens of views."""
 
     first: Tensor  # (B, T') int64
     second: Tensor  # (B, T') int64; arbitrary if not found
@@ -36,9 +36,9 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Map patch centres of image 1 by R₂ · R₁⁻¹ to the nearest patch of image 2, or to none.
+    """Return the nearest patch of image 2 of each patch of image 1, whose centre R₂ · R₁⁻¹ maps.
 
-    affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image. Image 1
+    affines_1, affines_2: R (B, D+1, D+1), original to view, of both views of each image. Image 1
     is the view whose affine has the larger |det|: views have equal sizes, so it is the smaller
     crop; ties keep the order. A centre midway between patches goes to the higher one. Raises
     UserError for affines that do not fit the layout or are singular. Source: PRC, §III-C.
@@ -57,7 +57,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the original patch at each patch centre of a view, (B, P), and if there is one."""
+    """Return the original's patch at each patch centre of a view, (B, P), and if it is inside."""
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)
@@ -65,9 +65,10 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
 
 
 def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
-    """Return the pairs of all images; with ``special``, special tokens match themselves.
+    """Return the pairs of tokens that show the same patch in the two views of each image.
 
-    affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
+    affines: (2B, D+1, D+1), first B = view 1, last B = view 2.  special: also pair each special
+    token with itself.
     """
     if len(affines) % 2:
         raise UserError.at(
@@ -95,7 +96,7 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
 def token_pairs_by_layer(
     affines: Tensor, layouts: Sequence[TokenLayout], special: bool
 ) -> list[tuple[TokenPairs, TokenLayout]]:
-    """Return ``pair_view_tokens`` and the layout of each layer; computed once per layout."""
+    """Return (``pair_view_tokens``, layout) per layer; equal layouts share their pairs."""
     pairs_by_layout = {
         layout: pair_view_tokens(affines, layout, special) for layout in set(layouts)
     }
@@ -105,7 +106,7 @@ def token_pairs_by_layer(
 def token_pair_values(
     values: Tensor, pairs: TokenPairs, layout: TokenLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return both values of each pair, 2 × (B, T', E), of values (2B, T, E)."""
+    """Return values (2B, T, E) at the first and at the second token of each pair, (B, T', E)."""
     tokens = layout.special + prod(layout.grid)
     if values.shape[:2] != (2 * len(pairs.first), tokens):
         raise UserError.at(
@@ -119,9 +120,9 @@ def token_pair_values(
 
 
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
-    """Return the teacher's probs (B, T, E) for each token of the student.
+    """Return the teacher's probs for the tokens of the student, whose probs have shape ``student``.
 
-    A student's additional distillation token, after CLS, gets the teacher's CLS.
+    (B, T, E). A student's additional distillation token, after CLS, gets the teacher's CLS.
     """
     batch, tokens, experts = student
     if teacher.shape == student:
@@ -147,7 +148,7 @@ def _check_axes(first: Tensor, second: Tensor, layout: TokenLayout) -> None:
 
 
 def _expansion(affines: Tensor, view: int) -> Tensor:
-    """Return |det| of the linear parts, (B,): view pixels per original pixel."""
+    """Return |det| of the linear parts, (B,): view pixels per original pixel; UserError if 0."""
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
     finite = affines.flatten(1).isfinite().all(dim=1)
@@ -166,7 +167,7 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
 
 
 def _patches_at_centres(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the patch (B, P) to which affines map each patch's centre, and if there is one."""
+    """Return the patch (B, P) at each patch centre, mapped by affines, and whether it is inside."""
     sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     axes = [
         (torch.arange(patches, device=affines.device, dtype=torch.float64) + 0.5) * side

@@ -16,14 +16,14 @@ from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class RowOrigins(NamedTuple):
-    """Each row's pair of token and choice: order (R,) below B·T·k; shape (B, T, k)."""
+    """The pair of token and choice of each row: order (R,), an index into pairs of ``shape``."""
 
     order: Tensor
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (B, T, k)
 
 
 class Rows(NamedTuple):
-    """The input of experts: values (R, d) sorted by expert; offsets (E,) int32, where rows end.
+    """The input of experts: values (R, d) by expert; offsets (E,) int32, the end of each's rows.
 
     If ``projected``, values (R, r) are tokens already projected onto their expert's basis. With
     ``shares`` (G, E), rows are sorted by group and offsets are (G,): all rows of a group use one
@@ -65,7 +65,10 @@ class SparsePlan(NamedTuple):
 
     @classmethod
     def build(cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int) -> Self:
-        """Return the plan for experts below ``number``, weights and ``kept``, (B, T, k) each."""
+        """Return the plan for the chosen of ``number`` experts and their weights, (B, T, k) each.
+
+        kept: (B, T, k) bool, pairs within capacity; None for all.
+        """
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         keys = experts.flatten()
         if keys.is_cuda and number <= 2**15:  # CUDA's sort takes one pass per byte
@@ -125,12 +128,12 @@ class SparsePlan(NamedTuple):
         return Rows(values, self.offsets, pairs=RowOrigins(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows (R, d) as tokens (B, T, d) in the rows' dtype, summed in fp32."""
+        """Return each token's weighted sum of its rows (R, d): (B, T, d), added up in fp32."""
         tokens = _WeightedSum.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
 
     def outputs_by_choice(self, rows: Tensor) -> Tensor:
-        """Return rows (R, d) as the output of each token's choices, (B, T, k, d)."""
+        """Return each token's rows (R, d) without weighting them: (B, T, k, d), by choice."""
         return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 
@@ -193,9 +196,9 @@ class _WeightedSum(Function):
 def weighted_sum_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, sources: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows (R, d) and of their weights, (R,), from that of tokens (N, d).
+    """Return the gradients of rows (R, d) and of their weights, (R,), in a weighted sum of rows.
 
-    weights: (R, 1).  sources: (R,), the token to whose sum a row belongs.
+    grad: (N, d), of the sums.  weights: (R, 1).  sources: (R,), the token whose sum has the row.
     """
     chunk = rows_at_once(rows)
     to_rows = []
@@ -214,7 +217,7 @@ def _cat_or_single(pieces: list[Tensor]) -> Tensor:
 
 
 def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast sums to ``dtype`` as the output of a Function."""
+    """Return sums in ``dtype``, in a form that compiled autograd Functions may return."""
     if sums.dtype != dtype:
         return sums.to(dtype)
     if torch.compiler.is_compiling():

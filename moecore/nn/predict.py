@@ -84,7 +84,10 @@ def predict_in_batches(
 
 
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
-    """Return mean nats per word of each block (N,), fp64, for images (N, C, M), labels (N, M)."""
+    """Return the mean loss in nats per word of the last of C blocks of M words, (N,) fp64.
+
+    images: (N, C, M) word ids, as a LanguageTransformer reads them.  labels: (N, M), next words.
+    """
     return block_scores_with_routing(model, images, labels, routing=False)[0]
 
 
@@ -115,7 +118,7 @@ def text_perplexity(
 ) -> float:
     """Return exp of the mean nats of a text's next words, in evaluation mode, in fp32.
 
-    tokens: (R, n), the words and, if known, their kinds. The text is cut into ``streams`` streams
+    tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
     of equal length, which are read block by block from an empty cache. ``whole``: drop a last
     incomplete block, as papers do. A few streams are cut into parts, which are read in parallel,
     each after the blocks that its predictions depend on.
@@ -162,7 +165,7 @@ def text_perplexity(
 
 
 def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the nats of each next word, (n,) fp64, for final tokens (n, d)."""
+    """Return the loss in nats of each next word ``labels`` (n,), for final tokens (n, d): fp64."""
     task = model.image.task
     assert isinstance(task, NextToken)
     # few logits at a time stay in the cache: five times as fast
@@ -172,7 +175,7 @@ def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Te
 
 
 def words_at_once(outputs: int, device: torch.device) -> int:
-    """Return for how many tokens to compute ``outputs`` logits at a time."""
+    """Return for how many tokens to compute logits at a time; outputs: logits per token."""
     logits = MAX_CPU_LOGITS if device.type == "cpu" else MAX_GPU_LOGITS
     return max(MIN_WORDS, logits // outputs)
 
@@ -180,9 +183,9 @@ def words_at_once(outputs: int, device: torch.device) -> int:
 def read_block(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return a function that reads a block ``times`` times at once: nats per word, (times,) fp64.
+    """Return a function: read the last block in ``times`` copies → nats per word, (times,) fp64.
 
-    images: (1, C, M); all blocks but the last are read once, here.  labels: (1, M).
+    images: (1, C, M); all blocks but the last are read once, here.  labels: (1, M), next words.
     """
     word_ids, kinds = model.split_kinds(images)
     states = model.read_earlier(word_ids, kinds)
@@ -200,7 +203,7 @@ def read_block(
 def image_batches(
     images: ImageSequence, size: int, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """Yield at most ``size`` images, or VOXELS voxels, at a time, fp32 in [0, 1] on ``device``."""
+    """Yield batches of at most ``size`` images or VOXELS voxels, fp32 in [0, 1], or of word ids."""
     if len(images.shape) == 5:
         size = min(size, max(1, VOXELS // math.prod(images.shape[1:])))
     for start in range(0, len(images), size):
@@ -216,13 +219,13 @@ def image_batches(
 
 
 def round_batch_to_groups(model: nn.Module, batch: int) -> int:
-    """Return the batch size in complete groups, so that the same images share a capacity."""
+    """Return ``batch`` rounded down to complete groups of coupled images, at least one group."""
     group = coupled_image_count(model)
     return max(1, batch // group) * group
 
 
 def coupled_image_count(model: nn.Module) -> int:
-    """Return how many images' predictions depend on each other in evaluation; 1: none."""
+    """Return how many consecutive images' predictions depend on each other; 1: independent."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 

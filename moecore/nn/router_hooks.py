@@ -84,7 +84,7 @@ def routing_collector(
 def _see_model(
     records: list[RoutingRecord], model: nn.Module, inputs: tuple[Any, ...], output: ModelOutput
 ) -> None:
-    """Add the records of a call of one of our models."""
+    """Append the routing of one of moecore's models to ``records``: a forward hook."""
     if not is_in_backward_pass():
         records.extend(output.routing)
 
@@ -105,7 +105,7 @@ def _find_routers(
     adapters: Mapping[str, RouterAdapter],
     routers: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Add each outermost module that returns routing to ``routers``, with its parent."""
+    """Add each outermost module with routing → its parent to ``routers``; block: first parent."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
@@ -123,12 +123,12 @@ class RouterHook:
         self.shape: tuple[int, ...] = ()
 
     def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Remember the shape of a block's tokens, its first tensor."""
+        """Store the shape of a block's tokens, its first tensor argument, without the width."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         self.shape = tuple(tensors[0].shape[:-1]) if tensors else ()
 
     def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Add the record of a call; UserError if the adapter returns something else."""
+        """Append the record of a router's call; UserError if the adapter's result is no record."""
         if is_in_backward_pass():
             return
         place = f"adapters.{type(router).__name__}"
@@ -139,7 +139,7 @@ class RouterHook:
             self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
-        """Return (B · T, E) as (B, T, E) by the block's tokens, else as a batch of 1."""
+        """Return a field (B · T, E) as (B, T, E), or (1, B · T, E) if the block's shape differs."""
         if field.ndim > 2:
             return field.flatten(1, -2)
         if len(self.shape) == 2 and prod(self.shape) == len(field):
@@ -197,7 +197,7 @@ def build_record(
 
 
 def check_record(record: Any, place: str) -> RoutingRecord:
-    """Return a record; UserError unless its fields are tensors (..., E), ``chosen`` of bool."""
+    """Return ``record``; UserError at ``place`` unless its fields are (..., E), chosen of bool."""
     if not isinstance(record, RoutingRecord):
         raise UserError.at(
             place,
@@ -225,7 +225,10 @@ def check_record(record: Any, place: str) -> RoutingRecord:
 def read_top_k_router(
     router: nn.Module, inputs: tuple[Any, ...], output: Any, score: Score
 ) -> RoutingRecord:
-    """Return the record of a router that returns logits, weights and expert ids, or UserError."""
+    """Return the record of a router whose output is (logits, weights, expert ids).
+
+    Raises UserError for other outputs, and for weights that are not a ``score`` of the logits.
+    """
     if not isinstance(output, tuple) or len(output) != 3:
         problem = f"{type(router).__name__} does not return logits, weights and experts"
         raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
@@ -241,7 +244,7 @@ def read_top_k_router(
 
 
 def read_switch_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of Switch's router: one expert per token, 0 over capacity."""
+    """Return the record of Switch's router: one expert per token, with weight 0 over capacity."""
     processed, weight, logits = output
     probs = logits.float().softmax(dim=-1)
     best = one_hot(probs.argmax(dim=-1), probs.shape[-1]).bool()

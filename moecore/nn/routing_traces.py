@@ -20,7 +20,7 @@ MAX_PROBABILITY = 127  # a probability of 1, in the other bits of a mark
 
 
 class ImageTraces(Config):
-    """Traces of N images in one model, on the finest grid of its layers' tokens."""
+    """Predictions and routing of N images by a model, on the finest grid of its layers' tokens."""
 
     # Indices into task.answers, best first per image; for a mosaic the best per cell
     answers: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ def build_image_traces(
     task: Task,
     layouts: Sequence[TokenLayout] = (),
 ) -> ImageTraces:
-    """Return traces of predictions (N, K) and CPU records (N, T, E), on the finest layout."""
+    """Encode predictions (N, K) and CPU records (N, T, E), with all layers on the finest layout."""
     answers, values = best_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
@@ -48,7 +48,7 @@ def build_image_traces(
 def spread_to_one_grid(
     records: tuple[RoutingRecord, ...], layouts: Sequence[TokenLayout]
 ) -> tuple[RoutingRecord, ...]:
-    """Return the layers' records on the finest grid, with coarse tokens repeated."""
+    """Return the records of all layers on the finest of ``layouts``; coarse tokens are repeated."""
     fine = finest_layout(layouts)
     return tuple(
         record_on_finer_grid(record, layout, fine)
@@ -63,7 +63,7 @@ def finest_layout(layouts: Sequence[TokenLayout]) -> TokenLayout:
 def record_on_finer_grid(
     record: RoutingRecord, layout: TokenLayout, fine: TokenLayout
 ) -> RoutingRecord:
-    """Return the record with, per patch of the grid ``fine``, the token that covers its centre."""
+    """Return the record with one token per patch of ``fine``: that which covers its centre."""
     if layout == fine:
         return record
     special = torch.arange(layout.special)
@@ -82,7 +82,7 @@ def coarse_patch_indices(layout: TokenLayout, fine: TokenLayout) -> Tensor:
 
 
 def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the A best answers per image, indices into ``task.answers``, and values, (N, A).
+    """Return the A best answers per image, as indices into ``task.answers``, and values: (N, A).
 
     Values are probabilities by softmax, or by the sigmoid if an image can have several classes; for
     a real target the prediction in its unit; for a mosaic the best answer per cell.

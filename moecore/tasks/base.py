@@ -30,7 +30,7 @@ def check_label_range(labels: np.ndarray, number: int, what: str) -> None:
 
 
 def label_shape_error(labels: np.ndarray, what: str, allowed: str) -> UserError:
-    """Return the error for labels of another shape than ``allowed``."""
+    """Return the error that ``labels``, called ``what``, have another shape than ``allowed``."""
     return UserError(f"{what} have the shape {labels.shape}; allowed: {allowed} in every split")
 
 
@@ -52,15 +52,15 @@ class ExtraTestMetrics(Config):
     confusion: tuple[tuple[int, ...], ...] | None = None  # by (true class, predicted class)
     false_discovery_rate: float | None = None  # 1 − precision at 1
     median_mae: float | None = None  # of a constant answer, the median of the training labels
-    # Perplexity as papers count it: the training's streams, without context at first, whole blocks.
+    # Perplexity as in papers: as many streams as in training, an empty cache, complete blocks only.
     ppl: float | None = None
     ppl_all: float | None = None  # perplexity over every token once, in one stream
 
 
 class Task(Part, ABC):
-    """A kind of labels: what is learned, what is measured, what an attack may do to it.
+    """How labels of one form are checked, learned, scored and attacked. Base of all tasks.
 
-    Defaults are for a real number per item that is not a class.
+    Defaults are for a real number per image that is not a class.
     """
 
     of_text: ClassVar[bool] = False  # a prediction per word; no views, no pixels
@@ -78,7 +78,7 @@ class Task(Part, ABC):
     @property
     @abstractmethod
     def answers(self) -> tuple[str, ...]:
-        """The task's questions. Models with equal questions can exchange heads."""
+        """Names of the possible answers. Models with equal answers can exchange heads."""
 
     @property
     @abstractmethod
@@ -87,7 +87,7 @@ class Task(Part, ABC):
 
     @property
     def cells(self) -> int:
-        """Number of cells per image with a prediction each, of K outputs."""
+        """Number of predictions per image, one per cell of a mosaic; 1 without cells."""
         return 1
 
     @property
@@ -97,12 +97,12 @@ class Task(Part, ABC):
 
     @property
     def history_name(self) -> str:
-        """Name of the mean score in a history, after train_ or validation_."""
+        """Key of the mean score in a training history, without the prefix train_ or validation_."""
         return self.score.name
 
     @property
     def head(self) -> tuple[float, float]:
-        """(mean, deviation): a prediction is output · deviation + mean; (0, 1) for logits."""
+        """(mean, deviation): prediction = output of the head · deviation + mean."""
         return 0.0, 1.0
 
     def predict(self, output: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Task(Part, ABC):
         return output
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Return the part of the labels (B, …) that a step learns from: all by default."""
+        """Return the labels that a training step uses, drawn from ``labels``: by default all."""
         return labels
 
     @abstractmethod
@@ -124,13 +124,13 @@ class Task(Part, ABC):
         """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none"."""
 
     def refuse_label_smoothing(self, label_smoothing: float) -> None:
-        """Raise UserError for label smoothing, in losses that cannot have it."""
+        """Raise UserError unless ``label_smoothing`` is 0; for losses without label smoothing."""
         if label_smoothing:
             text = f"{label_smoothing}, but {self.needs_classes('label_smoothing')}"
             raise UserError.at("label_smoothing", found=text, allowed=0)
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a task whose attacks compare with all ``labels`` (N, …); here the task itself."""
+        """Return a copy whose attack loss compares with all labels (N, …); by default the task."""
         return self
 
     @abstractmethod
@@ -153,7 +153,7 @@ class Task(Part, ABC):
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         """Return the sum of a training batch's scores, on its device and unchecked.
 
-        learned: (M,) int64, images that represent the whole batch; None if each counts for itself.
+        learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
         """
 
     def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
@@ -180,7 +180,7 @@ class Task(Part, ABC):
 
     @abstractmethod
     def baseline_score(self, labels: Tensor) -> float:
-        """Return the mean score of the best constant answer."""
+        """Return the mean score that the best constant answer has for ``labels`` (N, …)."""
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return the extra metrics of a test split; train_labels: of the training split."""
@@ -197,11 +197,11 @@ class Task(Part, ABC):
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (rows, classes), each (M,): an image once per label; None without classes."""
+        """Return (image index, class), (M,) each, once per label of an image; or None."""
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return the number of images per class; [] where labels are not classes."""
+        """Return the number of images per class; [] if labels are not classes."""
         return []
 
     @abstractmethod
@@ -215,7 +215,7 @@ class Task(Part, ABC):
     @classmethod
     @abstractmethod
     def needs_classes(cls, what: str) -> str | None:
-        """Return why ``what`` is impossible with such labels, in words for the user, or None.
+        """Return why ``what`` is impossible with this task's labels, in words, or None.
 
         what: "label_smoothing", "shots", "mix", "distillation", "decision" (one right class),
         "share" (an image is right or wrong), "classes" (there are any), "one_class" (one per

@@ -44,7 +44,7 @@ class ClassTask(Task):
         return 1 / self.outputs
 
     def counts(self, labels: np.ndarray) -> list[int]:
-        """Return the number of images or cells per class; −1 is not a class."""
+        """Return the number of images or cells per class; labels of −1 are not counted."""
         return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -62,7 +62,7 @@ class ReliabilityBins(Config):
 
 
 def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the largest logit is the label's, or one of the labels' (N, K); (N,) bool."""
+    """Return (N,) bool: whether the class of the largest logit is a label of the image."""
     best = logits.argmax(dim=1)
     if labels.ndim == 1:
         return best == labels
@@ -70,7 +70,7 @@ def top1_hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def topk_hits(logits: Tensor, labels: Tensor, best: int) -> Tensor:
-    """Return whether the label is among the ``best`` largest logits, ties by index; (N,) bool."""
+    """Return (N,) bool: whether the label is among the ``best`` largest logits, ties by index."""
     label_logits = logits.gather(1, labels[:, None].long())
     classes = torch.arange(logits.shape[1], device=logits.device)
     ranks_higher = (logits > label_logits) | (
@@ -85,7 +85,7 @@ def class_confidence(logits: Tensor) -> Tensor:
 
 
 def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each image's negative log-likelihood in nats, (N,) fp64; of sigmoids for (N, K)."""
+    """Return the negative log-likelihood in nats, (N,) fp64; for labels (N, K) of K sigmoids."""
     logits = logits.double()
     if labels.ndim == 2:  # −y ln σ(z) − (1 − y) ln(1 − σ(z)), in a form that is finite for every z
         return (torch.nn.functional.softplus(logits) - labels * logits).sum(dim=1)
@@ -93,13 +93,16 @@ def class_nll(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the squared distance of probabilities and one-hot label (Brier, 1950), in [0, 2]."""
+    """Return |probabilities − one-hot label|² per image (Brier, 1950), (N,) fp64 in [0, 2]."""
     probs = logits.double().softmax(dim=1)
     return (probs - torch.nn.functional.one_hot(labels.long(), logits.shape[1])).square().sum(dim=1)
 
 
 def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
-    """Return mean confidence (N,) in [0, 1] and hits (N,) bool in bins of equal width."""
+    """Return counts, mean confidences and accuracies per bin of equal width.
+
+    confidences: (N,) in [0, 1].  hits: (N,) bool, whether the prediction is right.
+    """
     bin_index = _bin_index(confidences, bins)
     count = torch.bincount(bin_index, minlength=bins).tolist()
 
@@ -120,7 +123,7 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
 
 def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
-    """Return the mean of |accuracy − confidence| of each image's bin (Guo et al. 2017, eq. 3)."""
+    """Return the mean over images of |accuracy − confidence| of their bin (Guo et al. 2017)."""
     excess = hits.double() - confidences.double()
     gap = torch.bincount(_bin_index(confidences, bins), weights=excess, minlength=bins)
     return float(gap.abs().sum() / len(confidences))

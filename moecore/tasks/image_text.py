@@ -64,7 +64,7 @@ class ImageText(Task):
         return Score("recall_at_1", "text → image R@1", "", "share", "higher")
 
     def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
-        """Draw one of the captions (B, C, M) of each image: (B, M), what a step learns from."""
+        """Return one random caption of each image for a training step, (B, M) of (B, C, M)."""
         caption_counts = (labels[:, :, 0] != NONE).sum(dim=1)
         chosen = (draws.rand().to(labels.device) * caption_counts).long()
         chosen = chosen.clamp_max(labels.shape[1] - 1)
@@ -118,7 +118,7 @@ class ImageText(Task):
         return losses.masked_fill(missing_caption_mask(texts), float("nan"))
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return a copy whose attacks compare with all of these text sides (N, C, d + 3)."""
+        """Return a copy whose attack loss compares with all text sides ``labels`` (N, C, d + 3)."""
         task = self.model_copy()
         task._gallery = labels
         return task
@@ -147,7 +147,7 @@ class ImageText(Task):
         return text_to_image_recall(prediction, labels, (1,))[:, 0]
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return the number of captions that rank their image first in the batch of all ranks."""
+        """Return how many captions of this process are nearest to their image, in all batches."""
         all_images = all_gather_rows(prediction.float())
         logits = all_images @ labels[:, 0, :-MARKS].float().T
         captions = torch.arange(logits.shape[1], device=logits.device)
@@ -191,13 +191,13 @@ class ImageText(Task):
 
 
 def row_cross_entropy(logits: Tensor, right: Tensor, hidden: Tensor) -> Tensor:
-    """Return the cross-entropy of each row with the column ``right`` (b,), without ``hidden``."""
+    """Return the cross-entropy (b,) of the columns ``right`` (b,) without logits at ``hidden``."""
     logits = logits.masked_fill(hidden, -torch.inf)
     return logits.logsumexp(dim=1) - logits.gather(1, right[:, None])[:, 0]
 
 
 def missing_caption_mask(texts: Tensor) -> Tensor:
-    """Return which text sides (…, d + 3) are missing captions: bool (…)."""
+    """Return whether each text side (…, d + 3) is that of a missing caption, bool (…)."""
     return texts[..., -MARKS - 1] == 0
 
 
@@ -209,14 +209,15 @@ def cosine_matrix(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def similarity_matrix(images: Tensor, texts: Tensor) -> Tensor:
-    """(N, n) of image sides (N, d + 1) and text sides (n, d + 3): scale · cosine + bias."""
+    """Return scale · cosine + bias, (N, n), of image sides (N, d + 1), text sides (n, d + 3)."""
     return images @ texts[:, :-MARKS].T
 
 
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return R@k of each image's captions (N, C, d + 3) among all images (N, d + 1): (N, k) fp64.
+    """Return the recall at each k of ``at`` from captions to images, per image: (N, len(at)) fp64.
 
-    Means over an image's captions. A tie counts for the share of its orders that hit.
+    Per image (N, d + 1), the share of its captions (N, C, d + 3) that rank it among the k nearest
+    of all images. A tie counts for the share of its orders that hit.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
@@ -235,9 +236,10 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 
 
 def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return R@k of each image (N, d + 1) among all captions (N, C, d + 3): (N, k) fp64.
+    """Return the recall at each k of ``at`` from images to captions, per image: (N, len(at)) fp64.
 
-    Any caption of the image is right. Ties as in ``text_to_image_recall``, of its nearest caption.
+    Whether one of an image's captions is among the k nearest of all captions (N, C, d + 3). Ties
+    of its nearest caption count as in ``text_to_image_recall``.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
@@ -262,9 +264,9 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 def hit_probability_under_ties(
     above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]
 ) -> Tensor:
-    """Return the share of a tie's orders with a right answer among the first k, (n, k) fp64.
+    """Return the share of a tie's orders with a right answer among the first k, (n, len(at)) fp64.
 
-    1 − C(wrong, r)/C(wrong + right, r), with r = k − above places left for the tie. above: (n,),
+    1 − C(wrong, r)/C(wrong + right, r), with r = k − above ranks left for the tie. above: (n,),
     number of answers before the tie; wrong and right: (n,), numbers of answers in it.
     """
     cutoffs = torch.tensor(at, dtype=torch.float64, device=above.device)

@@ -95,7 +95,7 @@ class NextToken(Task):
         return float(-(shares * shares.log()).sum())
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return the format that a split shows; text itself is stored as tokens."""
+        """Return one int32 per block: a text's files hold its words, not labels."""
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -133,7 +133,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def of(logits: Tensor, labels: Tensor, smoothing: float, gradient: Tensor | None) -> Tensor:
-        """Return the mean; write its gradient into ``gradient`` (n, V), unless it is None."""
+        """Return the mean loss in nats; write its gradient into ``gradient`` (n, V) or None."""
         total = torch.zeros((), dtype=torch.float64)
         smoothed = smoothing / logits.shape[1]
         gradients = _split_by_logits(logits if gradient is None else gradient)
@@ -163,6 +163,6 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split rows of ``values`` into chunks of CHUNK_SIZE logits (by default ``values`` itself)."""
+    """Split ``values`` by rows so that a chunk of ``logits`` (None: ``values``) has CHUNK_SIZE."""
     vocabulary = values.shape[-1] if logits is None else logits.shape[-1]
     return values.split(max(MIN_CHUNK_ROWS, CHUNK_SIZE // vocabulary))

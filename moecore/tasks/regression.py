@@ -144,7 +144,7 @@ def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
 
 
 def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
-    """Return the error of a constant answer, the median of the training labels."""
+    """Return the mean absolute error of predicting the training labels' median for every image."""
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)

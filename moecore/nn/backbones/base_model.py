@@ -55,7 +55,7 @@ class ImageSpec(Config):
 
     @classmethod
     def from_card(cls, card: dict[str, Any]) -> Self:
-        """Return the images that a data card describes; KeyError for a missing field."""
+        """Return the specification in a data card; KeyError for a missing field."""
         fields = cls.model_fields.items()
         return cls(
             **{name: card[name] for name, field in fields if field.is_required() or name in card}
@@ -84,7 +84,7 @@ class ImageSpec(Config):
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Return the task's answers. Models with equal answers can exchange their heads."""
+        """Names of the task's answers. Models with equal answers can exchange heads."""
         return self.task.answers
 
 
@@ -102,7 +102,7 @@ def check_patches_and_heads(image: ImageSpec, patch: int, width: int, heads: int
 
 
 def check_axes(kind: str, image: ImageSpec, axes: int) -> None:
-    """Raise UserError unless the images have this number of axes."""
+    """Raise UserError unless images have ``axes`` axes; kind: of the model, for the message."""
     number = len(image.shape)
     if number != axes:
         raise UserError.at(
@@ -138,7 +138,7 @@ class EncodeOptions(NamedTuple):
         return entering if self.at == "mlp_input" else leaving
 
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of each requested block, taken from ``blocks``."""
+        """Return the features of each requested block: ``final``, or from index → features."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
 
 
@@ -167,7 +167,7 @@ class Backbone(Part, ABC):
             """Number of blocks."""
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a backbone that does not fit the data, and stochastic depth with one block."""
+        """Yield (key, reason) for unfit data, and for stochastic depth with a single block."""
         if (rate := getattr(self, "drop_path", 0)) and self.depth == 1:
             text = "which grows from 0 at the first block, the only one"
             yield ("drop_path",), f"found {rate:g}, {text}; allowed: 0, or more blocks"
@@ -191,7 +191,7 @@ class Backbone(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "BackboneModel":
-        """Return the model for such images; UserError if it cannot be built."""
+        """Return an untrained model for such images; UserError if they do not fit the settings."""
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class Backbone(Part, ABC):
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return the settings with which a model trained on these images continues on others."""
+        """Return the settings for fine-tuning a model on other images than ``image``, its first."""
         return self
 
 
@@ -234,7 +234,7 @@ class Model(nn.Module, ABC):
         return self.layout
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return what predictions are compared with: the labels, unless the model encodes them."""
+        """Return the labels in the form that the task's losses take: unchanged by default."""
         return labels
 
     def task_loss(
@@ -249,11 +249,11 @@ class Model(nn.Module, ABC):
         return task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
-        """Return the routing records of images, without predictions where that is cheaper."""
+        """Return one routing record per MoE layer for images, without prediction if cheaper."""
         return self(images).routing
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return the settings of the MoE layer that contains this parameter or module."""
+        """Return the settings of the MoE layers in the tower of a parameter or module, or None."""
         return self.moe
 
     @property
@@ -324,7 +324,7 @@ class BackboneModel(Model):
         """Return the output of the blocks for images (B, C, *pixels)."""
 
     def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
-        """Return the inputs of routers per block; blocks add their attention."""
+        """Return block → the inputs of its router but attention, for blocks with an MoE layer."""
         if self.moe is None:
             return {}
         router = self.moe.router
@@ -362,7 +362,7 @@ class BackboneModel(Model):
         return weights
 
     def renormalise_weights(self, weights: Weights, image: ImageSpec) -> Weights:
-        """Return the weights of ``patch_embed``, which depend on the mean and std of pixels."""
+        """Return ``weights`` of ``patch_embed``, adapted from the mean and std of ``image``."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
@@ -371,20 +371,20 @@ class BackboneModel(Model):
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Keep the cache of ``streams`` streams from step to step; 0: keep nothing."""
+        """Keep the cache of ``streams`` text streams between steps; 0: none. By default nothing."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """Return a training step's inputs in addition to (images, guidance, progress)."""
+        """Return the inputs of a training step after (images, guidance, progress), from labels."""
         return ()
 
     def begin_finetuning(self) -> None:
-        """Freeze what fine-tuning does not change."""
+        """Freeze the parameters that fine-tuning does not train: none by default."""
 
     def begin_streams(self) -> None:
-        """Clear the cache of all streams."""
+        """Clear the cache of all text streams; by default nothing."""
 
     def end_step(self, output: ModelOutput, progress: float) -> None:
-        """Update what the optimizer does not, after each of its steps, on every rank."""
+        """Update what has no gradient, such as routers' biases, after each step, on every rank."""
         update_routers(self, output.routing, progress)
 
     @abstractmethod
@@ -402,7 +402,7 @@ class BackboneModel(Model):
         return torch.stack(heads).mean(dim=0)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Return normalised images; UserError for integers, a wrong shape or, on the CPU, bytes."""
+        """Return (pixels − mean) / std; UserError for integers, a wrong shape or, on CPU, bytes."""
         if not images.is_floating_point():
             raise UserError.at(
                 "images",
@@ -426,14 +426,14 @@ class BackboneModel(Model):
         return (pixels - self.pixel_mean) / self.pixel_std
 
     def seen_channels(self, images: Tensor) -> Tensor:
-        """Return images without the channel of the truth, if there is one."""
+        """Return images without the last channel, if that holds the true kinds of patches."""
         if self.image.truth:
             return images[:, : self.image.channels]
         return images
 
 
 def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return the pixels (B, T, pixels) of each token; 0 outside the image and for special ones."""
+    """Return each token's pixels (B, T, pixels); 0 outside of images and for special tokens."""
     sizes = images.shape[2:]
     excess = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
     padding = [side for length in reversed(excess) for side in (0, length)]
@@ -449,7 +449,7 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def parameter_counts(model: Model) -> dict[str, int]:
-    """Return the number of all parameters, and of those one token uses (k of E experts)."""
+    """Return ``parameters``, of the model, and ``active_parameters``, of them used by a token."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0
     for name, parameter in model.named_parameters():

@@ -142,7 +142,7 @@ class LanguageBlock(nn.Module):
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inner norm's input, and the momentum for the next block."""
+        """Return the inner norm's input, and the momentum for the next block; change: f."""
         return tokens + change, None
 
 
@@ -173,7 +173,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """Inputs of all blocks at the last L tokens of the batch's streams, (depth, B, L, d) fp32."""
+    """The cache of training: each block's inputs at the last L tokens, (depth, B, L, d) fp32."""
 
     states: Tensor
 
@@ -192,7 +192,7 @@ class SegmentMemory(nn.Module):
         return self.states[:, rows.to(self.states.device)]
 
     def store_states(self, local: Tensor) -> None:
-        """Store the new states of this rank's streams, and all other ranks."""
+        """Store new states (depth, b, L, d) of this rank's streams, and gather all other ranks'."""
         self.states = all_gather_rows(local.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
@@ -267,7 +267,7 @@ class LanguageTransformer(BackboneModel):
         self.memory: SegmentMemory | None = None
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Keep a cache for ``streams`` streams (0: none); UserError if a stream is too short."""
+        """Create the cache of ``streams`` streams; UserError if ``length`` words are too short."""
         config = self.config
         if length is not None and config.span > length:
             raise UserError.at(
@@ -296,7 +296,7 @@ class LanguageTransformer(BackboneModel):
         return self.read(word_ids[:, -1], states, options, 0, kinds[:, -1])[0]
 
     def split_kinds(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return word ids and kinds, (B, C, M) each, of a split's inputs; unknown kinds are 0."""
+        """Split inputs into word ids and the words' true kinds, (B, C, M) each; 0 if unknown."""
         if not self.image.truth:
             return images, torch.zeros_like(images)
         word_ids, kinds = images.chunk(2, dim=1)
@@ -335,11 +335,11 @@ class LanguageTransformer(BackboneModel):
         before: int = 0,
         kinds: Tensor | None = None,
     ) -> tuple[Encoded, Tensor]:
-        """Read a block of words (B, M) after the cache ``states`` (depth, B, L, d).
+        """Return the output of the blocks for words (B, M), and the updated cache without gradient.
 
-        Returns what ``encode`` does, and the updated cache, without gradient. before: distance, in
-        blocks, to the first predicted block; layers that it cannot depend on are skipped, and their
-        cache is unchanged. kinds: of the words, (B, M); None: unknown.
+        states: the cache before, (depth, B, L, d).  before: distance, in blocks, to the first
+        predicted block; layers that it cannot depend on are skipped, and their cache is unchanged.
+        kinds: true kinds of the words, (B, M); None: unknown.
         """
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()

@@ -112,7 +112,7 @@ class PatchTransformer(base_model.BackboneModel):
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
-        """Return weights with learned positions interpolated; fixed positions are not weights."""
+        """Return weights with learned position embeddings interpolated to this model's grid."""
         if "pos_embed" not in weights:
             return weights
         new = self.config.grid(self.image)

@@ -56,7 +56,7 @@ class Sfcn(Backbone):
 
     @property
     def depth(self) -> int:
-        """Return 1: experts before the convolution of 1³."""
+        """Number of places for experts: 1, before the convolution of 1³."""
         return 1
 
     @property
@@ -152,7 +152,7 @@ class ConvolutionalNetwork(BackboneModel):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the task's loss, or KL(label ‖ predicted) in nats of labels over bins."""
+        """Return the task's loss or, with bins, KL(soft label ‖ predicted) in nats over bins."""
         if self.config.head == "number":
             return super().task_loss(output, labels, label_smoothing, reduction)
         if label_smoothing:
@@ -167,7 +167,7 @@ class ConvolutionalNetwork(BackboneModel):
         return losses.mean() if reduction == "mean" else losses
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
-        """Return predictions (B, 1) in the label's unit, or the task's."""
+        """Return the mean of bins under their probabilities, (B, 1), or the head's number."""
         if self.config.head == "number":
             return heads[0]
         centres = (self.edges[:-1] + self.edges[1:]) / 2

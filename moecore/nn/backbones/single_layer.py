@@ -60,7 +60,7 @@ class SingleLayerModel(base_model.BackboneModel):
     def encode(
         self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
     ) -> base_model.Encoded:
-        """Return the layer's output and record; "mlp_input" is the normalised pixels."""
+        """Return the layer's output and record; the feature "mlp_input" is normalised pixels."""
         if set(options.blocks) - {0}:
             raise UserError.at(
                 "blocks",

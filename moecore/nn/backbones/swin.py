@@ -84,7 +84,7 @@ class SwinSettings(base_model.Backbone):
         return self.depths
 
     def trained_on(self, image: base_model.ImageSpec) -> Self:
-        """Return a copy with these images' windows, for which a continuous bias was learned."""
+        """Return a copy that states the windows on ``image``, for which the bias was learned."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))
@@ -181,7 +181,7 @@ class SwinTransformer(base_model.BackboneModel):
         return self.layout_of(self.depth - 1)
 
     def layout_of(self, block: int) -> TokenLayout:
-        """Return the positions of a block's tokens; the last of an odd grid exceed the image."""
+        """Return the positions of a block's tokens; the last may lie in part outside the image."""
         place = self.places[block]
         side = self.config.patch * 2**place.stage
         return TokenLayout(0, place.grid, tuple(length * side for length in place.grid))

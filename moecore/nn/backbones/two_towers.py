@@ -157,7 +157,7 @@ class TextTransformer(nn.Module):
         return self.projection(pooled), tuple(spoken)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:
-        """Return which tokens (B, M) belong to the caption, up to its end token, bool."""
+        """Return whether each token belongs to the caption, up to its end token, bool (B, M)."""
         ends = (tokens == self.task.end).int().argmax(dim=1, keepdim=True)
         return torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends
 
@@ -188,7 +188,7 @@ class TwoTowers(base_model.Backbone):
     )
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the image tower, which reads no captions."""
+        """Return ``around`` for the checks of the towers' settings, without data and preview."""
         return around._replace(source=None, preview=None)
 
     @property
@@ -333,7 +333,7 @@ class TwoTowerModel(base_model.BackboneModel):
         return (self.image_side(self.visual.predict(tokens)),)
 
     def image_side(self, embedding: Tensor) -> Tensor:
-        """Return (B, w + 1), fp32, for embeddings (B, w): scale · unit vector, and the bias."""
+        """Return (scale · unit vector, bias), (B, w + 1) fp32, of image embeddings (B, w)."""
         with torch.autocast(embedding.device.type, enabled=False):
             scale = self.logit_scale.float().exp()
             unit = normalize(embedding.float(), dim=1)
@@ -343,7 +343,10 @@ class TwoTowerModel(base_model.BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-        """Return (B, w + 3), fp32, for captions (B, M), and the routing of their tokens."""
+        """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records.
+
+        A text side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.
+        """
         exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
@@ -374,6 +377,6 @@ class TwoTowerModel(base_model.BackboneModel):
 
 
 def _visual_weights(weights: base_model.Weights) -> base_model.Weights:
-    """Return the image tower's weights, named as in the tower."""
+    """Return the image tower's weights, without the prefix ``visual.`` in their names."""
     visual = (name for name in weights if name.startswith(VISUAL))
     return {name.removeprefix(VISUAL): weights[name] for name in visual}

@@ -32,7 +32,7 @@ class Vit3d(TransformerSettings):
     )
 
     def remarks(self) -> Misfits:
-        """Yield stem settings that have no effect with this stem.
+        """Yield (key, reason) for changed settings of a stem that is not used.
 
         It is not an error: the preset ``adni`` replaces a stem of convolutions by a linear one.
         """

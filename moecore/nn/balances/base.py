@@ -25,7 +25,7 @@ class Balance(Part, ABC):
 
 
 class BalanceModule(nn.Module, ABC):
-    """The scores that a router chooses by, which change after each step; state is in buffers."""
+    """Shift the scores by which a router chooses; buffers hold the state, updated every step."""
 
     @abstractmethod
     def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class BalanceModule(nn.Module, ABC):
         """
 
     def after_step(self, scores: Tensor, chosen: Tensor, progress: float) -> None:
-        """Learn from a training step; called once on every rank, for the tokens of all ranks.
+        """Update the state by the tokens of all ranks; called once per training step on each rank.
 
         scores, chosen: (B, T, E) of this rank's tokens, without noise; chosen is bool.  progress:
         share of the training that is done.

@@ -41,7 +41,7 @@ class LossFree(Balance):
 
 
 class LossFreeBias(BalanceModule):
-    """``bias`` (E,), initially 0."""
+    """Prefer experts by scores + ``bias`` (E,), initially 0."""
 
     bias: Tensor
 

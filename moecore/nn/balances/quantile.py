@@ -42,7 +42,7 @@ class Quantile(Balance):
             )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield steps with too few tokens for every expert to have a share."""
+        """Yield (key, reason) if a step has too few tokens for every expert to get one."""
         if around.tokens is None:
             return
         k = around.router.chosen_of(around.experts)
@@ -53,7 +53,7 @@ class Quantile(Balance):
 
 
 class QuantileBias(BalanceModule):
-    """``bias`` (E,), initially 0."""
+    """Prefer experts by scores + ``bias`` (E,), initially 0."""
 
     bias: Tensor
 

@@ -35,11 +35,11 @@ class Experts(Part, ABC):
 
     @property
     def choices(self) -> int:
-        """Return how many experts a router chooses among, E of a record; networks come first."""
+        """Return how many experts a router chooses among: networks, then experts without one."""
         return self.networks
 
     def scale_k(self, k: int) -> int:
-        """Return how many of these experts a token uses if the setting is ``k``."""
+        """Return how many experts, or pieces of split ones, a token uses at a router's ``k``."""
         return k
 
     @abstractmethod
@@ -92,7 +92,7 @@ def draw_bases(experts: int, width: int, rank: int) -> nn.Parameter:
 
 
 def positive_qr(bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q (E, d, r) and R (E, r, r) of bases, in fp64, with diag(R) ≥ 0."""
+    """Return Q (E, d, r) and R (E, r, r) of bases (E, d, r), in fp64, with diag(R) ≥ 0."""
     basis, triangle = torch.linalg.qr(bases.double())
     # the diagonal of a rank-deficient basis has zeros
     signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis)

@@ -94,7 +94,7 @@ class Mlp(Experts):
         return MlpExperts(self, width)
 
     def build_shared(self, width: int) -> "MlpExperts | None":
-        """Return the shared experts as a single one with the width of all."""
+        """Return all shared experts as one with their total hidden width; None without any."""
         if not self.shared:
             return None
         ratio = self.hidden_ratio * self.shared / (self.fine or 1)
@@ -154,7 +154,7 @@ EXPERT_ACTIVATIONS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
 def _linears(
     config: Mlp, inputs: int, outputs: int, maps: int = 1
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return weights (E, inputs, maps · outputs) by ``init``, and zero biases, None for SwiGLU."""
+    """Return weights (E, inputs, maps · outputs) by ``init``, and zero biases or None (SwiGLU)."""
     number = config.networks
     bias = None
     if config.activation != "swiglu":

@@ -88,7 +88,7 @@ class ExpertGroups:
         return padded.view(number, group.slots, -1)
 
     def store(self, product: Product, part: Tensor, group: ExpertGroup, rows: Tensor) -> None:
-        """Write the product of a group's part to the group's rows of (R, n)."""
+        """Write ``product`` of a group's padded rows ``part`` to the group's rows of (R, n)."""
         if group.alone:
             product(part, group, rows[group.rows])
         else:
@@ -231,7 +231,7 @@ class _LinearMaps:
             self.rounded = bias.to(buffer.dtype)
 
     def __call__(self, rows: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
-        """Return outputs: (S, o) of one expert, (experts, S, o) of several."""
+        """Return a group's outputs: (S, o) of one expert, (experts, S, o) of several."""
         weight = self._cast_weight(rows.dtype, group)
         if self.bias is None:
             return _product(rows, weight, into)
@@ -266,7 +266,7 @@ class _Gradients:
             self.bias = torch.zeros_like(maps.bias)
 
     def add(self, rows: Tensor, grad: Tensor, group: ExpertGroup) -> None:
-        """Add a group's part, from its rows and the gradient of their outputs."""
+        """Store a group's gradients, from its rows and the gradient of their outputs."""
         if self.weight is not None:
             into = self.weight[group.experts]
             if group.slots == 1:

@@ -43,7 +43,7 @@ class PlainOperationsFlag:
 
 @contextmanager
 def plain_operations_context() -> Iterator[None]:
-    """Compute MoE layers by batched products, so that traced graphs take any batch size."""
+    """Compute MoE layers inside by batched products, so that traced graphs take any batch size."""
     PlainOperationsFlag.is_on = True
     try:
         yield
@@ -132,7 +132,7 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 
 
 def experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """Return each row's expert, (R,) int32, without waiting for the device."""
+    """Return the expert of each of ``rows`` rows, (R,) int32, without waiting for the device."""
     numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets, numbers, right=True, out_int32=True)
 
@@ -155,7 +155,7 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
-    """Switch autocast off on the tensor's device, except on meta and while tracing for export."""
+    """Return a context without autocast on the tensor's device, except on meta and in export."""
     if tensor.is_meta or PlainOperationsFlag.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
@@ -300,7 +300,7 @@ class TiledProduct(Function):
 
 
 def tile_count(rows: int, experts: int, height: int) -> int:
-    """Return how many tiles suffice, however the rows are spread over experts."""
+    """Return how many tiles of ``height`` rows suffice for any spread of rows over experts."""
     return (rows + experts * (height - 1)) // height if rows else 0
 
 

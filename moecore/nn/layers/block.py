@@ -130,7 +130,7 @@ class LayerScale(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout of values (B, …), drawn for the whole batch; this rank has a part of it."""
+    """Dropout of values (B, …): this rank's part of a draw for the batch of all ranks."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Block(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, Tensor, tuple]:
-        """Return tokens, the feed-forward's input, and its routing records."""
+        """Return new tokens (B, T, width), the feed-forward's input, and its routing records."""
         attended, weights = self.attn(self.norm1(tokens), weights="attention" in self.mlp.wants)
         tokens = tokens + self.drop_path1(self.ls1(attended))
         entering = self.norm2(tokens)

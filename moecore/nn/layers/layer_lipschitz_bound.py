@@ -49,12 +49,12 @@ class LemmaTerms(NamedTuple):
 
     @property
     def bound(self) -> Tensor:
-        """Return the right-hand side, (n,)."""
+        """Return the right-hand side of the lemma, ``experts`` + ``router``, (n,)."""
         return self.experts + self.router
 
     @property
     def violated(self) -> Tensor:
-        """Return where the left side exceeds the right by over 1e-6, relatively, (n,): a bug."""
+        """Return whether ``jacobian`` exceeds 1 + 1e-6 times the bound, (n,) bool: a bug."""
         return self.jacobian > self.bound * (1 + 1e-6)
 
 
@@ -125,7 +125,7 @@ def frozen_double_copy(module: M) -> M:
 
 
 def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Return Jacobians (B, K, P) of a row-wise function from inputs (B, …) to outputs (B, K)."""
+    """Return Jacobians (B, K, P) of a row-wise function from B rows of P numbers to (B, K)."""
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_(True)
         outputs = function(leaf).sum(dim=0)

@@ -109,8 +109,9 @@ class MoEFeedForward(FeedForward):
         shared: ExpertsModule | None = None,
         zero_computation: ZeroComputationExperts | None = None,
     ) -> None:
-        """Build a layer that reads the ``wants`` of its context; ``lends``: what experts provide.
+        """Build a layer from its router and experts.
 
+        wants, lends: fields of RoutingContext that the router reads, and that experts provide.
         shared: an expert for every token, weight 1.  zero_computation: the router's last choices.
         """
         super().__init__()
@@ -149,7 +150,7 @@ class MoEFeedForward(FeedForward):
     def compute_networks(
         self, experts: Callable[[Rows], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
-        """Return outputs for tokens (B, T, d) by the plan."""
+        """Return the weighted sum of networks' outputs for tokens (B, T, d), (B, T, d)."""
         if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
             # exported: every expert computes every token, weighted as the record says
             number = self.number
@@ -170,7 +171,7 @@ class MoEFeedForward(FeedForward):
         return plan.combine(functional_call(experts, merged, (rows,)))
 
     def plan_networks(self, plan: Any) -> Any:
-        """Return the part of a router's plan that networks compute."""
+        """Return a router's plan without the choices of experts that have no network."""
         if self.zero_computation is None:
             return plan
         return plan.keep_experts(self.number)
@@ -212,7 +213,7 @@ def update_routers(
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:
-    """Return the router with k in pieces if experts are split (``fine``), or UserError."""
+    """Return the router, with k in pieces if ``fine`` splits experts; UserError if k < 1 then."""
     fine = getattr(experts, "fine", None)
     if fine is None:
         return router

@@ -27,7 +27,7 @@ MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, befor
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """Return window and shift per axis; a window spans at most the grid, and then has no shift."""
+    """Return side and shift of windows per axis, in tokens; a side that spans the grid has none."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -83,7 +83,7 @@ class Windows(nn.Module):
 
 
 class _GatherPadded(Function):
-    """Return ``values[:, index]`` of distinct rows, T for zeros; the gradient is a gather too."""
+    """Return ``values[:, index]``, 0 at index T; indices differ: the gradient is a gather too."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]
@@ -105,7 +105,7 @@ class _GatherPadded(Function):
 
 
 def to_build_device(tensor: Tensor | None) -> Tensor | None:
-    """Move a tensor to the device on which models are being built; modules share it."""
+    """Return a tensor on torch's default device, on which models are built; None for None."""
     if tensor is None:
         return None
     return tensor.to(torch.get_default_device())
@@ -113,7 +113,7 @@ def to_build_device(tensor: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=256)
 def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return each window place's token (W, n), the inverse (T,), and the mask (W, n, n); on CPU."""
+    """Return the token at each place of windows (W, n), the inverse (T,), and mask (W, n, n)."""
     rows, columns = grid
     number = rows * columns  # the index of padding
     full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
@@ -176,7 +176,7 @@ def merged_grid(grid: Grid) -> Grid:
 
 @lru_cache(maxsize=64)
 def pair_index(size: Grid) -> Tensor:
-    """Return each pair's relative position, (n, n) int64, of (2·rows − 1)(2·columns − 1)."""
+    """Return the index, (n, n), of each pair's position among (2·rows − 1)(2·columns − 1)."""
     with torch.device("cpu"):
         axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
         places = torch.stack(axes).flatten(1)
@@ -273,7 +273,7 @@ class WindowAttention(nn.Module):
         return merged, self.windows.expand_attention(mean)
 
     def bias(self) -> Tensor:
-        """Return the bias (h, n, n), fp32, of the logits of each pair in a window."""
+        """Return the bias (h, n, n), fp32, that is added to the attention logits in a window."""
         if self.coordinates is None:
             table = self.relative_position_bias_table
         else:

@@ -32,7 +32,7 @@ class Router(Part, ABC):
         return around._replace(router=self)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a k that leaves the router's balance without effect."""
+        """Yield (key, reason) if k leaves the router's balance without effect."""
         balance = getattr(self, "balance", None)
         if balance is None or "balance" not in type(self).model_fields or around.experts is None:
             return
@@ -48,7 +48,7 @@ class Router(Part, ABC):
             yield ("balance",), f"{text}; allowed: null, or a smaller k"
 
     def chosen_of(self, experts: Any) -> int:
-        """Return the maximum number of these Experts per token; split experts count as pieces."""
+        """Return how many of these experts, or pieces of split ones, a token uses at most."""
         router = self
         k = getattr(self, "k", None)
         if k is not None and (scaled := max(1, experts.scale_k(k))) != k:
@@ -85,7 +85,10 @@ class Router(Part, ABC):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """Return RoutingContext.progress at this progress; once per layer and forward pass."""
+        """Return the ``RoutingContext.progress`` that a layer's router gets in a forward pass.
+
+        progress: share of the training that is done. Called once per layer and forward pass.
+        """
         return 1.0
 
     def with_k(self, k: int) -> Self:
@@ -125,7 +128,7 @@ class Router(Part, ABC):
         return self
 
     def fix_sizes(self, experts: int) -> Self:
-        """Return a copy with explicit sizes, which stay the same with fewer experts."""
+        """Return a copy whose sizes, if they depend on ``experts``, are explicit numbers."""
         return self
 
     def active(self, experts: int) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def exact_fraction(factor: float) -> Fraction:
-    """Return the decimal as written: 160 · 1.1 / 4 is 44, not 44.000000000000007."""
+    """Return the exact fraction of a decimal: 160 · 1.1 / 4 is then 44, not 44.000000000000007."""
     return Fraction(str(factor))
 
 
@@ -24,7 +24,7 @@ def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
 def within_capacity(
     experts: Tensor, priority: Tensor | None, number: int, factor: Fraction, group_size: int
 ) -> Tensor:
-    """Return which choices lie within their expert's capacity, (B, T, k) bool.
+    """Return whether each choice lies within its expert's capacity, (B, T, k) bool.
 
     All first choices are served before any second choice. Every ``group_size`` images share a
     capacity; remaining images form a smaller group.
@@ -55,7 +55,10 @@ def group_images(values: Tensor, group_size: int) -> list[Tensor]:
 
 
 def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:
-    """Return how many choices of the same expert are served before each of (G, S, k)."""
+    """Return how many choices of the same expert are served before each choice, (G, S, k).
+
+    experts: (G, S, k).  ranks: (G, S), each token's position in the queue; None: in order.
+    """
     queue = experts
     if ranks is not None:
         places = ranks.unsqueeze(-1).expand_as(experts)

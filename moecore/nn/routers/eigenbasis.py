@@ -50,7 +50,7 @@ class Eigenbasis(Router):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a rank for a basis that comes from the experts."""
+        """Yield (key, reason) for a changed rank if the experts lend their bases."""
         yield from super().misfits(around)
         if around.experts is not None and "basis" in around.experts.provides:
             why = f"the experts {around.experts.kind} lend their bases"

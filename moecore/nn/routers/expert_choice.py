@@ -89,7 +89,7 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """Return the tokens that each expert takes: per group, those with its C largest gates.
+    """Return which tokens each expert takes: per group, those with its C largest gates.
 
     C = min(S, ceil(S · share / E)) for groups of S tokens. Ties go to the lowest token.
 

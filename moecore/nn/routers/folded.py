@@ -36,7 +36,7 @@ class Folded(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        """Return what the inner router reads, except outputs, which it reads only in training."""
+        """Fields of RoutingContext that the inner router reads, except its training's outputs."""
         return self.router.wants - {"outputs"}
 
     def check_causal(self, key: str = "router") -> None:
@@ -59,7 +59,10 @@ class Folded(Router):
 
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
-    """Raise UserError if clusters cannot replace the experts of the router at ``key``."""
+    """Raise UserError if clusters cannot replace the experts of a router.
+
+    key: of the router.  or_else: end of the message, what else is allowed.
+    """
     if not router.chooses_per_token or router.kind == "depth":
         raise UserError.at(
             f"{key}.kind",

@@ -83,7 +83,7 @@ class HashRouter(nn.Module):
             return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
 
     def _by_position(self, tokens: Tensor) -> Tensor:
-        """Return (B, T, k): the expert of each position and the following ones, modulo E."""
+        """Return expert ids (B, T, k): that of each position and the following ones, modulo E."""
         first = self.places
         if first is None or len(first) != tokens.shape[1] or first.device != tokens.device:
             seed = self.config.seed
@@ -93,7 +93,7 @@ class HashRouter(nn.Module):
         return self._in_circle(first).expand(len(tokens), -1, -1)
 
     def _in_circle(self, first: Tensor) -> Tensor:
-        """Return experts (..., k): ``first`` (...) and the following ones, modulo E."""
+        """Return expert ids (..., k): ``first`` (...) and the following ones, modulo E."""
         following = torch.arange(self.config.k, device=first.device)
         return (first.unsqueeze(-1) + following) % self.experts
 

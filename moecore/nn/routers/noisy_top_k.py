@@ -35,7 +35,7 @@ class GroupLimitedChoice(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield groups that always contain a token's best k experts."""
+        """Yield (key, reason) if the kept groups always contain a token's best k experts."""
         k = around.router.k
         if self.kept == self.number:
             text = f"found {self.kept}, which is the number of groups: none is excluded"
@@ -71,7 +71,7 @@ class GroupLimitedChoice(Config):
             )
 
     def limit_scores(self, scores: Tensor, k: int) -> Tensor:
-        """Return scores (B, T, E) with −∞ outside each token's groups."""
+        """Return scores (B, T, E) with −∞ outside the groups that each token keeps."""
         grouped = scores.unflatten(-1, (self.number, -1))
         best = token_choice.top_k(grouped, self.per_group or max(1, k // self.kept))
         groups = token_choice.top_k(grouped.gather(-1, best).sum(dim=-1), self.kept)
@@ -159,7 +159,7 @@ class NoisyTopK(Router):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings without an effect, and a weight that is always 1 in an untaught router."""
+        """Yield (key, reason) for settings without effect, and if nothing teaches the router."""
         yield from super().misfits(around)
         if not self.has_capacity:
             why = "without a capacity no images share one"
@@ -178,7 +178,7 @@ class NoisyTopK(Router):
 
     @property
     def chooses_by_logits(self) -> bool:
-        """Return whether noisy logits choose, so that probabilities of selection are known."""
+        """Return whether the k largest noisy logits are chosen, unshifted by groups or balance."""
         return self.groups is None and self.balance is None
 
     @property
@@ -310,7 +310,7 @@ class NoisyTopKRouter(nn.Module):
         return self.logits(wide * (1 + jitter * (2 * uniform_like(wide) - 1)))
 
     def decide(self, logits: Tensor, jittered: Tensor | None = None) -> PlanAndRecord:
-        """Return plan and record for logits (B, T, E); if given, ``jittered`` choose and weigh."""
+        """Return plan and record for logits (B, T, E); jittered: logits that choose instead."""
         settings = self.config
         experts = logits.shape[-1]
         std = settings.noise_std / experts if self.is_learning else 0.0
@@ -351,11 +351,11 @@ class NoisyTopKRouter(nn.Module):
         return self._preferences(record.logits, scores)
 
     def valid_slots(self, scores: Tensor) -> Tensor | None:
-        """Return which of the k best are chosen by their scores, (B, T, k) bool; None: all."""
+        """Return whether each of the k best is chosen, (B, T, k) bool by scores; None: all are."""
         return None
 
     def _preferences(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return what a token chooses by, (B, T, E), from its noisy logits and scores."""
+        """Return the values, (B, T, E), of which each token's k largest are chosen."""
         settings = self.config
         if settings.chooses_by_logits:  # same order as scores, at a higher resolution
             return logits
@@ -365,7 +365,7 @@ class NoisyTopKRouter(nn.Module):
         return settings.groups.limit_scores(preferences, settings.k)
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """Let the balance learn from the record of this layer's step."""
+        """Update the balance by this layer's record, the one at index ``place``."""
         if self.balance is not None and self.is_learning:
             record = records[place]
             scores = token_choice.expert_scores(record.logits.detach(), self.config.score)

@@ -12,9 +12,10 @@ from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe
 
 
 class Told(Router):
-    """Send tokens of kind n to expert ⌊(n − 1) / ``together``⌋ mod E, and unknown ones to expert 0.
+    """Send tokens of kind n = 1, 2, … to expert ⌊(n − 1) / ``together``⌋ mod E; unknown: expert 0.
 
-    Nothing is learned: this is the upper bound of what a router can find (*our own*).
+    A kind is the true group of a token of generated data. Nothing is learned: this is the upper
+    bound of what a router can find (*our own*).
     """
 
     has_expert_rows: ClassVar[bool] = False

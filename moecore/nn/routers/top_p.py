@@ -38,7 +38,7 @@ class TopP(Router):
             yield ("k",), f"{text}; allowed: null, or above 1"
 
     def active(self, experts: int) -> float:
-        """Return the maximum per token: the actual number depends on the tokens."""
+        """Return the maximum number of experts per token: the actual one depends on the token."""
         return self.k or experts
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopPRouter":
@@ -53,6 +53,6 @@ class TopPRouter(NoisyTopKRouter):
         self.threshold = threshold
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Return which of its k first experts a token needs, (B, T, k) bool, by their probs."""
+        """Return whether a token needs each of its k best to pass the threshold, (B, T, k) bool."""
         before = scores.detach().cumsum(dim=-1) - scores.detach()
         return before <= self.threshold
