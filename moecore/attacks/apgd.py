@@ -62,7 +62,7 @@ def step_checkpoints(steps: int) -> Iterator[int]:
 
 
 def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentResult:
-    """Maximise the objective in the ball from ``start`` (B, C, H, W); return the best images."""
+    """Return best images, and history, of ascent from ``start`` (B, C, H, W) in the ball."""
     current = previous = best = start
     values, gradient = at(current)
     best_values = values

@@ -85,7 +85,7 @@ class Target(NamedTuple):
         return self.task.scores(prediction, self.labels)
 
     def worse_scores(self, images: predict.ImageSequence) -> Tensor:
-        """Return the worse of the scores of each clean image and of its attacked form, (N,).
+        """Return the worse of each image's scores, clean and as in adversarial ``images``, (N,).
 
         The clean image lies in every ball, so an attack that improves a score has no effect.
         """

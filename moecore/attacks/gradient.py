@@ -123,7 +123,7 @@ class GradientAttack(Attack):
     def _perturb_inside(
         self, at: "ModelGradient", ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """Attack all pixels but the truth channel and, if ``inside``, a background of 0."""
+        """Return attacked images with an unchanged truth channel and, if ``inside``, background."""
         if not self.inside and not at.says_truth:
             return self.perturb_images(at, ball, generator)
         may_change = torch.ones_like(ball.centre, dtype=torch.bool)

@@ -36,7 +36,7 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Return the nearest patch of image 2 of each patch of image 1, whose centre R₂ · R₁⁻¹ maps.
+    """Return the patch of image 2 nearest to each patch centre of image 1, mapped by R₂ · R₁⁻¹.
 
     affines_1, affines_2: R (B, D+1, D+1), original to view, of both views of each image. Image 1
     is the view whose affine has the larger |det|: views have equal sizes, so it is the smaller
@@ -57,7 +57,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the original's patch at each patch centre of a view, (B, P), and if it is inside."""
+    """Return the original image's patch at each patch centre of a view, and if inside: (B, P)."""
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)

@@ -255,7 +255,7 @@ class ProjectionDispatchPlan(NamedTuple):
 
 
 class _Pick(Function):
-    """Gather projections (N·E, r) as rows (R, r)."""
+    """Gather the projections (N·E, r) of chosen experts as rows (R, r)."""
 
     @staticmethod
     def forward(projections: Tensor, sources: Tensor, order: Tensor, rows: Tensor) -> Tensor:

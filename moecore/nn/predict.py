@@ -94,7 +94,7 @@ def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Te
 def block_scores_with_routing(
     model: Model, images: ImageSequence, labels: Tensor, routing: bool = True
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
-    """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""
+    """Return ``text_block_scores``, (N,) fp64, and a record (N, T, E) per MoE layer, on the CPU."""
     assert isinstance(model, LanguageTransformer)
     size = max(1, MAX_TOKENS // math.prod(images.shape[1:]))
     scores = []
@@ -116,7 +116,7 @@ def block_scores_with_routing(
 def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, whole: bool = True
 ) -> float:
-    """Return exp of the mean nats of a text's next words, in evaluation mode, in fp32.
+    """Return a text's perplexity, exp of the mean nats per word, in evaluation mode, in fp32.
 
     tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
     of equal length, which are read block by block from an empty cache. ``whole``: drop a last

@@ -105,7 +105,7 @@ def _find_routers(
     adapters: Mapping[str, RouterAdapter],
     routers: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Add each outermost module with routing → its parent to ``routers``; block: first parent."""
+    """Put each outermost module that routes → its parent into ``routers``; block: first parent."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)

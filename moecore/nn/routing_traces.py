@@ -34,7 +34,7 @@ def build_image_traces(
     task: Task,
     layouts: Sequence[TokenLayout] = (),
 ) -> ImageTraces:
-    """Encode predictions (N, K) and CPU records (N, T, E), with all layers on the finest layout."""
+    """Encode predictions (N, K) and CPU records (N, T, E); layouts: of each record, () if equal."""
     answers, values = best_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
@@ -102,7 +102,7 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def encode_top_experts(record: RoutingRecord) -> str:
-    """Return the first MAX_EXPERTS experts of every token as text (``encode_arrays``).
+    """Return the MAX_EXPERTS best experts of every token, encoded by ``encode_arrays``.
 
     Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
     dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but

@@ -73,7 +73,7 @@ class Task(Part, ABC):
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Width of the head."""
+        """Number of outputs of the head, K."""
 
     @property
     @abstractmethod
@@ -146,12 +146,12 @@ class Task(Part, ABC):
         """Return one score per image, (N,): bool if an image is right or wrong, else fp64."""
 
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
-        """Return whether the label is among the five most likely of more classes, (N,) bool."""
+        """Return whether the label is among the five most likely classes, (N,) bool, or None."""
         return None
 
     @abstractmethod
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return the sum of a training batch's scores, on its device and unchecked.
+        """Return the sum of a training batch's scores, a tensor on its device.
 
         learned: (M,) int64, images whose mean score, times B, is returned instead; None for all.
         """
@@ -187,7 +187,7 @@ class Task(Part, ABC):
         return ExtraTestMetrics()
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:
-        """Encode scores (N,) for a result file."""
+        """Return scores (N,) in the form of a result file: numbers, or hits in base64."""
         return scores.double().tolist()
 
     def decode_scores(self, kept: str | Sequence[float], images: int) -> Tensor:
@@ -197,7 +197,7 @@ class Task(Part, ABC):
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (image index, class), (M,) each, once per label of an image; or None."""
+        """Return image index and class of each of M labels, (M,) each; None without classes."""
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:

@@ -123,7 +123,7 @@ def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> Rel
 
 
 def calibration_error(confidences: Tensor, hits: Tensor, bins: int = BINS) -> float:
-    """Return the mean over images of |accuracy − confidence| of their bin (Guo et al. 2017)."""
+    """Return the ECE (Guo et al. 2017, eq. 3): mean |accuracy − confidence| of images' bins."""
     excess = hits.double() - confidences.double()
     gap = torch.bincount(_bin_index(confidences, bins), weights=excess, minlength=bins)
     return float(gap.abs().sum() / len(confidences))

@@ -89,7 +89,7 @@ class ImageText(Task):
         return losses.mean() if reduction == "mean" else losses
 
     def _one_caption_loss(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Return the loss per image for one caption per image, (B,); NaN for a missing caption."""
+        """Return the loss (B,) of image sides and one text side for each; NaN if it is missing."""
         first = 0
         all_images = images
         all_texts = texts
@@ -147,7 +147,7 @@ class ImageText(Task):
         return text_to_image_recall(prediction, labels, (1,))[:, 0]
 
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
-        """Return how many captions of this process are nearest to their image, in all batches."""
+        """Return how many captions of this rank rank their image first of those of all ranks."""
         all_images = all_gather_rows(prediction.float())
         logits = all_images @ labels[:, 0, :-MARKS].float().T
         captions = torch.arange(logits.shape[1], device=logits.device)

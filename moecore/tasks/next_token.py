@@ -95,7 +95,7 @@ class NextToken(Task):
         return float(-(shares * shares.log()).sum())
 
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
-        """Return one int32 per block: a text's files hold its words, not labels."""
+        """Return the format of one int32 per block; a text is stored as words, without labels."""
         return (images,), np.int32
 
     def check(self, labels: np.ndarray, what: str) -> None:
@@ -163,6 +163,6 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
 
 def _split_by_logits(values: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split ``values`` by rows so that a chunk of ``logits`` (None: ``values``) has CHUNK_SIZE."""
+    """Split ``values`` by rows into chunks of CHUNK_SIZE logits; logits: None for ``values``."""
     vocabulary = values.shape[-1] if logits is None else logits.shape[-1]
     return values.split(max(MIN_CHUNK_ROWS, CHUNK_SIZE // vocabulary))

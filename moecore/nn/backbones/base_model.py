@@ -55,7 +55,7 @@ class ImageSpec(Config):
 
     @classmethod
     def from_card(cls, card: dict[str, Any]) -> Self:
-        """Return the specification in a data card; KeyError for a missing field."""
+        """Return the ImageSpec of a data card (field → value); KeyError if a field is missing."""
         fields = cls.model_fields.items()
         return cls(
             **{name: card[name] for name, field in fields if field.is_required() or name in card}
@@ -70,7 +70,7 @@ class ImageSpec(Config):
 
     @property
     def stored_channels(self) -> int:
-        """Channels of a stored image, as given to a model."""
+        """Channels of an image as stored and given to a model, including that of the truth."""
         if not self.truth:
             return self.channels
         if len(self.shape) == 1:
@@ -79,7 +79,7 @@ class ImageSpec(Config):
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of a head."""
+        """Number of outputs of a head, K."""
         return self.task.outputs
 
     @property
@@ -134,11 +134,11 @@ class EncodeOptions(NamedTuple):
     progress: float = 1.0  # share of the training that is done
 
     def select_tokens(self, entering: Tensor, leaving: Tensor) -> Tensor:
-        """Return the tokens before a feed-forward or after the block, depending on ``at``."""
+        """Return ``entering``, a feed-forward's input, for "mlp_input", else the block's output."""
         return entering if self.at == "mlp_input" else leaving
 
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of each requested block: ``final``, or from index → features."""
+        """Return the features of each requested block: ``final``, or ``blocks[index]``, by ``at``."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
 
 
@@ -167,7 +167,7 @@ class Backbone(Part, ABC):
             """Number of blocks."""
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) for unfit data, and for stochastic depth with a single block."""
+        """Yield (key, reason) if the data do not fit, and for stochastic depth with one block."""
         if (rate := getattr(self, "drop_path", 0)) and self.depth == 1:
             text = "which grows from 0 at the first block, the only one"
             yield ("drop_path",), f"found {rate:g}, {text}; allowed: 0, or more blocks"
@@ -199,7 +199,7 @@ class Backbone(Part, ABC):
         return (self.depth,)
 
     def trained_on(self, image: ImageSpec) -> Self:
-        """Return the settings for fine-tuning a model on other images than ``image``, its first."""
+        """Return the settings with which a model trained on ``image`` is fine-tuned on others."""
         return self
 
 
@@ -219,7 +219,7 @@ class Model(nn.Module, ABC):
 
     @property
     def layout(self) -> TokenLayout:
-        """Return the positions of tokens: patches only, unless overridden."""
+        """Return the positions of final tokens: patches without special tokens, by default."""
         return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
@@ -244,16 +244,16 @@ class Model(nn.Module, ABC):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the task's loss of an output; models that encode labels override it."""
+        """Return the task's loss of an output, a scalar, or (B,) with ``reduction`` "none"."""
         task = self.image.task
         return task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
-        """Return one routing record per MoE layer for images, without prediction if cheaper."""
+        """Return one routing record per MoE layer for images; skip the prediction if possible."""
         return self(images).routing
 
     def moe_settings_of(self, name: str) -> MoESettings | None:
-        """Return the settings of the MoE layers in the tower of a parameter or module, or None."""
+        """Return the MoE settings of the tower with the parameter or module ``name``, or None."""
         return self.moe
 
     @property
@@ -324,7 +324,7 @@ class BackboneModel(Model):
         """Return the output of the blocks for images (B, C, *pixels)."""
 
     def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
-        """Return block → the inputs of its router but attention, for blocks with an MoE layer."""
+        """Return index of each MoE block → inputs of its router, to which it adds attention."""
         if self.moe is None:
             return {}
         router = self.moe.router
@@ -362,7 +362,7 @@ class BackboneModel(Model):
         return weights
 
     def renormalise_weights(self, weights: Weights, image: ImageSpec) -> Weights:
-        """Return ``weights`` of ``patch_embed``, adapted from the mean and std of ``image``."""
+        """Return the ``weights`` of ``patch_embed``, converted from ``image``'s mean and std."""
         weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
         if weight not in weights:
             return {}
@@ -389,14 +389,14 @@ class BackboneModel(Model):
 
     @abstractmethod
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs (B, K) of every head for final tokens."""
+        """Return the outputs (B, K) of every head for final tokens (B, T, width)."""
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """Return the prediction (B, K) for final tokens."""
+        """Return the prediction (B, K) for final tokens (B, T, width)."""
         return self.prediction_of(self.heads(tokens))
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean of all heads, as DeiT at inference; a single head is not copied."""
+        """Return the mean (B, K) of the outputs of all heads, as DeiT at inference."""
         if len(heads) == 1:
             return heads[0]
         return torch.stack(heads).mean(dim=0)
@@ -442,14 +442,14 @@ def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's most frequent kind, int64 (B, T), from the last channel; 0: unknown."""
+    """Return each token's most frequent true kind, int64 (B, T), in the last channel; 0: none."""
     if images.ndim == 3:
         return images[:, -1].long()
     return (pixels_of_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
 def parameter_counts(model: Model) -> dict[str, int]:
-    """Return ``parameters``, of the model, and ``active_parameters``, of them used by a token."""
+    """Return the numbers of ``parameters`` and, of these, ``active_parameters`` of a token."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0
     for name, parameter in model.named_parameters():

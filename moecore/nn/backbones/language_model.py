@@ -238,7 +238,7 @@ class LanguageModel(Backbone):
 
 
 class LanguageTransformer(BackboneModel):
-    """``model(tokens)`` with word ids (B, C, M) predicts the words after the last block, (B, M, V).
+    """``model(tokens)`` with word ids (B, C, M) predicts the words after the last M, (B, M, V).
 
     Routing fields are (B, M, E). If the truth is known, inputs are (B, 2C, M): the words of all
     blocks, then their kinds. Earlier blocks only fill the cache; −1 precedes a text's first token.
@@ -267,7 +267,7 @@ class LanguageTransformer(BackboneModel):
         self.memory: SegmentMemory | None = None
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Create the cache of ``streams`` streams; UserError if ``length`` words are too short."""
+        """Create a cache of ``streams`` streams, or none; UserError if ``length`` < span words."""
         config = self.config
         if length is not None and config.span > length:
             raise UserError.at(
@@ -285,7 +285,7 @@ class LanguageTransformer(BackboneModel):
             self.memory.clear()
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
-        """Return the output of the blocks for the last M of word ids (B, C, M)."""
+        """Return the output of the model's blocks for the last M words of word ids (B, C, M)."""
         word_ids, kinds = self.split_kinds(images)
         if self.training and self.memory is not None:
             states = self.memory.local_states()

@@ -124,7 +124,7 @@ class ConvolutionalNetwork(BackboneModel):
         return self.width
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
-        """Return the last map as tokens; "mlp_input" and "block_out" are around the experts."""
+        """Return the last map as tokens; features are those before and after the experts."""
         volume = self.features(self.normalised(images))
         grid = volume.shape[2:]
         entering = leaving = volume.flatten(2).transpose(1, 2)

@@ -23,7 +23,7 @@ TABLE = "relative_position_bias_table"
 
 
 class SwinSettings(base_model.Backbone):
-    """Settings that the three kinds share."""
+    """Settings of Swin V1, Swin-MoE and Swin V2."""
 
     # windows are free: V1 interpolates positions, and upcycling compares the others' windows
     free_settings: ClassVar[frozenset[str]] = frozenset(
@@ -84,18 +84,18 @@ class SwinSettings(base_model.Backbone):
         return self.depths
 
     def trained_on(self, image: base_model.ImageSpec) -> Self:
-        """Return a copy that states the windows on ``image``, for which the bias was learned."""
+        """Return a copy with ``pretrained_windows`` as on ``image``; Swin V1 is unchanged."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
         windows = tuple(max(size) for size in self.windows(image))
         return self.model_copy(update={"pretrained_windows": windows})
 
     def grid(self, image: base_model.ImageSpec) -> window_attention.Grid:
-        """Return the grid of the first stage."""
+        """Return the grid of tokens of the first stage."""
         return tuple(size // self.patch for size in image.shape)
 
     def windows(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
-        """Return the window of each stage, in tokens along each axis."""
+        """Return the size of each stage's windows, in tokens along each axis."""
         cut = window_attention.window_and_shift
         return tuple(cut(grid, self.window, False)[0] for grid in self.grids(image))
 

@@ -289,7 +289,7 @@ class TwoTowerModel(base_model.BackboneModel):
         image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> base_model.Weights:
-        """Return the image tower's weights for other images, and the text tower's unchanged."""
+        """Return weights with the image tower's adapted to this model's images."""
         if image.answers != self.image.answers:
             raise ValueError(
                 describe_refusal(

@@ -61,7 +61,7 @@ class LossFreeBias(BalanceModule):
 
 
 def bias_change(counts: Tensor, rule: Rule) -> Tensor:
-    """Return the change (E,) of biases, in units of the rate, for counts (E,) int64."""
+    """Return the change (E,) of biases, in units of the rate; counts: (E,) int64, of choices."""
     # n̄ the even share: 1 − n/n̄, sign(n̄ − n), or this minus its mean (2408.15664, algorithm 1;
     # torchtitan)
     if rule == "proportional":

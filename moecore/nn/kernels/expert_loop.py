@@ -293,7 +293,7 @@ def _no_autocast(rows: Tensor) -> AbstractContextManager:
 def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return a Function's gradients through ``plain``: slower, but twice differentiable."""
+    """Return gradients by autograd through the function ``plain``: slow, but differentiable."""
     inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
     required = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
     with _no_autocast(grad):

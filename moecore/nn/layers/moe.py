@@ -28,7 +28,7 @@ TOKENS_ALONE = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash w
 
 
 class MoESettings(Config):
-    """Router, experts, and the blocks that have them."""
+    """Settings of a model's MoE layers: router, experts, and the blocks that have them."""
 
     router: Router
     experts: Experts
@@ -150,7 +150,7 @@ class MoEFeedForward(FeedForward):
     def compute_networks(
         self, experts: Callable[[Rows], Tensor], tokens: Tensor, plan: Any, record: RoutingRecord
     ) -> Tensor:
-        """Return the weighted sum of networks' outputs for tokens (B, T, d), (B, T, d)."""
+        """Return the experts' weighted outputs (B, T, d) for tokens (B, T, d), by the plan."""
         if PlainOperationsFlag.is_on and getattr(plan, "is_per_token", False):
             # exported: every expert computes every token, weighted as the record says
             number = self.number

@@ -27,7 +27,7 @@ MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, befor
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """Return side and shift of windows per axis, in tokens; a side that spans the grid has none."""
+    """Return side and shift of windows per axis, in tokens; 0 if the side spans the grid."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -176,7 +176,7 @@ def merged_grid(grid: Grid) -> Grid:
 
 @lru_cache(maxsize=64)
 def pair_index(size: Grid) -> Tensor:
-    """Return the index, (n, n), of each pair's position among (2·rows − 1)(2·columns − 1)."""
+    """Return the index (n, n) of each pair's relative position, of (2·rows − 1)(2·columns − 1)."""
     with torch.device("cpu"):
         axes = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
         places = torch.stack(axes).flatten(1)

@@ -76,7 +76,7 @@ class Router(Part, ABC):
 
     @property
     def provides(self) -> frozenset[str]:
-        """Return what regularizers can read of its record besides probs: "load", "basis", …."""
+        """Names of what regularizers can read of it in addition to probs: "load", "basis", …."""
         return frozenset()
 
     @property
@@ -124,7 +124,7 @@ class Router(Part, ABC):
         return False
 
     def for_finetuning(self) -> Self:
-        """Return the router's settings for fine-tuning its model."""
+        """Return the settings of this router in the fine-tuning of its model."""
         return self
 
     def fix_sizes(self, experts: int) -> Self:

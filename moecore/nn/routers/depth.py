@@ -147,7 +147,7 @@ class DepthRouter(nn.Module):
         self.router.after_step(records, place, progress)
 
     def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
-        """Return indices, among B·T, of tokens with experts: (B, C), or (1, n) if decided alone."""
+        """Return indices, in B·T, of tokens that use experts: (B, C), or (1, n) if not ranked."""
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape

@@ -36,7 +36,7 @@ class Folded(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        """Fields of RoutingContext that the inner router reads, except its training's outputs."""
+        """Fields of RoutingContext that the inner router reads, except ``outputs`` (training)."""
         return self.router.wants - {"outputs"}
 
     def check_causal(self, key: str = "router") -> None:

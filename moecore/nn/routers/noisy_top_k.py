@@ -344,7 +344,7 @@ class NoisyTopKRouter(nn.Module):
         )
 
     def selection_scores(self, record: RoutingRecord) -> Tensor:
-        """Return the scores (B, T, E) that chose the record's experts, without noise."""
+        """Return the scores (B, T, E) by which the record's experts were chosen, without noise."""
         if self.config.chooses_by_logits:
             return record.probs
         scores = token_choice.expert_scores(record.logits, self.config.score)
@@ -365,7 +365,7 @@ class NoisyTopKRouter(nn.Module):
         return settings.groups.limit_scores(preferences, settings.k)
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
-        """Update the balance by this layer's record, the one at index ``place``."""
+        """Update the balance after a training step; place: index of this layer's record."""
         if self.balance is not None and self.is_learning:
             record = records[place]
             scores = token_choice.expert_scores(record.logits.detach(), self.config.score)
