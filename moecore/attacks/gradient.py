@@ -286,7 +286,7 @@ def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> T
     """Return how much probability has left the experts chosen ``before``, (B,).
 
     A differentiable surrogate of 1 − IoU of chosen experts.  before: (B, T, E) bool per MoE layer.
-    Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e.
+    Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none: 0).
     """
     # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
     values = 0.0 * output.prediction.float().sum(dim=1)

@@ -57,7 +57,10 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the original image's patch at each patch centre of a view, and if inside: (B, P)."""
+    """Return the original image's patch at each patch centre of a view, and whether it has one.
+
+    Both (B, P), int64 (0 if it has none) and bool.  affines: (B, D+1, D+1), original to view.
+    """
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)

@@ -138,7 +138,7 @@ class EncodeOptions(NamedTuple):
         return entering if self.at == "mlp_input" else leaving
 
     def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of each requested block: ``final``, or ``blocks[index]``, by ``at``."""
+        """Return each requested block's features: ``final`` if ``at`` is "final", else its own."""
         return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
 
 
@@ -151,7 +151,7 @@ class Encoded(NamedTuple):
 
 
 class Backbone(Part, ABC):
-    """Settings of a backbone, a family of parts; ``depth`` is a setting or a property."""
+    """Settings of a backbone; ``depth`` is a setting or a property. Base of all kinds."""
 
     # Settings that only training reads, or that names and shapes of weights determine: models with
     # equal other settings compute the same function of equal weights (upcycling requires this).
@@ -258,7 +258,7 @@ class Model(nn.Module, ABC):
 
     @property
     def router_wants(self) -> frozenset[str]:
-        """Fields of RoutingContext that its routers read."""
+        """Fields of RoutingContext that the model's routers read; empty for a dense model."""
         return frozenset() if self.moe is None else self.moe.router.wants
 
     @property
@@ -449,7 +449,7 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def parameter_counts(model: Model) -> dict[str, int]:
-    """Return the numbers of ``parameters`` and, of these, ``active_parameters`` of a token."""
+    """Return the numbers of ``parameters`` and, of these, ``active_parameters`` per token."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0.0
     for name, parameter in model.named_parameters():

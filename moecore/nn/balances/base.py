@@ -9,7 +9,7 @@ from moecore.core.config import Part
 
 
 class Balance(Part, ABC):
-    """Settings of a balance without a loss, a family of parts."""
+    """Settings of a balance, which evens the load of experts without a loss. Base of all kinds."""
 
     is_alone: ClassVar[bool] = True  # cannot be combined with a balance loss or groups of experts
 

@@ -17,7 +17,7 @@ from moecore.nn.kernels.grouped import full_precision
 
 
 class Experts(Part, ABC):
-    """Settings of all experts of a layer, a family of parts.
+    """Settings of all experts of a layer. Base of all kinds.
 
     Experts with bases (``provides`` contains "basis") have a parameter ``basis`` (E, d, r).
     """
@@ -126,7 +126,7 @@ class ZeroComputation(Config):
 
 
 class ZeroComputationExperts(nn.Module):
-    """``experts(tokens, weights)``: weighted sum for tokens (B, T, d) and weights (B, T, Z).
+    """``experts(tokens, weights)``: their weighted sum for tokens (B, T, d), weights (B, T, Z).
 
     The order is constants, copies, zeros. ``vectors`` (C, d) are the constants; the softmax of
     ``mixing`` (C, 2, d) gives the shares of the token and of the vector (§3.1).

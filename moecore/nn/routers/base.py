@@ -13,7 +13,7 @@ CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k wi
 
 
 class Router(Part, ABC):
-    """Settings of a router, a family of parts; ``build`` returns the module that routes."""
+    """Settings of a router; ``build`` returns the module that routes. Base of all kinds."""
 
     chooses_per_token: ClassVar[bool] = True  # each token chooses its experts
     has_expert_rows: ClassVar[bool] = True  # parameters have a row per expert, which can be removed

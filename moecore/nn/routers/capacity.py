@@ -48,7 +48,7 @@ def within_capacity(
 
 
 def group_images(values: Tensor, group_size: int) -> list[Tensor]:
-    """Return values (B, T, …) as groups (G, S, …) of ``group_size`` images, and a smaller one."""
+    """Return values (B, T, …) as groups (G, S, …) of ``group_size`` images, and the rest."""
     full = len(values) // group_size * group_size
     parts = ((values[:full], group_size), (values[full:], len(values) - full))
     return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]

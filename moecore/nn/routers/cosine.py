@@ -14,7 +14,7 @@ MAX_LOG_FACTOR = math.log(100)  # of the learned factor 1 / temperature
 
 
 class Cosine(NoisyTopK):
-    """Take cosines in a narrow space, over a learned temperature, as logits of noisy_top_k.
+    """Use cosines in a narrow space, divided by a learned temperature, as noisy_top_k's logits.
 
     Gates are not renormalised unless ``renormalise`` says so, and there is no noise by default.
     """

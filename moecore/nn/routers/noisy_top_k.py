@@ -20,7 +20,7 @@ from moecore.nn.routers.token_choice import PlanAndRecord
 
 
 class GroupLimitedChoice(Config):
-    """Groups of adjacent experts; a token chooses within the groups with the largest best scores.
+    """Limit a token's choice to the ``kept`` groups of adjacent experts with the largest values.
 
     A group's value is the sum of its ``per_group`` best scores. Only the choice is constrained:
     experts are not placed on devices by group, so that no communication is saved.
@@ -45,7 +45,7 @@ class GroupLimitedChoice(Config):
             yield ("kept",), f"{text}; allowed: fewer than router.k, or a per_group above 1"
 
     def check_experts(self, experts: int, k: int, key: str) -> None:
-        """Raise UserError if groups do not divide the experts, or offer a token fewer than k."""
+        """Raise UserError if groups are of unequal size, or offer a token fewer than k experts."""
         size = experts // self.number
         if experts % self.number:
             raise UserError.at(
