@@ -133,7 +133,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def of(logits: Tensor, labels: Tensor, smoothing: float, gradient: Tensor | None) -> Tensor:
-        """Return the mean loss in nats; write its gradient into ``gradient`` (n, V) or None."""
+        """Return the mean loss in nats; write its gradient into ``gradient`` (n, V), if given."""
         total = torch.zeros((), dtype=torch.float64)
         smoothed = smoothing / logits.shape[1]
         gradients = _split_by_logits(logits if gradient is None else gradient)
