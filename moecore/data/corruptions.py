@@ -309,7 +309,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Compress as JPEG, at lower quality for higher severity; 1 or 2 channels: one file each."""
+    """Compress as JPEG, at lower quality for higher severity; each channel singly unless RGB."""
     quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))

@@ -26,7 +26,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return the images of a step, int64 (batch,); the incomplete end of an epoch is dropped."""
+    """Return a step's image indices, int64 (batch,); the incomplete end of an epoch is dropped."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
@@ -41,13 +41,13 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class Loaded(NamedTuple):
-    """Labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG files."""
+    """A split: labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG."""
 
     images: Tensor | np.ndarray | JpegImages
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor | MixedSizeImageList, Tensor]:
-        """Return images, as stored, and labels (B,) or (B, K) of CPU indices (B,)."""
+        """Return images, as stored, and labels (B,) or (B, K) at ``indices`` (B,), on the CPU."""
         device = self.labels.device
         rows = to_device_async(indices, device)
         labels = self.labels.index_select(0, rows)
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Return the bytes for a split's images: CPU_MEMORY_BYTES, or a share of a GPU's memory."""
+    """Return the bytes that a split's images may take: on a GPU, a share of its free memory."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -135,7 +135,10 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return rows (b, R, M) of a step, next words (b, M), and whether streams restart."""
+        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins.
+
+        rows: indices of the b streams; None: all.
+        """
         length = self.length(batch)
         for number in count():
             first, blocks = _reading_pass(length, self.block, seed, number)
@@ -152,7 +155,7 @@ class TextStreams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
-    """Return first token and number of blocks, each with a next token, of a pass over streams."""
+    """Return the first token and the number of blocks of pass ``number`` over a stream."""
     first = 0
     if number:
         first = int(torch.randint(block, (), generator=generator_for(seed, number)))

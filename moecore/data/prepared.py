@@ -45,7 +45,7 @@ class Split(NamedTuple):
     people: np.ndarray | None = None
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """Return the people of the images at ``places`` (M,); None where they are unknown."""
+        """Return ``people`` of the images at the indices ``places`` (M,); None if unknown."""
         return None if self.people is None else self.people[places]
 
 
@@ -55,7 +55,7 @@ def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
 
 
 class Prepared(NamedTuple):
-    """An opened prepared folder."""
+    """An opened prepared folder: the content of card.json, and three splits."""
 
     card: dict[str, Any]
     train: Split
@@ -86,7 +86,7 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def text_rows(self, split: str) -> np.ndarray:
-        """Return all tokens of a split of text, int32 (R, n); a second row has known kinds."""
+        """Return all tokens of a split of text, int32 (1, n), or (2, n) with their kinds below."""
         return open_token_rows(self.folder, self.card, split)
 
     @staticmethod

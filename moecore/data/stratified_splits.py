@@ -11,7 +11,7 @@ from moecore.tasks.classification import Classification
 
 
 class SplitSettings(Config):
-    """Fields that every data source shares."""
+    """Settings of splits and limits, shared by the sources of images with one class each."""
 
     task: ClassVar[type[Classification]] = Classification
 
@@ -64,7 +64,7 @@ def stratified_split(
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Divide ``number`` in proportion to ``counts`` (classes,), by largest remainder."""
+    """Return int64 (classes,) of sum ``number``, in proportion to ``counts``: largest remainder."""
     exact = counts * (number / counts.sum())
     minimum = 1 if number >= len(counts) else 0
     quotas = np.minimum(np.maximum(np.floor(exact).astype(np.int64), minimum), counts)

@@ -101,7 +101,7 @@ PYTHON = (
 
 
 class Cifar(PublishedSource):
-    """The binary files or the authors' archive; the python version is refused: it is pickle."""
+    """CIFAR-10 or -100 from the binary files or archive; the pickled version is refused."""
 
     kind: Literal["cifar"] = "cifar"
     classes: Literal[10, 100] = Field(

@@ -37,11 +37,14 @@ class Ciphers(DocstringSource):
         return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:
-        """Return the words, so that no test paragraph is in training in any cipher."""
+        """Return the lower-case words, so that no paragraph occurs twice, in whatever cipher."""
         return " ".join(lower_words(paragraph))
 
     def encrypt(self, plain: NumberedText) -> NumberedText:
-        """Encrypt a text, with the truth. Raises UserError if a cipher has too few paragraphs."""
+        """Return the text with each paragraph encrypted by a drawn cipher.
+
+        ``truth``: each word's cipher, from 1. Raises UserError if a cipher has too few paragraphs.
+        """
         vocabulary = plain.vocabulary[: self.words]
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]
         shares = zipf_shares(self.dialects, self.zipf)

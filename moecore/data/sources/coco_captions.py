@@ -11,7 +11,7 @@ from moecore.data.files import captioned_source
 
 
 class CocoCaptions(captioned_source.CaptionedSource):
-    """Images with five captions; Karpathy's split by its file, or one drawn by the seed."""
+    """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
     annotations: tuple[str, ...] = Field(

@@ -80,7 +80,7 @@ class Colour(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
-        """Return equidistant hues on the colour circle."""
+        """Return the change with ``number`` hues at equal distances on the colour circle."""
         return cls(colours_of_hues(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Rotation":
-        """Return the change of at most 8 dialects."""
+        """Return the change, which has no parameters; at most 8 dialects differ."""
         return cls()
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ class FamilyChange(NamedTuple):
     def draw(
         cls, shared: "DialectChange", families: int, number: int, size: int, seed: int
     ) -> "FamilyChange":
-        """Draw the permutations of ``number`` dialects, applied after the shared changes."""
+        """Return ``shared`` with a drawn permutation for each of ``number`` dialects."""
         random = np.random.default_rng([seed, size, 1])
         orders = np.tile(np.arange(size * size), (number, 1))
         black = np.flatnonzero(np.indices((size, size)).sum(axis=0) % 2)
@@ -192,7 +192,7 @@ MAX_DIALECTS = {  # numbers of different dialects
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Draw the change of all dialects. Raises UserError for more dialects than it has."""
+    """Draw a change for ``number`` dialects. Raises UserError if it has fewer variants."""
     kinds = families or number
     limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
     limit = limits.get(change, kinds)
@@ -236,7 +236,7 @@ MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
 class Dialects(mosaic.CellSourceUser):
-    """Images of ``source``, each in one of D dialects; the label is its name in the dialect.
+    """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
     label is the mosaic's. ``cells``: without a mark, every cell has a label. An additional channel,
@@ -332,7 +332,7 @@ class Dialects(mosaic.CellSourceUser):
     def _vocabulary(
         self, channels: int, size: int, classes: int
     ) -> tuple[DialectChange, np.ndarray]:
-        """Return the dialects' change, and their names of the classes, int64 (D, K)."""
+        """Return the dialects' change, and each class's label in each dialect, int64 (D, K)."""
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
@@ -365,7 +365,7 @@ class Dialects(mosaic.CellSourceUser):
         marked: np.ndarray,
         change: DialectChange,
     ) -> Iterator[np.ndarray]:
-        """Yield images: visible channels, the mark of a mosaic's cell, the truth."""
+        """Yield chunks uint8 (n, C, H, W): pixels, mark of a mosaic's cell, dialects from 1."""
         for start in range(0, len(cells), CHUNK):
             part = slice(start, start + CHUNK)
             dialect_of_cell = dialects[part].reshape(-1)

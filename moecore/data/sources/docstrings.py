@@ -22,7 +22,7 @@ MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 
 
 class DocstringSource(words.TextSource):
-    """Fields of the sources that read docstrings, and the reader."""
+    """Base of the sources that read docstrings of installed packages."""
 
     reading: ClassVar[words.ReadingStyle] = "prose"
 

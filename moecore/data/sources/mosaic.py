@@ -26,13 +26,13 @@ CellSource = Annotated[
 
 
 class CellSourceUser(Source):
-    """A source of images made from another source's images; its splits stay separate."""
+    """Base of the sources that combine images of another source, whose splits stay separate."""
 
     source: CellSource
 
     @abstractmethod
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout from the other source's images; return the card."""
+        """Write arrays and card.json from the images of ``source``; return card.json's content."""
 
     def write(self, folder: Path) -> dict[str, Any]:
         scratch = folder / ".source"
@@ -98,14 +98,14 @@ def draw_mosaic_members(
 
 
 def check_cells_suffice(source: Card, cells: int) -> None:
-    """Raise UserError where a split of a source without problems has too few images."""
+    """Raise UserError if a split of a card without ``problem`` has fewer than ``cells`` images."""
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
-    """Raise UserError where a split of ``total`` images is too small for one mosaic."""
+    """Raise UserError if the split ``name`` of ``total`` images has too few for one mosaic."""
     if total < cells:
         raise UserError(
             f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "

@@ -22,7 +22,7 @@ ReadingStyle = Literal["prose", "blanks"]
 
 
 class TextSource(Source):
-    """Fields that every text source shares."""
+    """Base of the text sources: settings, card and writing."""
 
     task: ClassVar[type[NextToken]] = NextToken
     reading: ClassVar[ReadingStyle]
@@ -69,7 +69,7 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
-    """Return the vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
+    """Return ``<eos>``, ``<unk>`` and the words with ``minimum`` or more occurrences in ``train``."""
     frequent = frequent_words(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
