@@ -45,7 +45,7 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """Return the errors of each variant, name → predictions (N,), on the same resamples.
+    """Return name → errors with bootstrap intervals of each variant, name → predictions (N,).
 
     no_predictions: variants that used the known ages, and so have no MAE.
     """
@@ -74,7 +74,7 @@ def measure_group_errors(
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
 ) -> tuple[GroupErrors, ...]:
-    """Return one row per group, sorted by name; a group of one participant has no interval."""
+    """Return the MAE of each variant per group, sorted by name; no interval for one participant."""
     rows = []
     for group in sorted(set(groups)):
         members = [index for index, name in enumerate(groups) if name == group]
@@ -89,7 +89,7 @@ def measure_group_errors(
 
 
 def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
-    """Return how often each volume is in each resample, (R, N)."""
+    """Return how often each volume occurs in each resample of participants, (R, N)."""
     # Participants are resampled, not volumes: two sessions of one person are not independent.
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
@@ -127,7 +127,7 @@ def age_errors_by_resample(
 def bootstrap_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return the value with its bootstrap interval, unless resamples are constant or undefined."""
+    """Return ``value`` with its 95 % interval from resamples (R,); no interval if all are equal."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
@@ -167,7 +167,7 @@ class GapRows(NamedTuple):
 def measure_diagnosis_gaps(
     rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row per diagnosis of the test split except the reference, sorted by name.
+    """Return one row per diagnosis: its gaps against those of training's most frequent diagnosis.
 
     A diagnosis or a reference with fewer than ``MIN_PARTICIPANTS`` has no row.
     """
@@ -217,9 +217,9 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _adjusted_difference(
     rows: GapRows, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return the coefficient of the group in a weighted least-squares fit of gaps, (R,).
+    """Return cases' minus controls' gap at equal age and sex, (R,), by weighted least squares.
 
-    The other regressors are age and sex: the raw gap depends on age.
+    first, second: weights (R, n) of cases and of controls.
     """
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])

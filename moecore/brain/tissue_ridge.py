@@ -164,7 +164,7 @@ class SplitFeatures(NamedTuple):
 
     @property
     def covariates(self) -> np.ndarray:
-        """Age, and 1 for women, ½ where the sex is unknown: (N, 2)."""
+        """Age in years, and 1 for women, 0 for men, ½ if unknown: (N, 2)."""
         women = [{"F": 1.0, "M": 0.0}.get(sex, 0.5) for sex in self.sexes]
         return np.column_stack([self.ages, women])
 
@@ -217,7 +217,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
 
 
 def read_split_features(data: Prepared, split: str) -> SplitFeatures:
-    """Read the tissue volumes and subjects of a split; tissue maps are bytes, 255 is all tissue."""
+    """Return tissue volumes in mL, ages, sexes, sites and participants of a split."""
     millilitres = float(np.prod(data.card["voxel_mm"])) / 1000 / 255
     volumes = [part.sum(axis=(1, 2, 3), dtype=np.int64) for part in data.regions(split)]
     rows = data.subjects(split)
@@ -227,7 +227,7 @@ def read_split_features(data: Prepared, split: str) -> SplitFeatures:
 
 
 def new_site_reference_mask(test: SplitFeatures, trained: set[str], number: int) -> np.ndarray:
-    """Return a mask (N,) of the first ``number`` participants, by id, of each untrained site."""
+    """Return whether each volume (N,) is of the first ``number`` people of a site not trained."""
     chosen = set()
     for site in set(test.sites) - trained:
         pairs = zip(test.people, test.sites, strict=True)

@@ -213,7 +213,7 @@ class PlacedTemplate(NamedTuple):
 
 @cache
 def load_template() -> Template:
-    """Return the template of the MNI152 maps. Raises UserError if their file is missing or changed."""
+    """Return the template of the MNI152 maps; UserError if their file is missing or was changed."""
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:

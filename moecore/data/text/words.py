@@ -69,7 +69,7 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
-    """Return ``<eos>``, ``<unk>`` and the words with ``minimum`` or more occurrences in ``train``."""
+    """Return ``<eos>``, ``<unk>`` and words that occur ``minimum`` times or more in ``train``."""
     frequent = frequent_words(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 

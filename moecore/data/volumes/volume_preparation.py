@@ -26,7 +26,7 @@ NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and c
 
 
 class UnusableVolume(UserError):
-    """Reasons why volumes cannot be used: ``problems``, one line each."""
+    """Raised for volumes that cannot be used; ``problems``: the reasons, one line each."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -158,7 +158,7 @@ class Grid(Config):
 
 
 def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
-    """Resample to ``voxel_mm``, same centre: linear, smoothed before shrinking; fp32."""
+    """Return the volume on voxels of ``voxel_mm``, fp32, linear; zooms: its voxel sizes in mm."""
     factors = voxel_mm / np.asarray(zooms, np.float64)  # old voxels per new one
     if np.all(np.abs(factors - 1) * voxel_mm < VOXEL_TOLERANCE_MM):
         return volume.astype(np.float32, copy=False)
@@ -175,7 +175,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
 def resample_masked_volume(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Resample the inside of a mask as ``resample_volume`` does: values, and the new mask."""
+    """Return values inside the mask, 0 outside, and the mask, both on voxels of ``voxel_mm``."""
     weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
     values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
     inside = weight >= BRAIN
@@ -213,7 +213,7 @@ MAX_LOST = 0.01  # share of the brain that a crop may lose
 
 
 def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
-    """Return why no head has these tissue shares fp32 (3, D, H, W), or None."""
+    """Return why tissue shares fp32 (3, D, H, W) are impossible for a head, or None."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
         return (
@@ -230,7 +230,7 @@ def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Return why a volume (D, H, W) seems to show more than the brain, or None."""
+    """Return why a volume seems to show a skull, or None; from_maps: mask is of tissue maps."""
     remedy = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
@@ -312,7 +312,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def pack_stored_volume(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
 ) -> VolumeWithTissueShares:
-    """Pack a volume (D, H, W), shares (R, D, H, W) and a brain mask as they are stored."""
+    """Return a volume (D, H, W), normalised in its mask, and shares (R, D, H, W) as stored."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
     if regions is not None:
         regions = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
@@ -325,7 +325,7 @@ def _refuse(place: str | Path, problem: str | None) -> None:
 
 
 def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
-    """Load a subject's files, which share the T1's voxels; raises all problems at once."""
+    """Return kind (t1, mask, …) → volume on the T1's voxels. UnusableVolume has all problems."""
     volumes = {}
     problems = []
     for name, path in files.items():
