@@ -19,7 +19,7 @@ from moecore.statistics.intervals import Estimate
 
 
 class AgeCalibration(ModelCalibration):
-    """Calibration of predicted ages, fitted on the split that the calibrator names."""
+    """Measurement that corrects predicted ages by a fitted calibrator, and puts errors of both."""
 
     metrics = age_measurement.METRICS
     page = OnPage("calibration", place=3)

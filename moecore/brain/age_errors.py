@@ -18,7 +18,7 @@ from moecore.tasks.regression import age_fit
 
 
 class AgeErrors(Config):
-    """Agreement of predictions ŷ with ages y, each value with its 95 % interval."""
+    """Errors of predicted ages ŷ against known ages y, each with its 95 % interval."""
 
     mae: Estimate | None  # mean |ŷ − y|, years; None where y was used to correct ŷ
     corr: Estimate  # of ŷ − y with y
@@ -31,7 +31,7 @@ class MeanAbsoluteError(Config):
 
 
 class GroupErrors(Config):
-    """Errors of a part of the test split, as predicted and as corrected by one line."""
+    """Errors of one group of test volumes, as predicted and as corrected by one line for all."""
 
     group: str
     n: int  # volumes
@@ -101,9 +101,10 @@ def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) ->
 def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return mae, corr, slope and intercept, each (R,), under each row of ``weights`` (R, N).
+    """Return ``mae``, ``corr``, ``slope``, ``intercept`` → (R,), one value per resample.
 
-    NaN where a resample has a single age, or errors that do not vary.
+    weights: (R, N), of each volume in each resample. NaN where a resample has a single age, or
+    errors that do not vary.
     """
     total = weights.sum(1)
     # The variances below subtract squares: centred ages lose fewer digits.
@@ -139,7 +140,7 @@ MIN_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
-    """One diagnosis against the reference, the diagnosis that most training volumes have."""
+    """Gap of one diagnosis compared with that of the reference, training's most frequent one."""
 
     diagnosis: str
     reference: str
@@ -236,7 +237,7 @@ def _adjusted_difference(
 def _auc(
     cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return P(cases > controls) + ½ P(equal) under each pair of rows of weights, (R,)."""
+    """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""
     wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
     pairs = first.sum(axis=1) * second.sum(axis=1)
     return ((first @ wins) * second).sum(axis=1) / pairs

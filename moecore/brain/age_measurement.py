@@ -46,7 +46,7 @@ class Ages(NamedTuple):
         return np.asarray(getattr(self.data, split).labels, np.float64)
 
     def column(self, split: str, name: str) -> list[str]:
-        """Return one column of the subjects table, one text per volume, "" where unknown."""
+        """Return the column ``name`` of a split's subjects, one text per volume, "" if unknown."""
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
@@ -66,7 +66,7 @@ class CalibratorFit(NamedTuple):
 
     @property
     def uses_age(self) -> bool:
-        """True if the calibrator corrects the gap to a known age, which predicts no age."""
+        """True if the correction needs the known age, so that its results are no predictions."""
         return self.fitted is not None and self.fitted.uses_age
 
 

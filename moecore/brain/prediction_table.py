@@ -41,7 +41,7 @@ class ConformalInterval(Config):
 
 
 class TrainingCohortRanges(Config):
-    """Content of ``reference.json``."""
+    """Content of reference.json: the values of training, to which new volumes are compared."""
 
     ranges: dict[str, QuantityRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
@@ -103,7 +103,7 @@ NO_GROUP = "none"  # calibration group of an uncorrected prediction
 
 
 class PredictionRow(NamedTuple):
-    """One row of the table, in years; None is empty in the file."""
+    """One row of predictions.csv: a volume, its ages in years, interval and flags; None: empty."""
 
     participant_id: str
     session_id: str
@@ -126,7 +126,7 @@ COLUMNS = PredictionRow._fields
 
 
 class CorrectedAges(NamedTuple):
-    """Predictions of N volumes in years, (N,), raw and corrected; None without a calibrator."""
+    """Predicted ages (N,) in years, raw and corrected; the latter are None without a calibrator."""
 
     raw: np.ndarray
     pooled: np.ndarray | None
@@ -224,7 +224,7 @@ def write_predictions(
     rows: Iterable[PredictionRow],
     left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
 ) -> None:
-    """Write the rows as CSV with the columns ``COLUMNS``; numbers have four decimals.
+    """Write predictions.csv with the columns ``COLUMNS``; numbers have four decimals.
 
     left_out: subjects without a prediction, and why. They come last, with the reason in a column
     ``error``, which is not written for None.

@@ -40,7 +40,7 @@ class SiteEffect(NamedTuple):
 
 
 class SiteHarmonisation(NamedTuple):
-    """ComBat, fitted to the training split."""
+    """ComBat, fitted to the training split: removes effects of sites from V features."""
 
     mean: np.ndarray  # α (V,)
     slopes: np.ndarray  # β (P, V)
@@ -51,7 +51,7 @@ class SiteHarmonisation(NamedTuple):
     def fit(
         cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]
     ) -> "SiteHarmonisation":
-        """Fit to features (N, V) and covariates (N, P) of the training split.
+        """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training.
 
         Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
         """
@@ -79,13 +79,13 @@ class SiteHarmonisation(NamedTuple):
         return blank._replace(effects=effects)
 
     def standardise(self, features: np.ndarray, covariates: np.ndarray) -> np.ndarray:
-        """Return z = (y − α − x·β) / σ, (N, V)."""
+        """Return z = (y − α − x·β) / σ, (N, V), of features y (N, V) and covariates x (N, P)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
     def with_site(
         self, name: str, features: np.ndarray, covariates: np.ndarray
     ) -> "SiteHarmonisation":
-        """Return a copy with one more site, fitted to its declared reference people."""
+        """Return a copy with the effect of a new site, fitted to the features of its people."""
         if len(features) < MIN_PEOPLE:
             people = f"{len(features)} people in the reference part of the site {name}"
             raise UserError.at("harmonise", found=people, allowed=f"{MIN_PEOPLE} or more")
@@ -169,7 +169,7 @@ class SplitFeatures(NamedTuple):
         return np.column_stack([self.ages, women])
 
     def select(self, chosen: np.ndarray) -> "SplitFeatures":
-        """Return the volumes where ``chosen`` (N,) bool is true."""
+        """Return the features and columns of the volumes where ``chosen`` (N,) bool is true."""
         columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
         return SplitFeatures(self.features[chosen], self.ages[chosen], *columns)
 

@@ -25,7 +25,7 @@ class Card(NamedTuple):
     # split → number of images per class, or one number where an image has no single class
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not counted yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
-    truth: int = 0  # number of token kinds in the additional truth channel; 0: no such channel
+    truth: int = 0  # number of known groups (kinds) of tokens, in an additional channel; 0: none
     short_side: int | None = None  # pixels, of uncropped training images; None: all are squares
     more: Mapping[str, Any] = {}  # additional entries of card.json
     note: str | None = None  # shown by `moecore check`, such as a download that will happen

@@ -35,7 +35,10 @@ PerSeverity = tuple[float, float, float, float, float]  # one positive value per
 def severity_parameter(
     image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
 ) -> float:
-    """Return the value for an image (C, H, W); small, large: per severity, at 32 and 224 pixels."""
+    """Return a corruption's parameter at a severity, interpolated to an image's (C, H, W) side.
+
+    small, large: values per severity, for sides of 32 and 224 pixels.
+    """
     position = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
     low = small[severity - 1]
     high = large[severity - 1]
@@ -155,7 +158,7 @@ def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> 
 
 
 def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Correlate every channel of (C, H, W) with one kernel (h, w)."""
+    """Return the image (C, H, W) with each channel correlated with the kernel (h, w)."""
     return correlate(image, kernel[None], mode="nearest")
 
 
@@ -319,12 +322,12 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Clip values to [0, 1] and round them to uint8."""
+    """Return uint8 from 0 to 255 of an image in [0, 1]; values outside are clipped."""
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
 def split_channels(image: np.ndarray) -> list[Image.Image]:
-    """Return each channel of (C, H, W) as a greyscale picture."""
+    """Return each channel of an image (C, H, W) in [0, 1] as an 8-bit greyscale picture."""
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
 

@@ -33,7 +33,7 @@ class DrawnSource(Source, ABC):
     @property
     @abstractmethod
     def uncounted_card(self) -> Card:
-        """The card with empty ``counts``; its ``truth`` is the number of kinds D."""
+        """The card with empty ``counts``; ``truth`` is the number of groups (kinds) of images."""
 
     @abstractmethod
     def draw_rule(self, random: np.random.Generator) -> Any:

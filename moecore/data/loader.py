@@ -32,7 +32,7 @@ def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Return the number of full batches in n images. Raises UserError for none."""
+    """Return the number of full batches in n images. Raises UserError if it is 0."""
     if n < batch:
         raise UserError(
             f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}"
@@ -86,7 +86,7 @@ def load_split_where_it_fits(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Return sorted indices of ``shots_per_class`` images per class; UserError if one has fewer."""
+    """Return sorted indices of ``shots_per_class`` drawn images per class; UserError if too few."""
     request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
         raise UserError(f"{request}, but {why}; allowed: null (all images)")
@@ -117,7 +117,7 @@ class TextStreams(NamedTuple):
         return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
-        """Return the tokens per stream. Raises UserError for fewer than two blocks per stream."""
+        """Return the number of tokens per stream. Raises UserError for less than two blocks."""
         number = self.tokens.shape[1]
         length = number // batch
         if length <= 2 * self.block:
@@ -129,7 +129,7 @@ class TextStreams(NamedTuple):
         return length
 
     def steps(self, batch: int) -> int:
-        """Return the number of updates that read all of the text once."""
+        """Return the number of training steps that read all of the text once."""
         return _reading_pass(self.length(batch), self.block, 0, 0)[1]
 
     def take(

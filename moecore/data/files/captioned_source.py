@@ -65,7 +65,7 @@ class CaptionedSource(Source):
     @property
     @abstractmethod
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source, for the card."""
+        """Name of the data, licence, and where they are from, for the card."""
 
     @abstractmethod
     def read(self) -> dict[str, list[ImageCaptions]]:
@@ -220,7 +220,7 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
 def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return tokens int32 (N, C, M), and the numbers of captions, cut ones and unknown words."""
+    """Return tokens int32 (N, C, M), and counts: ``captions``, ``cut`` ones, ``unknown`` words."""
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}

@@ -45,7 +45,7 @@ class UnreadableImage(Exception):
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Decode a file to uint8 (channels, size, size): bilinear resizing, centre crop.
+    """Return the image in a file as uint8 (channels, size, size): resized, centre square.
 
     Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture of
     a file is read. Raises UnreadableImage on damaged files and on 32 bits per channel.
@@ -76,7 +76,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWi
 
 
 def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
-    """Decode a JPEG of ``recompress_image``. Raises UnreadableImage where it is damaged."""
+    """Return the picture in a JPEG file's bytes. Raises UnreadableImage if it is damaged."""
     with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
@@ -139,7 +139,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
 
 
 def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
-    """Resize the largest centred square of the image to uint8 (size, size, C)."""
+    """Return the image's largest centred square, resized to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2

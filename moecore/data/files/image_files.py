@@ -124,7 +124,7 @@ class DecodeCache(NamedTuple):
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
-        """Create and return the split's folder, named by a hash of its work; remove older ones."""
+        """Return the split's folder, named by a hash of form, channels and files; remove others."""
         # Decoding will report broken links.
         lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
         listing = "\n".join(f"{path} {size}" for path, size in zip(paths, lengths, strict=True))
@@ -215,7 +215,7 @@ class ImageFilesSource(SplitSettings, Source):
     @property
     @abstractmethod
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source, for the card."""
+        """Name of the data, licence, and where they are from, for the card."""
 
     @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:

@@ -23,7 +23,7 @@ LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and 
 
 
 class PublishedSetFacts(NamedTuple):
-    """Facts known before files are read; every class has equally many images."""
+    """What is known of a set without its files; every class has equally many images."""
 
     name: str
     classes: tuple[str, ...]

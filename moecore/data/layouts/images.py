@@ -108,7 +108,7 @@ def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> 
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
-    """Return exact mean and population SD per channel of uint8 (N, C, H, W), in [0, 1]."""
+    """Return mean and SD of each channel, in [0, 1], of uint8 images (N, C, H, W), exactly."""
     channels = images.shape[1]
     width = images.shape[-1]
 
@@ -199,7 +199,7 @@ class JpegImages:
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: Mapping[str, Any]) -> "JpegImages":
-        """Open a split of a prepared folder. Raises UserError where the file's length is wrong."""
+        """Return a split of ``number`` images; UserError if the length of its file is wrong."""
         path, offsets = (folder / name for name in _jpeg_file_names(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0

@@ -112,7 +112,7 @@ SPLINE_SD = 0.315
 
 
 def spline_basis() -> np.ndarray:
-    """Return uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
+    """Return KNOTS uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS), row sums 1."""
     position = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
     first = np.floor(position).astype(int)
     t = position - first
@@ -140,7 +140,7 @@ def grid_points() -> np.ndarray:
 
 
 def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Interpolate a volume (64, 64, 64) linearly at points (3, n) in voxels; float32 (n,)."""
+    """Return float32 (n,): a volume (64, 64, 64), linear between voxels, at points (3, n)."""
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
@@ -192,7 +192,7 @@ class Template(NamedTuple):
 
 
 class Pose(NamedTuple):
-    """A head: proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³), voxels."""
+    """Proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³) of a head, in voxels."""
 
     shape: np.ndarray
     rotation: np.ndarray
@@ -253,7 +253,7 @@ def template_from_maps(
 
 
 def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return each voxel's share inside ventricles whose wall moved ``offset`` mm outwards."""
+    """Return each voxel's share in ventricles grown by ``offset`` mm; distance: to the old wall."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 

@@ -99,7 +99,10 @@ def shift_tissue_boundaries(
     thinning: np.ndarray,
     spots: np.ndarray,
 ) -> BrainMaps:
-    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached."""
+    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached.
+
+    thinning: relative speed of grey matter loss; spots: high where lesions lie.
+    """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     surplus = _total(white) - targets.white * head
@@ -121,7 +124,10 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` in sum; < 0: back."""
+    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` voxels in sum.
+
+    Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
+    """
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
     return -tissue_removal_map(sink, back_weight, -amount)

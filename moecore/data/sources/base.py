@@ -13,7 +13,7 @@ OLD_METHODS = ("prepare", "preview")  # of sources before version 0.3
 
 
 class Source(Part, ABC):
-    """A data set, a family of parts: where its raw data are and how they are prepared."""
+    """Settings of a data set: where its raw data are and how they are prepared."""
 
     task: ClassVar[type[Task]]  # of the labels that ``write`` writes
     volumes: ClassVar[bool] = False  # images of three axes

@@ -79,7 +79,7 @@ class CaptionedMosaic(CellSourceUser):
         return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
     def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
-        """Yield mosaics of the layouts (n, 4); each cell is a random image of its class."""
+        """Yield chunks of mosaics, uint8; layouts: classes of cells (n, 4), each a random image."""
         random = np.random.default_rng([self.seed, STREAM + number])
         members = [np.flatnonzero(split.labels == c) for c in range(int(layouts.max()) + 1)]
         images = np.asarray(split.images)

@@ -35,7 +35,7 @@ class CifarArchiveSpec(NamedTuple):
 def read_binary(
     place: Path, spec: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read images uint8 (N, 3, 32, 32) and labels int64 (N,) from a folder or archive, checked."""
+    """Return images uint8 (N, 3, 32, 32) and labels (N,); place: folder, or archive to check."""
     contents = {}
     if place.is_file():
         check_digest(place, "md5", spec.md5, str(place))

@@ -13,7 +13,7 @@ from moecore.data.text.words import lower_words
 
 
 class Ciphers(DocstringSource):
-    """The docstrings, each paragraph encrypted by one of D ciphers.
+    """Text of docstrings, each paragraph encrypted by one of D ciphers.
 
     A cipher permutes all words of the vocabulary except ``<eos>`` and ``<unk>``. A word's kind is
     its paragraph's cipher; ``<eos>`` has kind 0, since the next cipher is not known there.
@@ -67,7 +67,7 @@ class Ciphers(DocstringSource):
 def draw_word_ciphers(
     dialects: int, vocabulary_size: int, special: list[int], seed: int
 ) -> np.ndarray:
-    """Draw the word that replaces each word in each cipher, int32 (D, V); special ones stay."""
+    """Return the word that replaces each word in each cipher, int32 (D, V); special words stay."""
     random = np.random.default_rng([seed, NAMES])
     ordinary = np.setdiff1d(np.arange(vocabulary_size), special)
     ciphers = np.tile(np.arange(vocabulary_size, dtype=np.int32), (dialects, 1))

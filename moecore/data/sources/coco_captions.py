@@ -46,7 +46,7 @@ class CocoCaptions(captioned_source.CaptionedSource):
 
 
 def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.ImageCaptions]:
-    """Return the images of one annotation file, in its order; their files are in ``folder``."""
+    """Return images with captions of one annotation file; folder: of the images, below root."""
     content = captioned_source.read_annotation_json(path)
     try:
         images, entries = content["images"], content["annotations"]

@@ -71,7 +71,7 @@ class TissueMapPatterns(Config):
 
 
 class Dseg(Config):
-    """One label map with numbers for each tissue."""
+    """Pattern of one label map, and its numbers for each tissue."""
 
     pattern: str = Field(
         "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
@@ -136,7 +136,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         """Return usable rows, splits and problems of the cohort's table; UserError if missing."""
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with facts from the T1's file name; by default unchanged."""
+        """Return the subject with fields that the T1's file name contains; by default unchanged."""
         return subject
 
     @property
@@ -161,7 +161,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
-        """Read subjects into the cache; return the usable ones, and the table with all problems."""
+        """Read volumes into the cache; return the usable subjects, and the table with problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
@@ -187,7 +187,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return usable, table
 
     def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
-        """Return the subjects whose files exist, and the table; no volume is read."""
+        """Return the subjects whose files exist, and the table with problems; read no volume."""
         root = self._root()
         table = self.read_rows(root)
         usable = []

@@ -43,7 +43,7 @@ class CellSourceUser(Source):
 
 
 class Mosaic(CellSourceUser):
-    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur."""
+    """Mosaics of ``grid`` × ``grid`` images of ``source``; labels are all classes that occur."""
 
     task: ClassVar[type[MultiLabel]] = MultiLabel
 
@@ -84,7 +84,7 @@ class Mosaic(CellSourceUser):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Draw which of ``total`` images form each of ``number`` mosaics; int64 (number, cells)."""
+    """Return which of ``total`` images form each mosaic, drawn at random: int64 (number, cells)."""
     # Cut from random permutations: images are used equally often, and a larger number of mosaics
     # begins with the same ones.
     check_images_fill_mosaic(total, cells, name)
@@ -114,7 +114,7 @@ def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
 
 
 def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
-    """Arrange cells uint8 (n, grid², C, h, w), row by row, to (n, C, grid·h, grid·w)."""
+    """Return mosaics (n, C, grid·h, grid·w) of images (n, grid², C, h, w), arranged row by row."""
     number, _, channels, height, width = images.shape
     cells = images.reshape(number, grid, grid, channels, height, width).transpose(0, 3, 1, 4, 2, 5)
     return cells.reshape(number, channels, grid * height, grid * width)

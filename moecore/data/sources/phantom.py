@@ -73,7 +73,7 @@ def simulate_scan(
 
 
 class Phantom(CohortSettings, Source):
-    """Simulated people: results say nothing about real brains.
+    """Scans of simulated people; results hold for the simulation only, not for real brains.
 
     Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
     sex.
@@ -116,7 +116,7 @@ class Phantom(CohortSettings, Source):
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
-        """Simulate a scan exactly as ``prepare`` stores it; seed: from ``person_seed``."""
+        """Return a simulated scan exactly as ``write`` stores it; seed: of ``person_seed``."""
         simulated = simulate_scan(age, sex, seed, scan, site, self.preset)
         return pack_stored_volume(*simulated.resample(self.voxel_mm))
 
@@ -124,7 +124,7 @@ class Phantom(CohortSettings, Source):
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:
-        """Return the seed of a person; numbers from ``subjects`` on are in no split."""
+        """Return the seed of person ``number``; people from ``subjects`` on are in no split."""
         return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:

@@ -21,7 +21,7 @@ CLIP = ("<|startoftext|>", "<|endoftext|>")
 
 
 class EncodedCaption(NamedTuple):
-    """A caption as tokens (M,), and what was lost in encoding."""
+    """A caption as M tokens; whether it was cut; how many words are unknown."""
 
     tokens: list[int]
     cut: bool
@@ -32,7 +32,7 @@ class WordTokenizer:
     """Tokenizer of lower-case words, with punctuation as separate words."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Build from unique words, without the special ones."""
+        """Build the vocabulary: SPECIAL, then ``words``, which are unique and not special."""
         self.vocabulary = (*SPECIAL, *words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
         self.words = len(self.vocabulary)
@@ -63,7 +63,7 @@ class BpeTokenizer:
     """Tokenizer of byte pairs, read from a ``tokenizer.json`` such as CLIP's."""
 
     def __init__(self, path: Path, words: int) -> None:
-        """Load a file. Raises UserError if it is missing, invalid, or not of ``words`` words."""
+        """Load a tokenizer.json. UserError if missing, invalid, or not of ``words`` words."""
         from tokenizers import Tokenizer as LoadedTokenizer  # slow to import, rarely used
 
         self.path = path

@@ -95,7 +95,7 @@ def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 class ColourJitter(Config):
-    """ColorJitter without hue: factors uniform in 1 ± value (≥ 0), in random order, per image."""
+    """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
 
     brightness: float = Field(0.0, ge=0, description="Blend with black; 0: off")
     contrast: float = Field(0.0, ge=0, description="Blend with the mean grey; 0: off")
@@ -112,7 +112,7 @@ JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    """Jitter of B images: order of JITTERED (B, 3), and factors fp64 (B, 3)."""
+    """Drawn jitter of B images: order of the operations JITTERED (B, 3), and factors (B, 3)."""
 
     order: Tensor
     factors: Tensor
@@ -137,7 +137,7 @@ def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
 
 
 def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengths: Tensor) -> None:
-    """Apply an operation in place to the images ``chosen`` (B,), with ``strengths`` (B,)."""
+    """Apply an operation in place to the images where ``chosen`` (B,), with ``strengths`` (B,)."""
     # Rows are selected on the CPU, so that nothing waits for the device.
     rows = chosen.nonzero()[:, 0]
     if len(rows):
@@ -180,7 +180,7 @@ STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name !=
 
 
 class RandAugment(Config):
-    """Number of random operations per image, and their strength.
+    """RandAugment's settings: number of random operations per image, and their strength.
 
     At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
     0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations

@@ -17,7 +17,7 @@ from moecore.data.views import warping
 
 
 class Transform(NamedTuple):
-    """A family of random affines; the default is the identity."""
+    """Limits of the random affines of one transform; the default is the identity."""
 
     degrees: float = 0.0  # rotation from −degrees to +degrees
     translate: tuple[float, float] = (0.0, 0.0)  # horizontal, vertical, at most; of the side

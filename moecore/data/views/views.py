@@ -36,7 +36,7 @@ def _check_range(ends: tuple[float, float], limit: float = math.inf) -> tuple[fl
 
 
 class CropRanges(Config):
-    """Random resized crop."""
+    """Settings of a random crop, which is resized to the view."""
 
     scale: Annotated[tuple[float, float], AfterValidator(partial(_check_range, limit=1.0))] = Field(
         (0.5, 1.0), description="Area of the crop, as a share of the image: lowest, highest"
@@ -44,7 +44,7 @@ class CropRanges(Config):
 
 
 class AffineRanges(Config):
-    """Random affine about the centre: scale and shear, rotation, translation."""
+    """Limits of a random affine about the centre: scale and shear, rotation, translation."""
 
     degrees: float = Field(
         0.0, ge=0, le=180, description="Largest rotation; volumes: about each of three axes"
@@ -69,7 +69,7 @@ def falsifies_truth(around: Surroundings) -> str:
 
 
 class ViewSettings(Config):
-    """Random training views: shift, crop, flip, affine, RandAugment's geometry, colours, erasing.
+    """Settings of random views: shift, crop, flip, affine, RandAugment, colours, erasing.
 
     They are applied in this order (colours: RandAugment's, then jitter); the default changes
     nothing. All geometry is one affine and one linear sampling; shifts and flips alone keep every
@@ -253,7 +253,7 @@ class Mix(Config):
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield the message if nothing is mixed, or if images have a channel of kinds."""
+        """Yield a message if these settings mix nothing, or if images have a channel of kinds."""
         if not self.active:
             yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:
@@ -268,7 +268,7 @@ def mix_images(
     source: Generator | BatchDraws,
     others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
+    """Return each image mixed with a random one of the batch, (B, C, H, W), and soft labels (B, K).
 
     images: fp32 in [0, 1]. others: returns images and labels at positions (B,) of the whole batch,
     where these images are a part of it. λ is drawn per image; CutMix's λ is the exact share of

@@ -130,7 +130,7 @@ def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """Return the same linear maps about the middle of a volume of ``size``."""
+    """Return the affines (B, 4, 4) about the middle of a volume of ``size``, not its corner."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)
 

@@ -20,12 +20,12 @@ from moecore.data.files.decode import resize_centre_square
 
 
 def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
-    """Draw (B,) fp64, uniform in [low, high)."""
+    """Return a random number per image, (B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
 def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """Build (count, 3, 3) with first row ``rows``, second row ``columns``, third row 0 0 1."""
+    """Return affines (count, 3, 3) with the rows ``rows``, ``columns`` and 0 0 1."""
     affines = torch.zeros(count, 3, 3, dtype=torch.float64)
     for row, entries in enumerate((rows, columns, (0, 0, 1))):
         for column, entry in enumerate(entries):
@@ -73,7 +73,7 @@ def draw_crop_windows(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw windows as (first row, first column, height, width), each (B,), fractions allowed.
+    """Return random windows: first row, first column, height, width, each (B,), fractional pixels.
 
     Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
     side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
@@ -144,7 +144,7 @@ class MixedSizeImageList:
         return sizes[:, 0], sizes[:, 1]
 
     def squares(self) -> Tensor:
-        """Resize the largest centre squares: uint8 (B, C, size, size) on the device."""
+        """Return the largest centre squares, resized to uint8 (B, C, size, size), on the device."""
         pictures = [Image.fromarray(image.squeeze()) for image in self.images]
         squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
@@ -153,7 +153,10 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the part of each image that its view shows, uint8 (B, H, W, C), and part → view."""
+    """Return the part of each image that its view shows, uint8 (B, H, W, C), and its affine.
+
+    The affine maps the part to the view; ``fill`` pads the part outside of the image.
+    """
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
     low = reached.amin(-1).floor().to(torch.int64) - 1  # one more pixel, for the interpolation

@@ -41,7 +41,7 @@ class CohortTable(NamedTuple):
 def read_participants_with_sessions(
     root: Path, diagnoses: tuple[str, ...] | None = None
 ) -> CohortTable:
-    """Read root/participants.tsv, and each participant's sessions.tsv if it exists.
+    """Return the table from root/participants.tsv and each participant's sessions.tsv, if any.
 
     A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
     participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
@@ -218,7 +218,7 @@ def split_cohort(
     splits_by_user: Mapping[str, str] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
-    """Return the rows of ``subjects`` in each split, all volumes of a participant in one split.
+    """Return split → indices of ``subjects``; all volumes of a participant are in one split.
 
     A function of the seed and the participants, not of their order. splits_by_user: participant →
     split. places: participant → file:line, for messages. Raises UserError for an empty split, and
@@ -338,7 +338,7 @@ def age_cohort_card(
     about: tuple[str, str],
     simulated: bool = False,
 ) -> Card:
-    """Return the uncounted card of a cohort of volumes with ages; about: licence and source."""
+    """Return the card, without counts, of a cohort with ages; about: licence and source."""
     task = Regression(target="age", unit="years")
     more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
     return Card(name, 1, size, task, *about, regions=regions, more=more)

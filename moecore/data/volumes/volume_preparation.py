@@ -42,7 +42,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Read a NIfTI or .mgz file on canonical axes. Raises UnusableVolume on damaged files."""
+    """Return the volume in a NIfTI or .mgz file, on RAS axes. Raises UnusableVolume if damaged."""
     import nibabel  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
@@ -72,7 +72,7 @@ def load_volume(path: Path) -> Volume:
 
 
 def place_mismatch(t1: Volume, other: Volume) -> str | None:
-    """Return why a volume is not on the T1's voxels, or None."""
+    """Return why a volume does not have the T1's shape and affine, or None if it does."""
     if t1.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {t1.values.shape}"
     ends = [(0, length - 1) for length in t1.values.shape]
@@ -183,7 +183,7 @@ def resample_masked_volume(
 
 
 def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the first index per axis of ``size`` voxels around the mask's middle; < 0: padding."""
+    """Return the first index per axis of a window around the mask's middle; < 0: to be padded."""
     if mask.shape == tuple(size):
         return (0, 0, 0)
     bounds = [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in ((1, 2), (0, 2), (0, 1))]
@@ -263,7 +263,7 @@ class VolumeWithTissueShares(NamedTuple):
 def read_subject_volumes(
     files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithTissueShares:
-    """Read one subject's files and prepare the stored volume.
+    """Return one subject's volume and tissue shares, on the grid and normalised, as stored.
 
     files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label map
     ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask file, else
@@ -292,13 +292,13 @@ def read_subject_volumes(
 
 
 def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
-    """Read one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
+    """Return one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
     files = {"t1": Path(path)} | ({"mask": Path(mask)} if mask else {})
     return read_subject_volumes(files, grid).image
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Map the 1st to 99th percentile in ``mask`` to [0.01, 1], outside to 0; fp32 (D, H, W)."""
+    """Return fp32 (D, H, W): 1st to 99th percentile in ``mask`` mapped to [0.01, 1], 0 outside."""
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)
     if not high > low:
