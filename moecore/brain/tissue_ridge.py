@@ -85,7 +85,7 @@ class SiteHarmonisation(NamedTuple):
     def with_site(
         self, name: str, features: np.ndarray, covariates: np.ndarray
     ) -> "SiteHarmonisation":
-        """Return a copy with the effect of a new site, fitted to the features of its people."""
+        """Return a copy with the effect of a new site, fitted to features (n, V) of its people."""
         if len(features) < MIN_PEOPLE:
             people = f"{len(features)} people in the reference part of the site {name}"
             raise UserError.at("harmonise", found=people, allowed=f"{MIN_PEOPLE} or more")

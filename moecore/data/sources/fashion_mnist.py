@@ -31,7 +31,7 @@ SHA256 = {  # of the decompressed content
 
 
 class FashionMnist(PublishedSource):
-    """Fashion-MNIST of four IDX files (plain or .gz), checked by hash, with the authors' test."""
+    """Fashion-MNIST from four IDX files, plain or .gz, checked by hash; authors' test set."""
 
     kind: Literal["fashion_mnist"] = "fashion_mnist"
     root: str | tuple[str, ...] = Field(

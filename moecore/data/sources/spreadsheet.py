@@ -17,7 +17,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class ColumnNames(Config):
-    """The table's names of the columns that a cohort uses; null: no such column."""
+    """Names, in the table, of the columns that a cohort uses; null: no such column."""
 
     participant_id: str = "participant_id"
     age: str = Field("age", description="At the scan, years")
