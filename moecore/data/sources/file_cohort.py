@@ -230,7 +230,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return CachedSubject(subject, path, digest)
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """Return kind (t1, mask, wm, …) → the subject's file. UnusableVolume has all problems."""
+        """Return kind (t1, mask, wm, …) → file. Raises UnusableVolume, which lists all problems."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask

@@ -325,7 +325,7 @@ def _refuse(place: str | Path, problem: str | None) -> None:
 
 
 def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
-    """Return kind (t1, mask, …) → volume on the T1's voxels. UnusableVolume has all problems."""
+    """Return kind (t1, mask, …) → volume. Raises UnusableVolume, which lists all problems."""
     volumes = {}
     problems = []
     for name, path in files.items():
