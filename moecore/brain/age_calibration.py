@@ -19,13 +19,13 @@ from moecore.statistics.intervals import Estimate
 
 
 class AgeCalibration(ModelCalibration):
-    """Calibration of predicted ages, fitted on the split that the calibrator names."""
+    """Measurement that corrects predicted ages by a fitted calibrator, and puts errors of both."""
 
     metrics = age_measurement.METRICS
     page = OnPage("calibration", place=3)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit the calibrator, write the folder ``files.out`` and put errors before and after it."""
+        """Fit the calibrator, write its folder and put age_measurement.METRICS, the age errors."""
         data, settings = subject.data, self.settings
         predicted = {}
         for split in SPLITS:
@@ -104,7 +104,7 @@ GAP_HEAD = """\
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
-    """Return the text of MODEL_CARD.md; ``card`` is the data's."""
+    """Return the text of MODEL_CARD.md; card: of the data; item: phase/method/seed."""
     title = f"# Brain-age model {item}"
     sections = [
         f"{title} (SIMULATED data)" if result.simulated else title,

@@ -18,7 +18,7 @@ from moecore.tasks.regression import age_fit
 
 
 class AgeErrors(Config):
-    """Agreement of predictions ŷ with ages y, each value with its 95 % interval."""
+    """Errors of predicted ages ŷ against known ages y, each with its 95 % interval."""
 
     mae: Estimate | None  # mean |ŷ − y|, years; None where y was used to correct ŷ
     corr: Estimate  # of ŷ − y with y
@@ -31,7 +31,7 @@ class MeanAbsoluteError(Config):
 
 
 class GroupErrors(Config):
-    """Errors of a part of the test split, as predicted and as corrected by one line."""
+    """Errors of one group of test volumes, as predicted and as corrected by one line for all."""
 
     group: str
     n: int  # volumes
@@ -45,7 +45,7 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """Return the errors of each variant, name → predictions (N,), on the same resamples.
+    """Return name → errors with bootstrap intervals of each variant, name → predictions (N,).
 
     no_predictions: variants that used the known ages, and so have no MAE.
     """
@@ -74,7 +74,7 @@ def measure_group_errors(
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
 ) -> tuple[GroupErrors, ...]:
-    """Return one row per group, sorted by name; a group of one participant has no interval."""
+    """Return the MAE of each variant per group, sorted by name; no interval for one participant."""
     rows = []
     for group in sorted(set(groups)):
         members = [index for index, name in enumerate(groups) if name == group]
@@ -89,7 +89,7 @@ def measure_group_errors(
 
 
 def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
-    """Return how often each volume is in each resample, (R, N)."""
+    """Return how often each volume occurs in each resample of participants, (R, N)."""
     # Participants are resampled, not volumes: two sessions of one person are not independent.
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1
@@ -101,9 +101,10 @@ def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) ->
 def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return mae, corr, slope and intercept, each (R,), under each row of ``weights`` (R, N).
+    """Return ``mae``, ``corr``, ``slope``, ``intercept`` → (R,), one value per resample.
 
-    NaN where a resample has a single age, or errors that do not vary.
+    weights: (R, N), of each volume in each resample. NaN where a resample has a single age, or
+    errors that do not vary.
     """
     total = weights.sum(1)
     # The variances below subtract squares: centred ages lose fewer digits.
@@ -127,7 +128,7 @@ def age_errors_by_resample(
 def bootstrap_estimate(
     value: float, resampled: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
-    """Return the value with its bootstrap interval, unless resamples are constant or undefined."""
+    """Return ``value`` with its 95 % interval from resamples (R,); no interval if all are equal."""
     resampled = resampled[np.isfinite(resampled)]
     if len(resampled) < 2 or not np.ptp(resampled):
         return Estimate(value=value)
@@ -139,7 +140,7 @@ MIN_PARTICIPANTS = 2  # per diagnosis, to resample
 
 
 class DiagnosisGap(Config):
-    """One diagnosis against the reference, the diagnosis that most training volumes have."""
+    """Gap of one diagnosis compared with that of the reference, training's most frequent one."""
 
     diagnosis: str
     reference: str
@@ -167,7 +168,7 @@ class GapRows(NamedTuple):
 def measure_diagnosis_gaps(
     rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row per diagnosis of the test split except the reference, sorted by name.
+    """Return one row per diagnosis: its gaps against those of training's most frequent diagnosis.
 
     A diagnosis or a reference with fewer than ``MIN_PARTICIPANTS`` has no row.
     """
@@ -217,9 +218,9 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _adjusted_difference(
     rows: GapRows, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return the coefficient of the group in a weighted least-squares fit of gaps, (R,).
+    """Return cases' minus controls' gap at equal age and sex, (R,), by weighted least squares.
 
-    The other regressors are age and sex: the raw gap depends on age.
+    first, second: weights (R, n) of cases and of controls.
     """
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])
@@ -236,7 +237,7 @@ def _adjusted_difference(
 def _auc(
     cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return P(cases > controls) + ½ P(equal) under each pair of rows of weights, (R,)."""
+    """Return P(case > control) + ½ P(equal), (R,), by weights (R, n) of cases and controls."""
     wins = (np.sign(cases[:, None] - controls[None]) + 1) / 2
     pairs = first.sum(axis=1) * second.sum(axis=1)
     return ((first @ wins) * second).sum(axis=1) / pairs

@@ -32,7 +32,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """Read the subjects and the hash of the weights; UserError for non-finite predictions."""
+        """Return Ages with subjects and the weights' hash. UserError for non-finite predictions."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(
@@ -46,7 +46,7 @@ class Ages(NamedTuple):
         return np.asarray(getattr(self.data, split).labels, np.float64)
 
     def column(self, split: str, name: str) -> list[str]:
-        """Return one column of the subjects table, one text per volume, "" where unknown."""
+        """Return the column ``name`` of a split's subjects, one text per volume, "" if unknown."""
         return [row[name] for row in self.subjects[split]]
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
@@ -66,14 +66,14 @@ class CalibratorFit(NamedTuple):
 
     @property
     def uses_age(self) -> bool:
-        """True if the calibrator corrects the gap to a known age, which predicts no age."""
+        """True if the correction needs the known age, so that its results are no predictions."""
         return self.fitted is not None and self.fitted.uses_age
 
 
 def fit_age_line(
     ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
-    """Fit the calibrator on the split that it names.
+    """Return the calibrator fitted on its ``split``, or the reason why the fit was refused.
 
     ``out_of_fold`` is that stage's predictions.csv. With ``on_refusal`` "report", a refused fit
     gives its reason instead of raising UserError.
@@ -204,7 +204,7 @@ class AgeResult(NamedTuple):
     tissue_ridge: RidgeResult | None = None  # ridge regression on tissue volumes, if set
 
     def put(self, out: Values) -> None:
-        """Put all metrics; the remaining fields become facts, which pages read."""
+        """Put METRICS: MAE, correlation, slope, gaps, …; other fields become ``out.facts``."""
         out.put("median_mae", self.median_mae)
         if self.raw.mae is not None:
             ratio = Interval(self.raw.mae.value / self.median_mae)
@@ -238,7 +238,7 @@ class AgeResult(NamedTuple):
 
 
 def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
-    """Return table S1 of ERMoE with intervals, the median predictor and errors by group."""
+    """Return the errors on the test split, raw and corrected, overall and by group of people."""
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)
@@ -288,7 +288,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
 
 
 def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval:
-    """Return the conformal interval of the validation split, and its coverage of test volumes."""
+    """Return the interval of one prediction, by validation errors, and its coverage of the test."""
     # Volumes of one person are not exchangeable with other people's: only the first one counts.
     people = ages.column("validation", "participant_id")
     places = np.unique(people, return_index=True)[1]

@@ -64,7 +64,8 @@ def train_and_predict_folds(
 ) -> OutOfFoldResult:
     """Train one model per fold without its volumes, predict them, and write predictions.csv.
 
-    work: folder of checkpoints, from which a killed process continues; out: the written folder.
+    work: folder of checkpoints, from which a killed process continues. out: the written folder.
+    follow: runs the training of a fold. log: receives the MAE of each fold.
     Raises UserError for a method whose teacher saw the held-out volumes.
     """
     if recipe.method.guided or recipe.method.upcycle:
@@ -99,7 +100,7 @@ def train_and_predict_folds(
 def build_fold_job(
     recipe: FoldRecipe, data: Prepared, rows: np.ndarray, runtime: Runtime
 ) -> TrainingJob:
-    """Return a training on the volumes with indices ``rows`` of the training split."""
+    """Return the training job of one fold; rows: indices of its volumes in the training split."""
     method = recipe.method
     torch.manual_seed(recipe.seed)
     model = method.merge_model_settings(recipe.backbone).build(
@@ -120,7 +121,7 @@ def build_fold_job(
 def assign_folds(
     participants: Sequence[str], ages: np.ndarray, folds: int, seed: int
 ) -> np.ndarray:
-    """Return the fold (N,) int64 of each volume.
+    """Return the number of the fold that each volume is held out in, int64 (N,).
 
     Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
     """

@@ -41,7 +41,7 @@ class ConformalInterval(Config):
 
 
 class TrainingCohortRanges(Config):
-    """Content of ``reference.json``."""
+    """Content of reference.json: the values of training, to which new volumes are compared."""
 
     ranges: dict[str, QuantityRange] = Field(description="per quantity, over the training volumes")
     sites: tuple[str, ...]
@@ -51,7 +51,7 @@ class TrainingCohortRanges(Config):
 
 
 def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, float]:
-    """Return quantities of a prepared volume (1, D, H, W) in [0, 1], background exactly 0."""
+    """Return mean and SD of the intensity in the brain, and its mL, of a volume (1, D, H, W)."""
     inside = volume[volume > 0].astype(np.float64)
     return {
         "intensity_mean": float(inside.mean()),
@@ -63,7 +63,7 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
 def collect_training_ranges(
     data: Prepared, interval: ConformalInterval, sha256: str
 ) -> TrainingCohortRanges:
-    """Return the ranges over the training volumes, and the card's facts; sha256: of the weights."""
+    """Return reference.json's content: the training volumes' ranges; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     rows = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -83,7 +83,7 @@ def quality_flags(
     reference: TrainingCohortRanges,
     site: str = "",
 ) -> list[str]:
-    """Return a flag per quantity of the volume, age and site that training did not have."""
+    """Return a text per quantity, age or site outside those of the training volumes."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
     flags = [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"
@@ -103,7 +103,7 @@ NO_GROUP = "none"  # calibration group of an uncorrected prediction
 
 
 class PredictionRow(NamedTuple):
-    """One row of the table, in years; None is empty in the file."""
+    """One row of predictions.csv: a volume, its ages in years, interval and flags; None: empty."""
 
     participant_id: str
     session_id: str
@@ -126,7 +126,7 @@ COLUMNS = PredictionRow._fields
 
 
 class CorrectedAges(NamedTuple):
-    """Predictions of N volumes in years, (N,), raw and corrected; None without a calibrator."""
+    """Predicted ages (N,) in years, raw and corrected; the latter are None without a calibrator."""
 
     raw: np.ndarray
     pooled: np.ndarray | None
@@ -136,7 +136,7 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """The predictions that intervals are around: pooled, or raw without a corrected one."""
+        """Centres of intervals (N,): pooled predictions; raw ones if none or if ages were used."""
         # A correction that uses the known age is not a prediction.
         if self.pooled is None or self.uses_age:
             return self.raw
@@ -154,7 +154,7 @@ def correct_ages(
     fitted: FittedCalibrator | None,
     ages: np.ndarray | None = None,
 ) -> CorrectedAges:
-    """Correct raw predictions (N,); ages (N,), NaN where unknown, for one that ``uses_age``."""
+    """Return raw (N,) and corrected predictions; ages (N,), NaN: unknown, where they are used."""
     raw = np.asarray(raw, np.float64)
     if fitted is None:
         return CorrectedAges(raw, None, None, None)
@@ -224,7 +224,7 @@ def write_predictions(
     rows: Iterable[PredictionRow],
     left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
 ) -> None:
-    """Write the rows as CSV with the columns ``COLUMNS``; numbers have four decimals.
+    """Write predictions.csv with the columns ``COLUMNS``; numbers have four decimals.
 
     left_out: subjects without a prediction, and why. They come last, with the reason in a column
     ``error``, which is not written for None.
@@ -245,7 +245,7 @@ def write_predictions(
 
 
 def read_predictions(path: str | Path) -> list[dict[str, str]]:
-    """Return the rows by column, all values text; UserError if the file is missing."""
+    """Return the rows of predictions.csv, column → text. Raises UserError if it is missing."""
     try:
         with open(path, newline="", encoding="utf-8") as handle:
             return list(csv.DictReader(handle))

@@ -40,7 +40,7 @@ class SiteEffect(NamedTuple):
 
 
 class SiteHarmonisation(NamedTuple):
-    """ComBat, fitted to the training split."""
+    """ComBat, fitted to the training split: removes effects of sites from V features."""
 
     mean: np.ndarray  # α (V,)
     slopes: np.ndarray  # β (P, V)
@@ -51,7 +51,7 @@ class SiteHarmonisation(NamedTuple):
     def fit(
         cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]
     ) -> "SiteHarmonisation":
-        """Fit to features (N, V) and covariates (N, P) of the training split.
+        """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training.
 
         Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
         """
@@ -79,13 +79,13 @@ class SiteHarmonisation(NamedTuple):
         return blank._replace(effects=effects)
 
     def standardise(self, features: np.ndarray, covariates: np.ndarray) -> np.ndarray:
-        """Return z = (y − α − x·β) / σ, (N, V)."""
+        """Return z = (y − α − x·β) / σ, (N, V), of features y (N, V) and covariates x (N, P)."""
         return (features - self.mean - covariates @ self.slopes) / self.deviation
 
     def with_site(
         self, name: str, features: np.ndarray, covariates: np.ndarray
     ) -> "SiteHarmonisation":
-        """Return a copy with one more site, fitted to its declared reference people."""
+        """Return a copy with the effect of a new site, fitted to features (n, V) of its people."""
         if len(features) < MIN_PEOPLE:
             people = f"{len(features)} people in the reference part of the site {name}"
             raise UserError.at("harmonise", found=people, allowed=f"{MIN_PEOPLE} or more")
@@ -164,12 +164,12 @@ class SplitFeatures(NamedTuple):
 
     @property
     def covariates(self) -> np.ndarray:
-        """Age, and 1 for women, ½ where the sex is unknown: (N, 2)."""
+        """Age in years, and 1 for women, 0 for men, ½ if unknown: (N, 2)."""
         women = [{"F": 1.0, "M": 0.0}.get(sex, 0.5) for sex in self.sexes]
         return np.column_stack([self.ages, women])
 
     def select(self, chosen: np.ndarray) -> "SplitFeatures":
-        """Return the volumes where ``chosen`` (N,) bool is true."""
+        """Return the features and columns of the volumes where ``chosen`` (N,) bool is true."""
         columns = [list(compress(names, chosen)) for names in (self.sexes, self.sites, self.people)]
         return SplitFeatures(self.features[chosen], self.ages[chosen], *columns)
 
@@ -217,7 +217,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
 
 
 def read_split_features(data: Prepared, split: str) -> SplitFeatures:
-    """Read the tissue volumes and subjects of a split; tissue maps are bytes, 255 is all tissue."""
+    """Return tissue volumes in mL, ages, sexes, sites and participants of a split."""
     millilitres = float(np.prod(data.card["voxel_mm"])) / 1000 / 255
     volumes = [part.sum(axis=(1, 2, 3), dtype=np.int64) for part in data.regions(split)]
     rows = data.subjects(split)
@@ -227,7 +227,7 @@ def read_split_features(data: Prepared, split: str) -> SplitFeatures:
 
 
 def new_site_reference_mask(test: SplitFeatures, trained: set[str], number: int) -> np.ndarray:
-    """Return a mask (N,) of the first ``number`` participants, by id, of each untrained site."""
+    """Return whether each volume (N,) is of the first ``number`` people of a site not trained."""
     chosen = set()
     for site in set(test.sites) - trained:
         pairs = zip(test.people, test.sites, strict=True)

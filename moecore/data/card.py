@@ -14,7 +14,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class Card(NamedTuple):
-    """What a source knows about its data; ``card.json`` adds what only written files can tell."""
+    """Facts of a data set that are known before it is written; card.json also has statistics."""
 
     name: str
     channels: int
@@ -25,7 +25,7 @@ class Card(NamedTuple):
     # split → number of images per class, or one number where an image has no single class
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not counted yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
-    truth: int = 0  # number of token kinds in the additional truth channel; 0: no such channel
+    truth: int = 0  # number of known groups (kinds) of tokens, in an additional channel; 0: none
     short_side: int | None = None  # pixels, of uncropped training images; None: all are squares
     more: Mapping[str, Any] = {}  # additional entries of card.json
     note: str | None = None  # shown by `moecore check`, such as a download that will happen
@@ -33,7 +33,7 @@ class Card(NamedTuple):
 
     @property
     def images(self) -> dict[str, int]:
-        """Number of images per split."""
+        """Split → number of images."""
         return {split: sum(numbers) for split, numbers in self.counts.items()}
 
     @property
@@ -43,7 +43,7 @@ class Card(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of pixels along each axis."""
+        """Size of an item along each axis: (H, W), (D, H, W), or (M,) tokens of a text."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return tuple(self.size)
@@ -53,14 +53,14 @@ class Card(NamedTuple):
         return self.channels + bool(self.truth)
 
     def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
-        """Add the fields ``read_fields`` returns; a UserError becomes the card's ``problem``."""
+        """Return a copy with ``read_fields()``'s fields, or its UserError as ``problem``."""
         try:
             return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
     def check_with(self, check: Callable[[], object]) -> Self:
-        """Call ``check``; its UserError becomes the card's ``problem``."""
+        """Return the card; if ``check()`` raises UserError, a copy with this ``problem``."""
         try:
             check()
         except UserError as error:
@@ -68,14 +68,14 @@ class Card(NamedTuple):
         return self
 
     def without_problem(self) -> Self:
-        """Return the card. Raises UserError where it has a problem."""
+        """Return the card itself. Raises UserError with the text of ``problem`` if it has one."""
         if self.problem is not None:
             raise UserError(self.problem)
         return self
 
 
 def card_of_written_data(card: Mapping[str, Any]) -> Card:
-    """Parse card.json. Raises KeyError or ValidationError for a card of another version."""
+    """Return the Card of a parsed card.json; KeyError or ValidationError for another version."""
     size = card["size"]
     task = parse_card_task(card["task"])
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
@@ -94,14 +94,14 @@ def card_of_written_data(card: Mapping[str, Any]) -> Card:
 
 
 def parse_card_task(settings: Any) -> Task:
-    """Build the task from a card's ``task`` entry. Raises pydantic.ValidationError."""
+    """Build the task from the entry ``task`` of card.json. Raises pydantic.ValidationError."""
     return Task.model_validate(settings)
 
 
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Count images per class of each split (labels as stored); UserError for an empty class."""
+    """Return split → images per class; labels: split → labels. UserError for an empty class."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
         named_counts = zip(task.classes, numbers, strict=True)
@@ -116,7 +116,7 @@ def count_classes(
 def write_card(
     folder: Path, settings: Config, card: Card, files: list[str], **measured: Any
 ) -> dict[str, Any]:
-    """Write card.json and return it; files: names in ``folder``, measured: additional entries."""
+    """Write card.json, return its content; files: names in ``folder``; measured: more entries."""
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
     content = {

@@ -35,7 +35,10 @@ PerSeverity = tuple[float, float, float, float, float]  # one positive value per
 def severity_parameter(
     image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
 ) -> float:
-    """Return a parameter that is not a length, interpolated for an image (C, H, W)."""
+    """Return a corruption's parameter at a severity, interpolated to an image's (C, H, W) side.
+
+    small, large: values per severity, for sides of 32 and 224 pixels.
+    """
     position = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
     low = small[severity - 1]
     high = large[severity - 1]
@@ -45,7 +48,7 @@ def severity_parameter(
 def severity_length(
     image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
 ) -> float:
-    """Return a parameter in pixels, interpolated for an image (C, H, W)."""
+    """Return a parameter in pixels: ``severity_parameter``, growing with sides above 224 pixels."""
     return severity_parameter(image, severity, small, large) * max(1.0, shorter_side(image) / LARGE)
 
 
@@ -56,7 +59,7 @@ def shorter_side(image: np.ndarray) -> int:
 def interpolate_at_rows_and_columns(
     image: np.ndarray, rows: np.ndarray, columns: np.ndarray
 ) -> np.ndarray:
-    """Interpolate (C, H, W) bilinearly at rows (h,) × columns (w,), clamped to the edge."""
+    """Return (C, h, w): an image (C, H, W) bilinearly at rows (h,) × columns (w,), edge-clamped."""
     return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
 
@@ -73,7 +76,10 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 def cloud_field(
     size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
 ) -> np.ndarray:
-    """Sum smooth noise on ever finer grids, from ``cells`` cells per side on: (H, W), 0 to 1."""
+    """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids.
+
+    cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
+    """
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
@@ -86,7 +92,7 @@ def cloud_field(
 
 
 def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add normal noise to every value; the parameter is its standard deviation."""
+    """Add normal noise to every value; its standard deviation grows with the severity."""
     sigma = severity_parameter(
         image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)
     )
@@ -94,13 +100,13 @@ def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator
 
 
 def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Draw Poisson photon counts; the parameter is the expected count of a white pixel."""
+    """Replace values by Poisson photon counts; the higher the severity, the fewer photons."""
     photons = severity_parameter(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
 def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Set a share of the values (the parameter) to 0 or 1: salt and pepper."""
+    """Set random values to 0 or 1 (salt and pepper); their share grows with the severity."""
     amount = severity_parameter(
         image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
     )
@@ -112,13 +118,13 @@ ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
 def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Average over a disk; the parameter is its radius in pixels."""
+    """Average every pixel over a disk, whose radius grows with the severity."""
     radius = severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
     return apply_kernel(image, disk_kernel(radius))
 
 
 def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Blur, swap every pixel with random neighbours, blur again; border pixels take part."""
+    """Blur, swap every pixel with random neighbours, and blur again; border pixels are swapped."""
     sigma = severity_length(
         image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5)
     )
@@ -130,13 +136,13 @@ def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
 
 def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Smear along a line at −45° to 45°; the parameter is sigma of its Gaussian weights, pixels."""
+    """Blur in a random direction, −45° to 45°; the trail's length grows with the severity."""
     sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
 
 def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Average the image and its enlargements; the parameter is the largest factor."""
+    """Average the image and enlarged copies; the largest factor grows with the severity."""
     largest = severity_parameter(
         image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3)
     )
@@ -152,7 +158,7 @@ def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> 
 
 
 def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Correlate every channel of (C, H, W) with one kernel (h, w)."""
+    """Return the image (C, H, W) with each channel correlated with the kernel (h, w)."""
     return correlate(image, kernel[None], mode="nearest")
 
 
@@ -161,7 +167,7 @@ def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def disk_kernel(radius: float) -> np.ndarray:
-    """Return a disk of sum 1 whose weights fall from 1 to 0 within radius ± half a pixel."""
+    """Return the kernel (h, h), with sum 1, of a disk; its edge is smoothed over one pixel."""
     reach = math.ceil(radius)
     rows, columns = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     weights = np.clip(radius + 0.5 - np.hypot(rows, columns), 0, 1)
@@ -169,8 +175,8 @@ def disk_kernel(radius: float) -> np.ndarray:
 
 
 def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
-    """Return a half-line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1."""
-    # 0 degrees point to the right, 90 down; each point is spread over its four nearest pixels.
+    """Return the kernel (h, h), sum 1, of a trail from the centre (0 degrees: right, 90: down)."""
+    # Weights exp(−t² / 2σ²) up to 3σ, in half pixels, each spread over its four nearest pixels.
     reach = math.ceil(3 * sigma) + 1
     steps = np.arange(0, 3 * sigma, 0.5)
     weights = np.exp(-((steps / sigma) ** 2) / 2)
@@ -192,7 +198,7 @@ def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
 def local_shuffle_order(
     size: tuple[int, int], reach: int, sweeps: int, random: np.random.Generator
 ) -> list[int]:
-    """Return each pixel's source index, flat, after swaps of at most ``reach`` pixels per sweep."""
+    """Return each pixel's flat source index after ``sweeps`` of swaps within ``reach`` pixels."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):
@@ -205,10 +211,10 @@ def local_shuffle_order(
 
 
 def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Whiten the image and add flakes, the smeared peaks of a random field, and their half-turn.
+    """Whiten the image and add flakes: smeared peaks of a random field, and these turned by 180°.
 
-    Parameters: the field's mean (more flakes), flake size and trail in pixels, and the unwhitened
-    share of the image. Trails have a direction between 45° and 135° (90° is down).
+    The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened share
+    of the image. Trails have a direction between 45° and 135° (90° is down).
     """
     flake = severity_length(image, severity, (1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
     mean = severity_parameter(
@@ -232,7 +238,7 @@ def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
 
 
 def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Darken the image and add ice: ridges over a cloudy ground (the benchmark: photographs)."""
+    """Darken the image and add ice, random ridges on a cloud (the benchmark uses photographs)."""
     image_weight = severity_parameter(
         image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6)
     )
@@ -246,7 +252,7 @@ def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.n
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add a random cloud and rescale so that black stays black; parameters: opacity, smoothness."""
+    """Add a random cloud, denser at higher severity, and rescale to at most the image's maximum."""
     thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
     # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
@@ -256,7 +262,7 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
 
 
 def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add the parameter to HSV's value, the largest channel, keeping hue and saturation."""
+    """Raise HSV's value, a pixel's largest channel, by the severity; keep hue and saturation."""
     added = severity_parameter(
         image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)
     )
@@ -267,7 +273,7 @@ def brightness(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Scale each channel's deviation from its mean by the parameter."""
+    """Shrink each channel's deviations from its mean by a factor that falls with the severity."""
     factor = severity_parameter(
         image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)
     )
@@ -276,7 +282,7 @@ def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def elastic_transform(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Displace pixels by a smooth random field; parameters: its RMS and smoothing sigma."""
+    """Displace pixels by a smooth random field, whose RMS in pixels grows with the severity."""
     # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
     # random affine.
     amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
@@ -291,7 +297,7 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
 
 
 def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Shrink to a share of the side (the parameter) by box means, and enlarge again."""
+    """Shrink by box means, more at higher severity, and enlarge to the original size."""
     # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
     share = severity_parameter(
         image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
@@ -306,7 +312,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Encode as JPEG of a quality (the parameter): three channels as one file, others one each."""
+    """Compress as JPEG, at lower quality for higher severity; each channel singly unless RGB."""
     quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
@@ -316,12 +322,12 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Clip values to [0, 1] and round them to uint8."""
+    """Return uint8 from 0 to 255 of an image in [0, 1]; values outside are clipped."""
     return np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
 def split_channels(image: np.ndarray) -> list[Image.Image]:
-    """Return each channel of (C, H, W) as a greyscale picture."""
+    """Return each channel of an image (C, H, W) in [0, 1] as an 8-bit greyscale picture."""
     return [Image.fromarray(channel) for channel in np.ascontiguousarray(to_uint8(image))]
 
 
@@ -349,8 +355,8 @@ def corrupt_images(
 ) -> np.ndarray:
     """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type.
 
-    indices: (N,) the images' positions in their split. Each result depends on the image's bytes and
-    (seed, name, severity, index) alone: not on the batch, its order, or the global random state.
+    name: key of CORRUPTIONS; indices: (N,) positions in the split. A result depends on the image's
+    bytes and (seed, name, severity, index) alone: not on the batch or the global random state.
     """
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
@@ -369,13 +375,13 @@ SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1
 
 
 def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
-    """Return the generator of one corrupted image; ``index`` is its position in its split."""
+    """Return the random generator of one image's corruption; index: the image's in its split."""
     digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
 def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw one standard normal array per image, fp32 (N, *shape), by seed and image index."""
+    """Return normal noise fp32 (N, *shape), SD 1, a function of the seed and the image's index."""
     noise = torch.empty(len(indices), *shape)
     for row, index in zip(noise, indices, strict=True):
         row.normal_(generator=generator_for(seed, *b"noise", int(index)))
@@ -383,6 +389,6 @@ def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int
 
 
 def add_noise(images: np.ndarray, directions: Tensor, sigma: float) -> Tensor:
-    """Return clamp(image + sigma · direction, 0, 1), fp32, of uint8 images (N, C, H, W)."""
+    """Return clamp(images / 255 + sigma · directions, 0, 1), fp32, of uint8 images (N, C, H, W)."""
     pixels = torch.from_numpy(np.array(images)).float() / 255
     return (pixels + sigma * directions).clamp_(0, 1)

@@ -20,7 +20,7 @@ DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), lab
 
 
 class DrawnSource(Source, ABC):
-    """Grey images 128 + 127·value, clipped, and a channel of kinds that models do not see."""
+    """Source of random grey images, and of a hidden channel with each image's group (kind)."""
 
     task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True  # a mirrored vector is a different vector
@@ -33,15 +33,15 @@ class DrawnSource(Source, ABC):
     @property
     @abstractmethod
     def uncounted_card(self) -> Card:
-        """The card without counts; its ``truth`` is the number of kinds D."""
+        """The card with empty ``counts``; ``truth`` is the number of groups (kinds) of images."""
 
     @abstractmethod
     def draw_rule(self, random: np.random.Generator) -> Any:
-        """Draw what all splits share. Raises UserError where the settings allow no rule."""
+        """Draw the parameters that all splits share. Raises UserError for impossible settings."""
 
     @abstractmethod
     def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
-        """Draw ``number`` images by the rule: values, labels and kinds, both from 0."""
+        """Draw values (number, S, S), labels and kinds (number,) by what ``draw_rule`` returned."""
 
     def describe(self) -> Card:
         counts = {split: (getattr(self, split),) for split in SPLITS}

@@ -26,13 +26,13 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return the images of a step, int64 (batch,); the incomplete end of an epoch is dropped."""
+    """Return a step's image indices, int64 (batch,); the incomplete end of an epoch is dropped."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Return the number of full batches in n images. Raises UserError for none."""
+    """Return the number of full batches in n images. Raises UserError if it is 0."""
     if n < batch:
         raise UserError(
             f"batch is {batch}, but there are only {n} training images; allowed: 1 to {n}"
@@ -41,13 +41,13 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class Loaded(NamedTuple):
-    """Labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG files."""
+    """A split: labels on the device; images (N, C, *pixels) there, memory-mapped, or as JPEG."""
 
     images: Tensor | np.ndarray | JpegImages
     labels: Tensor
 
     def take(self, indices: Tensor) -> tuple[Tensor | MixedSizeImageList, Tensor]:
-        """Return images, as stored, and labels (B,) or (B, K) of CPU indices (B,)."""
+        """Return images, as stored, and labels (B,) or (B, K) at ``indices`` (B,), on the CPU."""
         device = self.labels.device
         rows = to_device_async(indices, device)
         labels = self.labels.index_select(0, rows)
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
 
 
 def image_memory_budget(device: torch.device | str) -> int:
-    """Return the bytes for a split's images: CPU_MEMORY_BYTES, or a share of a GPU's memory."""
+    """Return the bytes that a split's images may take: on a GPU, a share of its free memory."""
     if torch.device(device).type != "cuda":
         return CPU_MEMORY_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -86,7 +86,7 @@ def load_split_where_it_fits(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Return sorted indices of ``shots_per_class`` images per class; UserError if one has fewer."""
+    """Return sorted indices of ``shots_per_class`` drawn images per class; UserError if too few."""
     request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
         raise UserError(f"{request}, but {why}; allowed: null (all images)")
@@ -117,7 +117,7 @@ class TextStreams(NamedTuple):
         return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
-        """Return the tokens per stream. Raises UserError for fewer than two blocks per stream."""
+        """Return the number of tokens per stream. Raises UserError for less than two blocks."""
         number = self.tokens.shape[1]
         length = number // batch
         if length <= 2 * self.block:
@@ -129,13 +129,16 @@ class TextStreams(NamedTuple):
         return length
 
     def steps(self, batch: int) -> int:
-        """Return the number of updates that read all of the text once."""
+        """Return the number of training steps that read all of the text once."""
         return _reading_pass(self.length(batch), self.block, 0, 0)[1]
 
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return rows (b, R, M) of a step, next words (b, M), and whether streams restart."""
+        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins.
+
+        rows: indices of the b streams; None: all.
+        """
         length = self.length(batch)
         for number in count():
             first, blocks = _reading_pass(length, self.block, seed, number)
@@ -152,7 +155,7 @@ class TextStreams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _reading_pass(length: int, block: int, seed: int, number: int) -> tuple[int, int]:
-    """Return first token and number of blocks, each with a next token, of a pass over streams."""
+    """Return the first token and the number of blocks of pass ``number`` over a stream."""
     first = 0
     if number:
         first = int(torch.randint(block, (), generator=generator_for(seed, number)))

@@ -5,9 +5,9 @@ The card's ``task`` says what the labels are; they have the shape and dtype that
 mean and std of training images, seed, licence, source, sha256 of each file, and the settings that
 made it.
 
-Where the card says ``truth`` (a number of kinds), images have an additional channel that no model
-sees: n, from 1, at the pixels of a token of kind n. Such text has ``…_truth.npy``, uint8 (n,), and
-images (N, 2C, M): the words of all blocks, then their kinds.
+Where the card has ``truth``, a number of kinds (known groups of tokens), images have an additional
+channel that no model sees: n, from 1, at the pixels of a token of kind n. Such text has
+``…_truth.npy``, uint8 (n,), and images (N, 2C, M): the words of all blocks, then their kinds.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Split(NamedTuple):
     people: np.ndarray | None = None
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
-        """Return the people of the images at ``places`` (M,); None where they are unknown."""
+        """Return ``people`` of the images at the indices ``places`` (M,); None if unknown."""
         return None if self.people is None else self.people[places]
 
 
@@ -55,7 +55,7 @@ def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
 
 
 class Prepared(NamedTuple):
-    """An opened prepared folder."""
+    """An opened prepared folder: the content of card.json, and three splits."""
 
     card: dict[str, Any]
     train: Split
@@ -65,11 +65,11 @@ class Prepared(NamedTuple):
 
     @property
     def task(self) -> Task:
-        """The task of the labels."""
+        """The task that the labels belong to, from the card's entry ``task``."""
         return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
-        """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W); UserError without maps."""
+        """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W). UserError if not stored."""
         if not self.card.get("regions"):
             raise UserError(
                 f"{self.folder}: this data has no tissue maps; allowed: a cohort with maps "
@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
     def subjects(self, split: str) -> list[dict[str, str]]:
-        """Return the rows of subjects.csv of a split. Raises UserError for data without it."""
+        """Return the rows of a split's subjects.csv, column → text. UserError if there is none."""
         return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:
@@ -86,12 +86,12 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
     def text_rows(self, split: str) -> np.ndarray:
-        """Return all tokens of a split of text, int32 (R, n); a second row has known kinds."""
+        """Return all tokens of a split of text, int32 (1, n), or (2, n) with their kinds below."""
         return open_token_rows(self.folder, self.card, split)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
-        """Open a prepared folder and check shape and dtype of every array against the card.
+        """Return an opened folder whose arrays have the shapes and dtypes that the card states.
 
         verify: also compare the sha256 of each file, which is always done for less than SMALL
         bytes. Raises UserError naming the file, what the card says and what was found.

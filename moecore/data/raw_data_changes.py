@@ -19,7 +19,7 @@ class FolderFingerprint(NamedTuple):
 
 
 def fingerprint_folder(folder: Path) -> FolderFingerprint:
-    """Fingerprint a folder: about two seconds per million files."""
+    """Return number, bytes and hash of a folder's files; takes two seconds per million files."""
     listing = sorted(_files_below(str(folder)))
     digest = hashlib.sha256()
     for name, size in listing:
@@ -29,7 +29,7 @@ def fingerprint_folder(folder: Path) -> FolderFingerprint:
 
 
 def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
-    """Fingerprint the existing folders of a source's ``root``, or of its cells' source."""
+    """Return fingerprints of the existing folders in ``source.root`` or ``source.source.root``."""
     source = getattr(source, "source", source)
     root = getattr(source, "root", None)
     if root is None:
@@ -40,7 +40,7 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:
-    """Describe how a folder differs from its fingerprint; None if not, or if it is gone."""
+    """Return how a folder differs from its fingerprint ``before``; None if equal, or if gone."""
     folder = Path(before["folder"])
     if not folder.is_dir():  # what was prepared from it may be all that is needed
         return None

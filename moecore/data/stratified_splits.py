@@ -11,7 +11,7 @@ from moecore.tasks.classification import Classification
 
 
 class SplitSettings(Config):
-    """Fields that every data source shares."""
+    """Settings of splits and limits, shared by the sources of images with one class each."""
 
     task: ClassVar[type[Classification]] = Classification
 
@@ -38,7 +38,7 @@ class SplitSettings(Config):
 def stratified_split(
     labels: np.ndarray, amount: float, seed: int, purpose: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split indices in two, stratified by class: (remaining, drawn), each sorted.
+    """Return indices in two parts, stratified by class: (remaining, drawn), each sorted.
 
     amount: share of N (below 1) or number of images. purpose: makes draws of one seed independent.
     Every class gives its proportion, and at least one image where the amount allows it.
@@ -64,7 +64,7 @@ def stratified_split(
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:
-    """Divide ``number`` in proportion to ``counts`` (classes,), by largest remainder."""
+    """Return int64 (classes,) of sum ``number``, in proportion to ``counts``: largest remainder."""
     exact = counts * (number / counts.sum())
     minimum = 1 if number >= len(counts) else 0
     quotas = np.minimum(np.maximum(np.floor(exact).astype(np.int64), minimum), counts)
@@ -83,6 +83,6 @@ def stratified_limit(labels: np.ndarray, limit: int | None, seed: int) -> np.nda
 
 
 def split_train(labels: np.ndarray, settings: SplitSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted indices (train, validation) of ``labels`` (N,), after ``train_limit``."""
+    """Return sorted indices of training, after ``train_limit``, and validation; labels: (N,)."""
     train, validation = stratified_split(labels, settings.validation, settings.seed)
     return train[stratified_limit(labels[train], settings.train_limit, settings.seed)], validation

@@ -60,7 +60,7 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield ``function(item)`` of every item, in order; at most two results per thread wait."""
+    """Yield ``function(item)`` for every item in order; at most two results per thread wait."""
     number = thread_count()  # changes no result, see one_blas_thread
     with one_blas_thread(), ThreadPoolExecutor(number) as pool:
         waiting: deque = deque()

@@ -36,7 +36,7 @@ class ImageCaptions(NamedTuple):
 
 
 class CaptionedSource(Source):
-    """Fields of the sources of image files with captions."""
+    """Base of the sources of image files with captions: settings, splits and written files."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions may say left and right
@@ -65,14 +65,14 @@ class CaptionedSource(Source):
     @property
     @abstractmethod
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source, for the card."""
+        """Name of the data, licence, and where they are from, for the card."""
 
     @abstractmethod
     def read(self) -> dict[str, list[ImageCaptions]]:
-        """Return the images of each split, from all files named in the settings."""
+        """Return split → images with captions, from the annotation files in the settings."""
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; annotations are read, but no word is counted."""
+        """Return the card without writing data; annotations are read, but no word is counted."""
         # The vocabulary is not known before the captions are tokenized.
         card = self._card(tokenizers.WordTokenizer([]))
         return card.complete_with(
@@ -80,7 +80,7 @@ class CaptionedSource(Source):
         )
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError on missing or damaged files."""
+        """Write images, tokens and card.json; return its content. UserError for bad files."""
         splits = self._image_files()
         training = (text for _, image in splits["train"] for text in image.captions)
         tokenizer = self.tokenizer.build(training)
@@ -102,7 +102,7 @@ class CaptionedSource(Source):
         return Card(name, self.channels, self.size, task, licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
-        """Return the files of each split with their captions, after limits are applied."""
+        """Return split → (path, image with captions), within ``train_limit``, ``test_limit``."""
         root = find_raw_folder(self.root, "the folder of the images")
         images_of_split = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
@@ -129,7 +129,7 @@ class CaptionedSource(Source):
 def split_by_seed(
     images: list[ImageCaptions], settings: CaptionedSource
 ) -> dict[str, list[ImageCaptions]]:
-    """Split images for which no file names a split, as a function of the seed."""
+    """Return split → images, drawn at random by the seed and the shares in ``settings``."""
     random = np.random.default_rng([settings.seed, SPLIT_STREAM])
     order = random.permutation(len(images)).tolist()
     test = max(1, round(settings.test * len(images)))
@@ -140,7 +140,7 @@ def split_by_seed(
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """Return the text of a user's file. Raises UserError naming the file."""
+    """Return the text of a UTF-8 file. Raises UserError if unreadable; what: for its message."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def read_text_file(path: Path, what: str) -> str:
 
 
 def read_annotation_json(path: Path) -> Any:
-    """Return the JSON of a user's file. Raises UserError naming the file."""
+    """Return the parsed content of a JSON file. Raises UserError if it is missing or invalid."""
     try:
         return json.loads(read_text_file(path, "annotations"))
     except (ValueError, RecursionError) as error:  # the latter: too deeply nested brackets
@@ -160,7 +160,7 @@ def read_annotation_json(path: Path) -> Any:
 
 
 def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
-    """Return the images per split of a Karpathy & Fei-Fei file. Raises UserError for others."""
+    """Return split → images of a JSON file by Karpathy & Fei-Fei. Raises UserError for others."""
     content = read_annotation_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
@@ -194,7 +194,7 @@ def check_captions(path: Path, images: list[ImageCaptions]) -> None:
 def group_captions(
     path: Path, files: Mapping[Any, str], pairs: Iterable[tuple[Any, str]]
 ) -> list[ImageCaptions]:
-    """Group captions by image, in order. Raises UserError for captions of unlisted images."""
+    """Return each image with its captions; files: image id → file, pairs: (image id, caption)."""
     captions: dict[Any, list[str]] = {image: [] for image in files}
     for image, text in pairs:
         if image not in captions:
@@ -206,7 +206,7 @@ def group_captions(
 
 
 def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
-    """Return the task of a source's data; settings: with context, captions and sided."""
+    """Return the image-text task; settings: anything with ``context``, ``captions``, ``sided``."""
     return ImageText(
         words=tokenizer.words,
         context=settings.context,
@@ -220,7 +220,7 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
 def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenize the first C captions per image, int32 (N, C, M); count cut and unknown ones."""
+    """Return tokens int32 (N, C, M), and counts: ``captions``, ``cut`` ones, ``unknown`` words."""
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}

@@ -18,7 +18,7 @@ QUALITY = 95  # of stored JPEG files
 
 
 def resize_images_in_chunks(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield chunks uint8 (n, C, size, size) of the images: bilinear, antialiased if smaller."""
+    """Yield the images (N, C, H, W) resized, in chunks uint8 (n, C, size, size): bilinear."""
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
         if chunk.shape[-2:] == (size, size):
@@ -41,11 +41,11 @@ DEEP = ("I", "F")  # prefixes of 32-bit modes, whose range is not known
 
 
 class UnreadableImage(Exception):
-    """A file that is not a complete image of a supported kind; its text is the reason."""
+    """Raised for a file that is not a complete image of a supported format, with the reason."""
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Decode a file to uint8 (channels, size, size): bilinear resizing, centre crop.
+    """Return the image in a file as uint8 (channels, size, size): resized, centre square.
 
     Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture of
     a file is read. Raises UnreadableImage on damaged files and on 32 bits per channel.
@@ -55,14 +55,14 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
 
 
 class JpegWithHistogram(NamedTuple):
-    """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
+    """Content of a JPEG file, and the histogram int64 (C, 256) of pixels before compression."""
 
     content: bytes
     histogram: np.ndarray
 
 
 def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
-    """Decode as ``decode_image`` does, without the crop, and encode as JPEG of a short side."""
+    """Resize an image file, uncropped, to ``short_side`` pixels, and encode it as JPEG."""
     with _raise_unreadable():
         image = _open_image(path, short_side, channels)
         factor = short_side / min(image.size)
@@ -76,7 +76,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWi
 
 
 def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
-    """Decode a JPEG of ``recompress_image``. Raises UnreadableImage where it is damaged."""
+    """Return the picture in a JPEG file's bytes. Raises UnreadableImage if it is damaged."""
     with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
@@ -98,7 +98,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
 
 @contextmanager
 def _raise_unreadable() -> Iterator[None]:
-    """Turn everything that PIL raises on bad content into UnreadableImage."""
+    """Raise UnreadableImage in place of any error inside the context that bad content causes."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -125,7 +125,7 @@ def mode_refusal_text(mode: str) -> str:
 
 
 def _to_plain_mode(image: Image.Image) -> Image.Image:
-    """Convert to 8 bits per channel without transparency."""
+    """Return the image with 8 bits per channel, transparency blended with BACKGROUND."""
     if image.mode in SIXTEEN:
         values = np.asarray(image).astype(np.float32)
         return Image.fromarray(np.rint(values * (255 / DEEPEST)).astype(np.uint8))
@@ -139,7 +139,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
 
 
 def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
-    """Resize the largest centred square of the image to uint8 (size, size, C)."""
+    """Return the image's largest centred square, resized to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2

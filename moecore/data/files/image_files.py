@@ -36,10 +36,10 @@ class LabelledFiles(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """Decodes images in chunks to ``folder``; chunks that a killed run finished are reused.
+    """Decodes images in chunks to ``folder``, and reuses the chunks that a killed run finished.
 
-    Each split has a folder named by its files, form and channels; folders of other lists are
-    removed.
+    A split's folder is named by a hash of its files, size and channels; older ones of the split
+    are removed.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Decode to an array (N, C, size, size): its path, {row: reason} of unreadable files."""
+        """Return the path of the decoded array (N, C, size, size), and row → why unreadable."""
         work_folder = self._work_folder(split, f"{self.size}", paths)
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
@@ -80,7 +80,7 @@ class DecodeCache(NamedTuple):
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
-        """Encode ``paths`` as JPEG in one file; also {row: reason} of unreadable files."""
+        """Return one file with all images as uncropped JPEG, and row → why unreadable."""
         work_folder = self._work_folder(split, f"whole {short_side}", paths)
         file = work_folder / "images.bin"
         finished = KeptParts(work_folder)
@@ -124,7 +124,7 @@ class DecodeCache(NamedTuple):
         return images, {int(row): reason for row, reason in bad.items()}
 
     def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
-        """Return the folder named by a hash of form, channels, files and their lengths."""
+        """Return the split's folder, named by a hash of form, channels and files; remove others."""
         # Decoding will report broken links.
         lengths = [path.stat().st_size if path.exists() else -1 for path in paths]
         listing = "\n".join(f"{path} {size}" for path, size in zip(paths, lengths, strict=True))
@@ -149,10 +149,10 @@ def decode_splits(
     on_error: Literal["stop", "skip"],
     short_side: int | None = None,
 ) -> dict[str, SplitToWrite]:
-    """Decode every split; the returned parts take over the cache's files.
+    """Return split → labels and decoded images, which ``write_images`` moves out of the cache.
 
-    short_side: of uncropped JPEG training images; None for an array. Raises UserError listing every
-    unreadable file with its reason, unless ``on_error`` is ``skip``: then these files are left out.
+    short_side: pixels of uncropped JPEG training images; None: square arrays. Raises UserError with
+    every unreadable file and its reason; with ``on_error`` "skip", these files are left out.
     """
     decoded = {
         split: cache.pack(split, files.paths, short_side)
@@ -188,7 +188,7 @@ MIN_SHORT_SIDE = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
 class ImageFilesSource(SplitSettings, Source):
-    """Fields of the sources whose images are files of different shapes."""
+    """Base of the sources whose images are files of different shapes: settings and decoding."""
 
     root: str
     size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
@@ -215,11 +215,11 @@ class ImageFilesSource(SplitSettings, Source):
     @property
     @abstractmethod
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source, for the card."""
+        """Name of the data, licence, and where they are from, for the card."""
 
     @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
-        """Return the classes and the files of each split. Raises UserError on wrong folders."""
+        """Return class names, and split → files and labels. Raises UserError on wrong folders."""
 
     def scratch_folder(self, folder: Path) -> Path:
         return folder / ".decoded"
@@ -228,7 +228,7 @@ class ImageFilesSource(SplitSettings, Source):
         return self._card().complete_with(lambda: self._count(*self.list_splits()))
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError on wrong folders or files."""
+        """Write arrays and card.json; return its content. UserError on wrong folders or files."""
         classes, splits = self.list_splits()
         card = self._card()._replace(**self._count(classes, splits))
         scratch = self.scratch_folder(folder)
@@ -256,7 +256,7 @@ class ImageFilesSource(SplitSettings, Source):
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the class folders; UserError for fewer than two."""
+    """Return the sorted names of the folders in ``folder``; UserError for fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
@@ -270,7 +270,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> LabelledFiles:
-    """List image files under ``folder/<class>/`` at any depth, sorted, with class numbers."""
+    """Return the image files below ``folder/<class>/``, at any depth, and their class numbers."""
     if (names := class_names(folder)) != classes:
         missing = _join_names(set(classes) - set(names))
         unknown = _join_names(set(names) - set(classes))
@@ -285,7 +285,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """Yield image files at any depth, also broken links, following links to files only."""
+    """Yield image files at any depth, broken links included; links to folders are not followed."""
     try:
         with os.scandir(folder) as listed:
             entries = list(listed)

@@ -23,7 +23,7 @@ LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and 
 
 
 class PublishedSetFacts(NamedTuple):
-    """Facts known before files are read; every class has equally many images."""
+    """What is known of a set without its files; every class has equally many images."""
 
     name: str
     classes: tuple[str, ...]
@@ -35,7 +35,7 @@ class PublishedSetFacts(NamedTuple):
 
 
 class PublishedSource(SplitSettings, Source):
-    """Fields of the sources of published sets, which are found, downloaded and written here."""
+    """Base of the sources of published image sets: finds, downloads, splits and writes them."""
 
     root: str | tuple[str, ...]
     size: int
@@ -68,23 +68,23 @@ class PublishedSource(SplitSettings, Source):
 
     @abstractmethod
     def facts(self) -> PublishedSetFacts:
-        """Return the facts of the set."""
+        """Return name, classes and sizes of the set, which are known without its files."""
 
     @abstractmethod
     def find_files(self, roots: list[Path]) -> Path | None:
-        """Return the first folder or archive that has all files."""
+        """Return the first folder or archive in ``roots`` with all files of the set, or None."""
 
     @abstractmethod
     def describe_absence(self, roots: list[Path]) -> str:
-        """Return which files are missing, and how to get them."""
+        """Return the error text for missing files: which ones, and how to get them."""
 
     @abstractmethod
     def fetch_files(self, root: Path) -> Path:
-        """Download the files into ``root``, checked; return what ``find_files`` would."""
+        """Download the set into ``root``, check it, and return its folder or archive."""
 
     @abstractmethod
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """Return the authors' training and test sets. Raises UserError on damaged files."""
+        """Return the training and the test set of the authors; place: the folder or archive."""
 
     def describe(self) -> Card:
         facts = self.facts()
@@ -106,7 +106,7 @@ class PublishedSource(SplitSettings, Source):
         return card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError on missing or damaged files."""
+        """Write arrays and card.json; return its content. Raises UserError for missing files."""
         place, root = self._place_and_root()
         (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
         images = np.concatenate([train, test])
@@ -118,7 +118,7 @@ class PublishedSource(SplitSettings, Source):
         return write_images(folder, self, self.describe(), parts)
 
     def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
-        """Renumber the labels (N,) among the kept classes; −1 for other classes."""
+        """Return the labels (N,) as numbers among ``kept_classes``; −1 for all other classes."""
         if not self.only_classes:
             return labels
         classes = self.kept_classes
@@ -126,7 +126,7 @@ class PublishedSource(SplitSettings, Source):
         return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
-        """Return where all files are (None: to download), and the folder for downloads."""
+        """Return the folder or archive with all files, None before a download, and its target."""
         roots = files.candidate_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:
@@ -134,7 +134,7 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows of each split in the training set followed by the test set."""
+        """Return split → rows; the rows of the test set follow those of the training set."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))

@@ -98,7 +98,7 @@ def write_images(
 
 
 def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> dict[str, Any]:
-    """Return the card's entries on pixel values, and on the size of uncropped images."""
+    """Return the card's entries ``mean`` and ``std`` per channel, and ``jpeg`` if uncropped."""
     if isinstance(train.images, PackedJpegFile):
         mean, std = _moments_of(train.images.histogram)
         return {"mean": mean, "std": std, "jpeg": {"side": train.images.short_side}}
@@ -108,7 +108,7 @@ def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> 
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
-    """Return exact mean and population SD per channel of uint8 (N, C, H, W), in [0, 1]."""
+    """Return mean and SD of each channel, in [0, 1], of uint8 images (N, C, H, W), exactly."""
     channels = images.shape[1]
     width = images.shape[-1]
 
@@ -136,7 +136,7 @@ def _jpeg_file_names(split: str) -> list[str]:
 
 
 def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
-    """Move the JPEG content, write its offsets, and return the names of the two files."""
+    """Move the JPEG file, write its offsets and return both names; labels: number of labels."""
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets = names = _jpeg_file_names(split)
@@ -169,7 +169,7 @@ def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarra
 def open_images(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
-    """Return images and labels of a split. Raises UserError where they contradict card.json."""
+    """Return images (N, C, H, W) and labels of a split. Raises UserError if unlike card.json."""
     number = card["images"][split]
     channels = card["channels"] + bool(card.get("truth"))
     shape = (number, channels, card["size"], card["size"])
@@ -199,7 +199,7 @@ class JpegImages:
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: Mapping[str, Any]) -> "JpegImages":
-        """Open a split of a prepared folder. Raises UserError where the file's length is wrong."""
+        """Return a split of ``number`` images; UserError if the length of its file is wrong."""
         path, offsets = (folder / name for name in _jpeg_file_names(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
@@ -231,7 +231,7 @@ class JpegImages:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Decode uncropped images in threads: uint8 (H, W, C); UserError for damaged ones."""
+        """Return the uncropped images at ``rows``, uint8 (H, W, C); UserError for damaged ones."""
         return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:
@@ -254,5 +254,5 @@ class JpegImages:
 
 @lru_cache(maxsize=1)
 def _decoding_threads(number: int) -> ThreadPoolExecutor:
-    """Return the decoding threads; cached, as every batch needs them."""
+    """Return a pool of ``number`` decoding threads; cached, since every batch needs it."""
     return ThreadPoolExecutor(number, "jpeg")

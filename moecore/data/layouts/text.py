@@ -24,7 +24,7 @@ NONE = -1  # the token before a text's first
 
 
 class NumberedText(NamedTuple):
-    """The splits of a text before they are written."""
+    """All splits of a text as token numbers, before they are written."""
 
     tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
     vocabulary: Sequence[str]
@@ -33,7 +33,7 @@ class NumberedText(NamedTuple):
 
 
 def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -> dict[str, Any]:
-    """Write the layout and return the card. Raises UserError for a split without a full block."""
+    """Write arrays and card.json; return its content. UserError for a split below one block."""
     card = card.without_problem()
     tokens, vocabulary, more, truth = text
     (block,) = card.shape
@@ -71,7 +71,7 @@ def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -
 def open_text(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks of a split and their labels. Raises UserError if they misfit card.json."""
+    """Return blocks (N, C, M), or (N, 2C, M) with kinds, of a split, and next words (N, M)."""
     rows = open_token_rows(folder, card, split)
     block = card["size"][0]
     context = card["channels"] - 1
@@ -83,7 +83,7 @@ def open_text(
 
 
 def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
-    """Return the tokens of a split, int32 (R, n); a second row has their kinds, where known."""
+    """Return the tokens of a split, int32 (1, n), or (2, n) with their kinds in the second row."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
     if "truth" not in card:

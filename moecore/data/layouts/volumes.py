@@ -36,7 +36,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write splits and card; return the card. Raises UserError if all training ages are equal."""
+    """Write arrays, tables and card.json; return its content. UserError for equal training ages."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:
@@ -101,7 +101,7 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
 def open_volumes(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return volumes, labels and people of a split. Raises UserError if they misfit card.json."""
+    """Return volumes, labels (N,), a number per participant (N,); UserError if unlike card.json."""
     number = card["images"][split]
     shape = (number, card["channels"], *card["size"])
     images = open_array(folder / f"{split}_images.npy", shape, np.float16)
@@ -115,7 +115,7 @@ def open_volumes(
 
 
 def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
-    """Return short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W)."""
+    """Return a text per unusual property of an image (1, D, H, W) with tissue maps (3, D, H, W)."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
     if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
@@ -132,7 +132,7 @@ def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[
 
 
 def tissue_shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
-    """Name the tissues whose share of all tissue, in any unit, is outside its limits."""
+    """Return names and shares of tissues outside their limits as one text, "" if all are inside."""
     sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
     shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
     return ", ".join(

@@ -89,17 +89,17 @@ PRESETS: dict[str, PopulationSpread] = {
 
 
 def tissue_relative_to_25(medians: np.ndarray, age: float) -> float:
-    """Return GREY_ML or WHITE_ML at an age, relative to age 25; linear between the medians."""
+    """Return the volume at ``age`` / at 25; medians: GREY_ML or WHITE_ML, linear in between."""
     return float(np.interp(age, AGES, medians / medians[REFERENCE]))
 
 
 def ventricles_relative_to_25(age: float) -> float:
-    """Return lateral ventricles relative to age 25; their logarithm is linear between medians."""
+    """Return the lateral ventricles' volume at ``age`` / at 25, log-linear between medians."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
 
 
 def lesions_ml(age: float) -> float:
-    """Return white-matter lesions in mL (our choice): about 1 when young, then growing fast."""
+    """Return the volume of white-matter lesions, mL (our choice): 1 when young, then growing."""
     return float(1.1 + 0.35 * np.exp((age - 50) / 14))  # the exponential doubles in 10 years
 
 
@@ -112,7 +112,7 @@ SPLINE_SD = 0.315
 
 
 def spline_basis() -> np.ndarray:
-    """Return uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
+    """Return KNOTS uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS), row sums 1."""
     position = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
     first = np.floor(position).astype(int)
     t = position - first
@@ -140,7 +140,7 @@ def grid_points() -> np.ndarray:
 
 
 def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Interpolate a volume (64, 64, 64) linearly at points (3, n) in voxels; float32 (n,)."""
+    """Return float32 (n,): a volume (64, 64, 64), linear between voxels, at points (3, n)."""
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
@@ -149,7 +149,7 @@ def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
 def scan_brain(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
-    """Simulate one scan of a brain, float32 (D, H, W): positive in ``mask``, 0 outside."""
+    """Return a simulated scan float32 (D, H, W), 0 outside ``mask``; seed: of the person."""
     # streams of the person's scan and of the site, independent of the anatomy's
     random = np.random.default_rng([seed, 2, scan])
     scanner = np.random.default_rng([site, 77])
@@ -177,7 +177,7 @@ BISECTIONS = 22  # 46 mm / 2^22: the wall's position is exact to 1e-5 mm
 
 
 class Template(NamedTuple):
-    """Volumes float32 (64, 64, 64), tissue as shares; lateral ventricles filled with tissue."""
+    """An average head: maps float32 (64, 64, 64), lateral ventricles filled with tissue."""
 
     brightness: np.ndarray
     grey: np.ndarray
@@ -192,7 +192,7 @@ class Template(NamedTuple):
 
 
 class Pose(NamedTuple):
-    """A head: proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³), voxels."""
+    """Proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³) of a head, in voxels."""
 
     shape: np.ndarray
     rotation: np.ndarray
@@ -213,7 +213,7 @@ class PlacedTemplate(NamedTuple):
 
 @cache
 def load_template() -> Template:
-    """Load the template. Raises UserError where its file is missing or has another digest."""
+    """Return the template of the MNI152 maps; UserError if their file is missing or was changed."""
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
@@ -233,7 +233,7 @@ def template_from_maps(
     distance: np.ndarray,
     origin: np.ndarray,
 ) -> Template:
-    """Derive a template from its maps (64, 64, 64); origin: of voxel (0, 0, 0), (3,) mm."""
+    """Return the template of maps (64, 64, 64); origin: of voxel 0 in MNI space, (3,) mm."""
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
@@ -253,12 +253,12 @@ def template_from_maps(
 
 
 def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Return each voxel's share inside ventricles whose wall moved ``offset`` mm outwards."""
+    """Return each voxel's share in ventricles grown by ``offset`` mm; distance: to the old wall."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
 def _thinning(origin: np.ndarray) -> np.ndarray:
-    """Return where grey matter is lost first: the front and lateral sulci (our choice)."""
+    """Return the relative speed of grey matter loss (64, 64, 64): highest at front and sides."""
     # mm in MNI space
     x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
     front = 0.6 / (1 + np.exp(-(y + 5) / 12))
@@ -283,7 +283,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
 def place_template(
     base: Template, pose: Pose, scale: float, ventricle_voxels: float
 ) -> PlacedTemplate:
-    """Scale and pose the template, with lateral ventricles of ``ventricle_voxels``."""
+    """Return the template's maps in a head: scaled, posed, ventricles of ``ventricle_voxels``."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
@@ -309,7 +309,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return the wall's movement (mm) at which ventricles hold ``voxels``; distance: (n,) mm."""
+    """Return how far, in mm, the ventricles' wall moves to hold ``voxels``; distance: to it, mm."""
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

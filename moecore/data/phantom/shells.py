@@ -37,7 +37,7 @@ _STREAM = 5  # random stream of the site; the first generator's streams are 1 to
 
 
 def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
-    """Simulate a scan of person ``seed`` at an age (years); sex: F or M."""
+    """Return a simulated scan, as stored, of person ``seed`` at an age in years; sex: F or M."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
@@ -49,7 +49,7 @@ def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShar
 
 @cache
 def folded_brain_template() -> anatomy.Template:
-    """Return a folded ribbon of grey matter around white, with two ventricles and two nuclei."""
+    """Return the template of an ellipsoid head: folded grey matter around white, two ventricles."""
     middle = (anatomy.SIDE - 1) / 2
     points = (anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)
     points = points.reshape(3, *(anatomy.SIDE,) * 3)
@@ -73,7 +73,7 @@ def folded_brain_template() -> anatomy.Template:
 def ellipsoid_distance(
     points: np.ndarray, axes: tuple[float, ...], at: tuple[float, ...] = (0.0, 0.0, 0.0)
 ) -> np.ndarray:
-    """Return distances in mm to an ellipsoid, negative inside; to first order near it."""
+    """Return approximate distances in mm of points (3, …) to an ellipsoid; negative inside."""
     shape = (3, *(1,) * (points.ndim - 1))
     centred = points - np.reshape(at, shape)
     size = np.reshape(axes, shape)

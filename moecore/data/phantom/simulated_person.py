@@ -33,7 +33,7 @@ class BrainMaps(NamedTuple):
 
     @property
     def regions(self) -> np.ndarray:
-        """Float32 (3, D, H, W) of wm, gm, csf."""
+        """Shares of white matter, grey matter and fluid, float32 (3, D, H, W)."""
         return np.stack([self.white, self.grey, self.fluid])
 
 
@@ -54,7 +54,7 @@ class LifelongTraits(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int, preset: anatomy.Preset = "demo") -> "LifelongTraits":
-        """Draw a person; scanner and site have independent random streams."""
+        """Draw the traits of person ``seed``; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
         spread = anatomy.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
@@ -64,7 +64,7 @@ class LifelongTraits(NamedTuple):
         return cls(*scores, pose, thinning, spots, preset)
 
     def at(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
-        """Return this person's brain at an age in years; sex: F or M."""
+        """Return this person's brain at an age in years; sex: F or M; base: None for MNI152's."""
         base = base or anatomy.load_template()
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
@@ -99,7 +99,10 @@ def shift_tissue_boundaries(
     thinning: np.ndarray,
     spots: np.ndarray,
 ) -> BrainMaps:
-    """Move tissue across its boundaries until grey and white matter have their shares."""
+    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached.
+
+    thinning: relative speed of grey matter loss; spots: high where lesions lie.
+    """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     surplus = _total(white) - targets.white * head
@@ -121,14 +124,17 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Move ``amount`` voxels to ``sink`` by ``weight``; if negative, back by ``back_weight``."""
+    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` voxels in sum.
+
+    Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
+    """
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
     return -tissue_removal_map(sink, back_weight, -amount)
 
 
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
-    """Take ``amount`` voxels from ``source``, at most 90 % of a voxel, by ``weight``."""
+    """Return what to take from ``source`` per voxel, ≤ 90 % of it: ``amount`` in sum, ∝ weight."""
     weighted = weight * source
     limit = MAX_REMOVED * source
     result = np.zeros_like(source)

@@ -13,14 +13,14 @@ OLD_METHODS = ("prepare", "preview")  # of sources before version 0.3
 
 
 class Source(Part, ABC):
-    """A data set, a family of parts: where its raw data are and how they are prepared."""
+    """Settings of a data set: where its raw data are and how they are prepared."""
 
     task: ClassVar[type[Task]]  # of the labels that ``write`` writes
     volumes: ClassVar[bool] = False  # images of three axes
     sided: ClassVar[bool] = False  # labels or captions depend on left and right: no flips
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a source with the methods of earlier versions."""
+        """Raise UserError for a class with the methods of earlier versions, OLD_METHODS."""
         super().__init_subclass__(**options)
         if old := [name for name in OLD_METHODS if name in vars(cls)]:
             raise UserError.at(
@@ -31,19 +31,19 @@ class Source(Part, ABC):
 
     @abstractmethod
     def describe(self) -> Card:
-        """Return what ``write`` would write, as far as settings, tables and headers tell.
+        """Return the card of the data without writing them, from settings, tables and headers.
 
-        Quick, and without random numbers. Anything wrong becomes the card's ``problem``.
+        Quick: no image is read. Anything wrong becomes the card's ``problem``.
         """
 
     @abstractmethod
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the data to ``folder`` by a layout (moecore/data/layouts); return its card.
+        """Write arrays and card.json (see moecore/data/layouts); return the content of card.json.
 
         Raises UserError where the raw data are missing or unusable.
         """
 
     @property
     def labels_task(self) -> type[Task]:
-        """The task of the labels, where it depends on the settings."""
+        """Class of the labels' task; overridden where it depends on the settings."""
         return self.task

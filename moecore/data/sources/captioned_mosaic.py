@@ -32,7 +32,7 @@ TEMPLATES = ("a photo of a {0}",)  # adds the words of zero-shot prompts to the 
 
 
 class CaptionedMosaic(CellSourceUser):
-    """Mosaics with ``captions`` wordings each; layouts of the test are in no other split."""
+    """Captioned mosaics; the layouts (classes of the cells) of the test are in no other split."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions say left and right
@@ -79,7 +79,7 @@ class CaptionedMosaic(CellSourceUser):
         return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
     def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
-        """Yield mosaics of the layouts (n, 4); each cell is a random image of its class."""
+        """Yield chunks of mosaics, uint8; layouts: classes of cells (n, 4), each a random image."""
         random = np.random.default_rng([self.seed, STREAM + number])
         members = [np.flatnonzero(split.labels == c) for c in range(int(layouts.max()) + 1)]
         images = np.asarray(split.images)
@@ -93,18 +93,18 @@ class CaptionedMosaic(CellSourceUser):
 
 
 def layout_captions(names: Sequence[str]) -> list[str]:
-    """Return the captions of four names: top left, top right, bottom left, bottom right."""
+    """Return a mosaic's captions; names: top left, top right, bottom left, bottom right class."""
     return [wording.format(*names) for wording in WORDINGS]
 
 
 def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
-    """Return a tokenizer of all words of captions and prompts, in alphabetical order."""
+    """Return a tokenizer of all words of captions, prompts and the class names, alphabetical."""
     texts = [text.format(*[""] * 4) for text in (*WORDINGS, *TEMPLATES)]
     return WordTokenizer(sorted({word for text in (*texts, *names) for word in lower_words(text)}))
 
 
 def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
-    """Draw classes of cells (n, 4) per split; layouts of test and validation occur once."""
+    """Return split → drawn classes of cells (n, 4); those of test and validation occur once."""
     random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
     order = random.permutation(classes**4)
     test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])

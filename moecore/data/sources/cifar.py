@@ -35,7 +35,7 @@ class CifarArchiveSpec(NamedTuple):
 def read_binary(
     place: Path, spec: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read images uint8 (N, 3, 32, 32) and labels int64 (N,) from a folder or archive, checked."""
+    """Return images uint8 (N, 3, 32, 32) and labels (N,); place: folder, or archive to check."""
     contents = {}
     if place.is_file():
         check_digest(place, "md5", spec.md5, str(place))
@@ -101,7 +101,7 @@ PYTHON = (
 
 
 class Cifar(PublishedSource):
-    """The binary files or the authors' archive; the python version is refused: it is pickle."""
+    """CIFAR-10 or -100 from the binary files or archive; the pickled version is refused."""
 
     kind: Literal["cifar"] = "cifar"
     classes: Literal[10, 100] = Field(

@@ -13,7 +13,7 @@ from moecore.data.text.words import lower_words
 
 
 class Ciphers(DocstringSource):
-    """The docstrings, each paragraph encrypted by one of D ciphers.
+    """Text of docstrings, each paragraph encrypted by one of D ciphers.
 
     A cipher permutes all words of the vocabulary except ``<eos>`` and ``<unk>``. A word's kind is
     its paragraph's cipher; ``<eos>`` has kind 0, since the next cipher is not known there.
@@ -37,11 +37,14 @@ class Ciphers(DocstringSource):
         return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:
-        """Return the words, so that no test paragraph is in training in any cipher."""
+        """Return the lower-case words, so that no paragraph occurs twice, in whatever cipher."""
         return " ".join(lower_words(paragraph))
 
     def encrypt(self, plain: NumberedText) -> NumberedText:
-        """Encrypt a text, with the truth. Raises UserError if a cipher has too few paragraphs."""
+        """Return the text with each paragraph encrypted by a drawn cipher.
+
+        ``truth``: each word's cipher, from 1. Raises UserError if a cipher has too few paragraphs.
+        """
         vocabulary = plain.vocabulary[: self.words]
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]
         shares = zipf_shares(self.dialects, self.zipf)
@@ -64,7 +67,7 @@ class Ciphers(DocstringSource):
 def draw_word_ciphers(
     dialects: int, vocabulary_size: int, special: list[int], seed: int
 ) -> np.ndarray:
-    """Draw the word that replaces each word in each cipher, int32 (D, V); special ones stay."""
+    """Return the word that replaces each word in each cipher, int32 (D, V); special words stay."""
     random = np.random.default_rng([seed, NAMES])
     ordinary = np.setdiff1d(np.arange(vocabulary_size), special)
     ciphers = np.tile(np.arange(vocabulary_size, dtype=np.int32), (dialects, 1))

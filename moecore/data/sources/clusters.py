@@ -54,7 +54,7 @@ class Clusters(DrawnSource):
     def draw_images(
         self, rule: np.ndarray, number: int, random: np.random.Generator
     ) -> DrawnImages:
-        """Draw images, scaled so that the strongest possible signal just fits."""
+        """Draw values (number, S, S), labels and clusters; the strongest possible signal is ±1."""
         dimension = self.patch**2
         features, centres = rule
         labels, signs = random.integers(2, size=(2, number))

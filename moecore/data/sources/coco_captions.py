@@ -11,7 +11,7 @@ from moecore.data.files import captioned_source
 
 
 class CocoCaptions(captioned_source.CaptionedSource):
-    """Images with five captions; Karpathy's split by its file, or one drawn by the seed."""
+    """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
     annotations: tuple[str, ...] = Field(
@@ -46,7 +46,7 @@ class CocoCaptions(captioned_source.CaptionedSource):
 
 
 def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.ImageCaptions]:
-    """Return the images of one annotation file, in its order; their files are in ``folder``."""
+    """Return images with captions of one annotation file; folder: of the images, below root."""
     content = captioned_source.read_annotation_json(path)
     try:
         images, entries = content["images"], content["annotations"]

@@ -30,13 +30,13 @@ DIRECTIONS = 8
 
 
 class Permutation(NamedTuple):
-    """Each dialect permutes the pixels."""
+    """A change: each dialect permutes the pixels in its own order."""
 
     orders: np.ndarray  # int64 (D, S·S)
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Permutation":
-        """Draw the permutations of ``number`` dialects."""
+        """Return the change with a drawn permutation for each of ``number`` dialects."""
         random = np.random.default_rng([seed, size])
         return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
 
@@ -48,13 +48,13 @@ class Permutation(NamedTuple):
 
 
 class Texture(NamedTuple):
-    """Each dialect adds waves to the faded image."""
+    """A change: each dialect adds its waves to the faded image."""
 
     waves: np.ndarray  # uint8 (D, S, S), already scaled
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Texture":
-        """Draw ``number`` textures; directions differ first, then wave lengths, then phases."""
+        """Return the change with ``number`` textures of different directions and wave lengths."""
         row, column = np.mgrid[:size, :size]
         phases = np.random.default_rng([seed, size]).uniform(0, 2 * np.pi, number)
         kinds = np.arange(number)
@@ -74,13 +74,13 @@ class Texture(NamedTuple):
 
 
 class Colour(NamedTuple):
-    """Each dialect tints grey images with one hue, in three channels."""
+    """A change: each dialect tints grey images with one hue, in three channels."""
 
     hues: np.ndarray  # float64 (D, 3), each with a maximum of 1
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
-        """Return equidistant hues on the colour circle."""
+        """Return the change with ``number`` hues at equal distances on the colour circle."""
         return cls(colours_of_hues(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -106,11 +106,11 @@ def colours_of_hues(shares: np.ndarray) -> np.ndarray:
 
 
 class Rotation(NamedTuple):
-    """Each dialect rotates by quarter turns; from the fifth on it also inverts the greys."""
+    """A change: each dialect rotates by quarter turns; from the fifth on, greys are inverted."""
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Rotation":
-        """Return the change of at most 8 dialects."""
+        """Return the change, which has no parameters; at most 8 dialects differ."""
         return cls()
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
@@ -121,13 +121,13 @@ class Rotation(NamedTuple):
 
 
 class WalshProduct(NamedTuple):
-    """Each dialect multiplies the image by a different Walsh function, with 127.5 as zero."""
+    """A change: each dialect multiplies the image by its Walsh function, with 127.5 as zero."""
 
     negative: np.ndarray  # bool (D, S, S), where the function is −1
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "WalshProduct":
-        """Draw different functions for ``number`` dialects."""
+        """Return the change with a different Walsh function for each of ``number`` dialects."""
         # The Walsh coefficient of sequence k becomes that of k XOR the dialect's: the coarse bands,
         # which hold most of an image, move to the dialect's bands.
         bits = (size - 1).bit_length()
@@ -147,7 +147,7 @@ class WalshProduct(NamedTuple):
 
 
 class FamilyChange(NamedTuple):
-    """Dialects of a family share a change; each then permutes every other pixel."""
+    """A change that the dialects of a family share; each then permutes every other pixel."""
 
     shared: "DialectChange"  # of F families
     own: Permutation  # of D dialects; the white fields of a chessboard stay
@@ -157,7 +157,7 @@ class FamilyChange(NamedTuple):
     def draw(
         cls, shared: "DialectChange", families: int, number: int, size: int, seed: int
     ) -> "FamilyChange":
-        """Draw the permutations of ``number`` dialects, applied after the shared changes."""
+        """Return ``shared`` with a drawn permutation for each of ``number`` dialects."""
         random = np.random.default_rng([seed, size, 1])
         orders = np.tile(np.arange(size * size), (number, 1))
         black = np.flatnonzero(np.indices((size, size)).sum(axis=0) % 2)
@@ -192,7 +192,7 @@ MAX_DIALECTS = {  # numbers of different dialects
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Draw the change of all dialects. Raises UserError for more dialects than it has."""
+    """Draw a change for ``number`` dialects. Raises UserError if it has fewer variants."""
     kinds = families or number
     limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
     limit = limits.get(change, kinds)
@@ -236,7 +236,7 @@ MIN_ITEMS = 50  # expected training images, or paragraphs, of every dialect
 
 
 class Dialects(mosaic.CellSourceUser):
-    """Images of ``source``, each in one of D dialects; the label is its name in the dialect.
+    """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
 
     ``mosaic``: ``grid`` × ``grid`` cells in separate dialects; a channel marks one cell, whose
     label is the mosaic's. ``cells``: without a mark, every cell has a label. An additional channel,
@@ -279,17 +279,17 @@ class Dialects(mosaic.CellSourceUser):
 
     @property
     def labels_task(self) -> type[ClassTask]:
-        """The task: one label per image, or one per cell."""
+        """Class of the task: one label per image, or one per cell of a mosaic."""
         return Cells if self.form == "cells" else Classification
 
     @property
     def side(self) -> int:
-        """Images of the source along each side of an image."""
+        """Number of the source's images along each side of an image."""
         return 1 if self.form == "image" else self.grid
 
     @property
     def cells(self) -> int:
-        """Images of the source in one image."""
+        """Number of the source's images in one image."""
         return self.side**2
 
     @property
@@ -332,7 +332,7 @@ class Dialects(mosaic.CellSourceUser):
     def _vocabulary(
         self, channels: int, size: int, classes: int
     ) -> tuple[DialectChange, np.ndarray]:
-        """Return the dialects' change, and their names of the classes, int64 (D, K)."""
+        """Return the dialects' change, and each class's label in each dialect, int64 (D, K)."""
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
@@ -365,7 +365,7 @@ class Dialects(mosaic.CellSourceUser):
         marked: np.ndarray,
         change: DialectChange,
     ) -> Iterator[np.ndarray]:
-        """Yield images: visible channels, the mark of a mosaic's cell, the truth."""
+        """Yield chunks uint8 (n, C, H, W): pixels, mark of a mosaic's cell, dialects from 1."""
         for start in range(0, len(cells), CHUNK):
             part = slice(start, start + CHUNK)
             dialect_of_cell = dialects[part].reshape(-1)
@@ -388,7 +388,7 @@ def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
 
 
 def check_rarest_dialect(zipf: float, shares: np.ndarray, items: int) -> None:
-    """Raise UserError where the last dialect is expected for fewer than MIN_ITEMS items."""
+    """Raise UserError if the last of ``shares`` (D,) of ``items`` is less than MIN_ITEMS."""
     expected = shares[-1] * items
     if expected < MIN_ITEMS:
         raise UserError.at(

@@ -22,7 +22,7 @@ MIN_LETTERS = 0.7  # share of letters among a paragraph's characters
 
 
 class DocstringSource(words.TextSource):
-    """Fields of the sources that read docstrings, and the reader."""
+    """Base of the sources that read docstrings of installed packages."""
 
     reading: ClassVar[words.ReadingStyle] = "prose"
 
@@ -106,7 +106,7 @@ def read_python_files(name: str) -> Iterator[tuple[str, str]]:
 
 
 def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
-    """Yield paragraphs of prose in a file's docstrings. Raises UserError for invalid Python."""
+    """Yield paragraphs of prose in the docstrings of a Python file; UserError if it is invalid."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting, too

@@ -31,7 +31,7 @@ SHA256 = {  # of the decompressed content
 
 
 class FashionMnist(PublishedSource):
-    """The four IDX files (plain or .gz), checked by content; the test set is the authors'."""
+    """Fashion-MNIST from four IDX files, plain or .gz, checked by hash; authors' test set."""
 
     kind: Literal["fashion_mnist"] = "fashion_mnist"
     root: str | tuple[str, ...] = Field(
@@ -79,7 +79,7 @@ def _read_part(root: Path, part: str) -> LabelledImages:
 
 
 def _read_file(name: str, path: Path) -> np.ndarray:
-    """Return a file's array. Raises UserError where it is not the published one."""
+    """Return the array in an IDX file. Raises UserError unless it is the published ``name``."""
     return read_idx(path, 3 if "images" in name else 1, SHA256[name])
 
 
@@ -96,7 +96,7 @@ MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
-    """Read a uint8 IDX file, plain or gzip; sha256: of the decompressed content, checked."""
+    """Return the array uint8 of an IDX file, plain or gzip; sha256: of its unpacked content."""
     try:
         with open(path, "rb") as file:
             is_packed = file.read(2) == GZIP

@@ -35,7 +35,7 @@ class VolumeCache(NamedTuple):
     settings: dict[str, Any]
 
     def subject_path(self, files: Mapping[str, Path]) -> Path:
-        """Return the path of a subject's entry."""
+        """Return the path of a subject's .npz file, which may not exist yet; files: kind → path."""
         stamps = {
             name: [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
             for name, path in files.items()
@@ -71,7 +71,7 @@ class TissueMapPatterns(Config):
 
 
 class Dseg(Config):
-    """One label map with numbers for each tissue."""
+    """Pattern of one label map, and its numbers for each tissue."""
 
     pattern: str = Field(
         "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
@@ -90,7 +90,7 @@ class CachedSubject(NamedTuple):
 
 
 class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
-    """Fields of the cohorts with one T1-weighted volume per row of a table: NIfTI or .mgz files."""
+    """Base of the cohorts with one T1-weighted volume per row of a table: NIfTI or .mgz files."""
 
     root: str = Field(description="Folder of the cohort; derivatives may lie below it")
     t1: str = Field(description=f"The T1w volume: {PATTERN_WORDS}")
@@ -133,15 +133,15 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
 
     @abstractmethod
     def read_rows(self, root: Path) -> CohortTable:
-        """Return the cohort's table. Raises UserError where it is missing."""
+        """Return usable rows, splits and problems of the cohort's table; UserError if missing."""
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with facts from the T1's file name; by default unchanged."""
+        """Return the subject with fields that the T1's file name contains; by default unchanged."""
         return subject
 
     @property
     def uncounted_card(self) -> Card:
-        """The card without counts and skipped subjects."""
+        """The card with ``counts`` and ``skipped`` empty."""
         about = (self.licence, self.root)
         return cohorts.age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
 
@@ -161,7 +161,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
-        """Read subjects into the cache; return the usable ones, and the table with all problems."""
+        """Read volumes into the cache; return the usable subjects, and the table with problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
@@ -187,7 +187,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return usable, table
 
     def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
-        """Return the subjects whose files exist, and the table; no volume is read."""
+        """Return the subjects whose files exist, and the table with problems; read no volume."""
         root = self._root()
         table = self.read_rows(root)
         usable = []
@@ -210,7 +210,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """Tissues that are stored with the volumes."""
+        """Names of the tissues whose maps are stored with the volumes; () without maps."""
         return REGIONS if self.maps or self.dseg else ()
 
     def _read(
@@ -230,7 +230,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
         return CachedSubject(subject, path, digest)
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """Return the subject's files by kind. Raises UnusableVolume with all problems."""
+        """Return kind (t1, mask, wm, …) → file. Raises UnusableVolume, which lists all problems."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask
@@ -260,7 +260,7 @@ def write_cohort(
     problems: Sequence[SubjectProblem],
     parts: Mapping[str, Sequence[CachedSubject]],
 ) -> dict[str, Any]:
-    """Write the prepared layout of cached subjects; problems: of those that were left out."""
+    """Write arrays, tables and card.json; return its content. problems: of skipped subjects."""
     splits = {}
     for split, part in parts.items():
         # A generator: volumes are loaded one by one, when written.
@@ -273,7 +273,7 @@ def write_cohort(
 def count_subjects(
     rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
 ) -> dict[str, Any]:
-    """Return the counts of each split, and a note on subjects that will be left out."""
+    """Return the card's ``counts``, split → (volumes,), and a ``note`` on skipped subjects."""
     note = f"{len(problems)} problems; those subjects will be left out" if problems else None
     return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 

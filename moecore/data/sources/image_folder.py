@@ -11,7 +11,7 @@ from moecore.data.stratified_splits import split_train, stratified_limit, strati
 
 
 class ImageFolder(image_files.ImageFilesSource):
-    """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` to split.
+    """Images in ``root/{train,validation|val,test}/<class>/``, or, to split, ``root/<class>/``.
 
     A split without its own folder is split off ``train``. Every image is resized so that its short
     side is ``size``, then cropped to its centre.

@@ -14,7 +14,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 class Imagenet(image_files.ImageFilesSource):
-    """``root/train/<wnid>/`` and ``root/val/<wnid>/``, the authors' validation set, here the test.
+    """Images in ``root/train/<wnid>/``, and in ``root/val/<wnid>/``, which are the test set here.
 
     Images are decoded in parallel to ``size`` once. Unfinished work stays in ``cache``, so a killed
     run resumes.

@@ -26,13 +26,13 @@ CellSource = Annotated[
 
 
 class CellSourceUser(Source):
-    """A source of images made from another source's images; its splits stay separate."""
+    """Base of the sources that combine images of another source, whose splits stay separate."""
 
     source: CellSource
 
     @abstractmethod
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout from the other source's images; return the card."""
+        """Write arrays and card.json from the images of ``source``; return card.json's content."""
 
     def write(self, folder: Path) -> dict[str, Any]:
         scratch = folder / ".source"
@@ -43,7 +43,7 @@ class CellSourceUser(Source):
 
 
 class Mosaic(CellSourceUser):
-    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur."""
+    """Mosaics of ``grid`` × ``grid`` images of ``source``; labels are all classes that occur."""
 
     task: ClassVar[type[MultiLabel]] = MultiLabel
 
@@ -84,7 +84,7 @@ class Mosaic(CellSourceUser):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Draw which of ``total`` images form each of ``number`` mosaics; int64 (number, cells)."""
+    """Return which of ``total`` images form each mosaic, drawn at random: int64 (number, cells)."""
     # Cut from random permutations: images are used equally often, and a larger number of mosaics
     # begins with the same ones.
     check_images_fill_mosaic(total, cells, name)
@@ -98,14 +98,14 @@ def draw_mosaic_members(
 
 
 def check_cells_suffice(source: Card, cells: int) -> None:
-    """Raise UserError where a split of a source without problems has too few images."""
+    """Raise UserError if a split of a card without ``problem`` has fewer than ``cells`` images."""
     if source.problem is None:
         for split in SPLITS:
             check_images_fill_mosaic(source.images[split], cells, split)
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
-    """Raise UserError where a split of ``total`` images is too small for one mosaic."""
+    """Raise UserError if the split ``name`` of ``total`` images has too few for one mosaic."""
     if total < cells:
         raise UserError(
             f"mosaic: a mosaic has {cells} cells, but {name} of the source has {total} images; "
@@ -114,7 +114,7 @@ def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
 
 
 def compose_mosaics(images: np.ndarray, grid: int) -> np.ndarray:
-    """Arrange cells uint8 (n, grid², C, h, w), row by row, to (n, C, grid·h, grid·w)."""
+    """Return mosaics (n, C, grid·h, grid·w) of images (n, grid², C, h, w), arranged row by row."""
     number, _, channels, height, width = images.shape
     cells = images.reshape(number, grid, grid, channels, height, width).transpose(0, 3, 1, 4, 2, 5)
     return cells.reshape(number, channels, grid * height, grid * width)

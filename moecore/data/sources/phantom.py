@@ -34,14 +34,14 @@ SOURCE = (
 
 
 class SimulatedScan(NamedTuple):
-    """One scan: volume float32 (D, H, W) on 0, regions (3, D, H, W), mask bool (D, H, W)."""
+    """One scan: volume float32 and mask bool (D, H, W), 0 outside it; regions (3, D, H, W)."""
 
     volume: np.ndarray
     regions: np.ndarray  # shares of wm, gm, csf
     mask: np.ndarray  # voxels of the brain and its fluid
 
     def resample(self, voxel_mm: float) -> "SimulatedScan":
-        """Resample to voxels of this side; it shows no more than voxels of VOXEL_MM do."""
+        """Return the scan on voxels of ``voxel_mm``; smaller ones than VOXEL_MM add no detail."""
         zooms = (VOXEL_MM,) * 3
         volume, mask = resample_masked_volume(self.volume, self.mask, zooms, voxel_mm)
         regions = np.stack([resample_volume(share, zooms, voxel_mm) for share in self.regions])
@@ -49,7 +49,7 @@ class SimulatedScan(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One scan of a cohort: its row, and the arguments for ``Phantom.draw``."""
+    """One scan of a cohort: its subject, and arguments for ``Phantom.draw``."""
 
     subject: VolumeSubject
     seed: int
@@ -62,7 +62,7 @@ def simulate_scan(
     """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age.
 
     The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
-    same brain again. A function of its arguments alone.
+    same brain again. The result depends on the arguments alone.
     """
     # Otherwise two voxels in a hundred volumes depend on the number of cores.
     with one_blas_thread():
@@ -73,7 +73,7 @@ def simulate_scan(
 
 
 class Phantom(CohortSettings, Source):
-    """Simulated people: results say nothing about real brains.
+    """Scans of simulated people; results hold for the simulation only, not for real brains.
 
     Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
     sex.
@@ -104,7 +104,7 @@ class Phantom(CohortSettings, Source):
         return card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; the same settings give the same bytes."""
+        """Write arrays and card.json, the same bytes for the same settings; return its content."""
         visits = self.visits()
         parts = {}
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
@@ -116,7 +116,7 @@ class Phantom(CohortSettings, Source):
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
-        """Simulate a scan exactly as ``prepare`` stores it; seed: from ``person_seed``."""
+        """Return a simulated scan exactly as ``write`` stores it; seed: of ``person_seed``."""
         simulated = simulate_scan(age, sex, seed, scan, site, self.preset)
         return pack_stored_volume(*simulated.resample(self.voxel_mm))
 
@@ -124,7 +124,7 @@ class Phantom(CohortSettings, Source):
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:
-        """Return the seed of a person; numbers from ``subjects`` on are in no split."""
+        """Return the seed of person ``number``; people from ``subjects`` on are in no split."""
         return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:

@@ -17,7 +17,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class ColumnNames(Config):
-    """The table's names of the columns that a cohort uses; null: no such column."""
+    """Names, in the table, of the columns that a cohort uses; null: no such column."""
 
     participant_id: str = "participant_id"
     age: str = Field("age", description="At the scan, years")
@@ -63,7 +63,7 @@ class Spreadsheet(FileCohort):
         return self
 
     def read_rows(self, root: Path) -> cohorts.CohortTable:
-        """Read the subjects of the table root/table; each problem has file and line."""
+        """Return usable rows and problems, with file and line, of the spreadsheet root/table."""
         path = root / self.table
         if path.suffix not in SEPARATORS:
             raise UserError.at(
@@ -100,7 +100,7 @@ class Spreadsheet(FileCohort):
         return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
 
     def _rename_columns(self, path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the rows under the names of ``ColumnNames``, with sexes F and M and padded ids."""
+        """Return rows with the keys of ``ColumnNames``, sexes F and M, ids padded with zeros."""
         names = {name: theirs for name, theirs in self.columns.model_dump().items() if theirs}
         if missing := [theirs for theirs in names.values() if theirs not in rows[0]]:
             raise UserError(

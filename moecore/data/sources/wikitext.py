@@ -26,7 +26,7 @@ PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
 class Wikitext(TextSource):
-    """``root/wiki.{train,valid,test}.tokens``, or ``.txt``; UTF-8, words separated by blanks."""
+    """Text in ``root/wiki.{train,valid,test}.tokens`` or ``.txt``, words separated by blanks."""
 
     reading: ClassVar[ReadingStyle] = "blanks"
 
@@ -76,7 +76,7 @@ class Wikitext(TextSource):
 
 
 def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
-    """Return a file's token numbers int32 (n,); new words are added to ``numbers``."""
+    """Return a file's tokens int32 (n,); numbers: word → token, to which new words are added."""
     tokens = array("i")
     lines = 0
     try:

@@ -21,7 +21,7 @@ CLIP = ("<|startoftext|>", "<|endoftext|>")
 
 
 class EncodedCaption(NamedTuple):
-    """A caption as tokens (M,), and what was lost in encoding."""
+    """A caption as M tokens; whether it was cut; how many words are unknown."""
 
     tokens: list[int]
     cut: bool
@@ -29,10 +29,10 @@ class EncodedCaption(NamedTuple):
 
 
 class WordTokenizer:
-    """Lower-case words, with punctuation as separate words."""
+    """Tokenizer of lower-case words, with punctuation as separate words."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Build from unique words, without the special ones."""
+        """Build the vocabulary: SPECIAL, then ``words``, which are unique and not special."""
         self.vocabulary = (*SPECIAL, *words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
         self.words = len(self.vocabulary)
@@ -43,7 +43,7 @@ class WordTokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> EncodedCaption:
-        """Return START, the words, END, PAD; captions that are too long are cut before END."""
+        """Return ``context`` tokens: START, words, END, PAD; too many words are cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
         tokens, cut = fit_tokens_to_context(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
@@ -60,10 +60,10 @@ class WordTokenizer:
 
 
 class BpeTokenizer:
-    """Byte pairs of a ``tokenizer.json``, such as CLIP's."""
+    """Tokenizer of byte pairs, read from a ``tokenizer.json`` such as CLIP's."""
 
     def __init__(self, path: Path, words: int) -> None:
-        """Load a file. Raises UserError if it is missing, invalid, or not of ``words`` words."""
+        """Load a tokenizer.json. UserError if missing, invalid, or not of ``words`` words."""
         from tokenizers import Tokenizer as LoadedTokenizer  # slow to import, rarely used
 
         self.path = path
@@ -107,25 +107,25 @@ Tokenizer = WordTokenizer | BpeTokenizer
 def fit_tokens_to_context(
     numbers: list[int], context: int, start: int, end: int
 ) -> tuple[list[int], bool]:
-    """Put tokens between ``start`` and ``end``, padded with 0 to ``context``; and whether cut."""
+    """Return ``context`` tokens (start, numbers, end, zeros), and whether numbers were cut."""
     fitting = numbers[: context - 2]
     tokens = [start, *fitting, end]
     return tokens + [0] * (context - len(tokens)), len(fitting) < len(numbers)
 
 
 class WordSettings(Config):
-    """A vocabulary of the training captions' words."""
+    """Settings of a tokenizer whose vocabulary is the training captions' words."""
 
     kind: Literal["words"] = "words"
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
-        """Return the vocabulary of these captions: most frequent first, ties alphabetical."""
+        """Return a tokenizer of all words of the captions, the most frequent first."""
         frequent = frequent_words(map(lower_words, training), minimum=1)
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 
 class BpeFileSettings(Config):
-    """Byte pairs from a file."""
+    """Settings of a byte-pair tokenizer from a file."""
 
     kind: Literal["bpe"] = "bpe"
     file: str = Field(description="tokenizer.json of the `tokenizers` library, such as CLIP's")

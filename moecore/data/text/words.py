@@ -22,7 +22,7 @@ ReadingStyle = Literal["prose", "blanks"]
 
 
 class TextSource(Source):
-    """Fields that every text source shares."""
+    """Base of the text sources: settings, card and writing."""
 
     task: ClassVar[type[NextToken]] = NextToken
     reading: ClassVar[ReadingStyle]
@@ -41,7 +41,7 @@ class TextSource(Source):
         return (self.block,)
 
     def text_card(self, name: str, licence: str, source: str, words: int = 2) -> Card:
-        """Return the card of a text; words: 2, the minimum, where the number is not known yet."""
+        """Return the card of a text; words: size of the vocabulary, 2 where it is not known yet."""
         task = NextToken(words=words)
         more = {"reading": self.reading}
         return Card(name, self.context + 1, self.size, task, licence, source, more=more)
@@ -55,12 +55,12 @@ class TextSource(Source):
 
 
 def lower_words(text: str) -> list[str]:
-    """Split a text into lower-case words, with punctuation as separate words."""
+    """Return the lower-case words of a text, with punctuation as separate words."""
     return WORD.findall(text.lower())
 
 
 def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
-    """Split a prompt into words; ``<eos>`` before every paragraph (prose) or line (blanks)."""
+    """Return a prompt's words, ``<eos>`` before every paragraph (prose) or line (blanks)."""
     if reading == "prose":
         parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
     else:
@@ -69,7 +69,7 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
-    """Return the vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
+    """Return ``<eos>``, ``<unk>`` and words that occur ``minimum`` times or more in ``train``."""
     frequent = frequent_words(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
@@ -82,14 +82,14 @@ def frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
 
 
 def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
-    """Return token numbers int32 (n,) of lines, each closed by ``<eos>``; unknown: ``<unk>``."""
+    """Return tokens int32 (n,) of all lines, each closed by ``<eos>``; numbers: word → token."""
     unknown = numbers[UNKNOWN]
     tokens = (numbers.get(word, unknown) for line in lines for word in (*line, END))
     return np.fromiter(tokens, np.int32)
 
 
 def read_words(path: Path) -> list[str]:
-    """Read a file of one word per line. Raises UserError where it cannot be read."""
+    """Return the words of a file with one word per line. Raises UserError if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +97,7 @@ def read_words(path: Path) -> list[str]:
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:
-    """Read a vocabulary in order of the numbers. Raises UserError unless it has ``words`` words."""
+    """Return the words in vocabulary.txt, in order of tokens. UserError unless ``words`` many."""
     path = folder / "vocabulary.txt"
     vocabulary = read_words(path)
     remedy = "run the stage that writes it again"
@@ -109,7 +109,7 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
 
 
 def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
-    """Label words (V,): 1 for scikit-learn's English stop words, 0 for others, −1 for non-words."""
+    """Return labels (V,): 1 for English stop words, 0 for other words, −1 for everything else."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     labels = [int(word.lower() in ENGLISH_STOP_WORDS) for word in vocabulary]

@@ -95,7 +95,7 @@ def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 class ColourJitter(Config):
-    """ColorJitter without hue: factors uniform in 1 ± value (≥ 0), in random order, per image."""
+    """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
 
     brightness: float = Field(0.0, ge=0, description="Blend with black; 0: off")
     contrast: float = Field(0.0, ge=0, description="Blend with the mean grey; 0: off")
@@ -112,7 +112,7 @@ JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    """Jitter of B images: order of JITTERED (B, 3), and factors fp64 (B, 3)."""
+    """Drawn jitter of B images: order of the operations JITTERED (B, 3), and factors (B, 3)."""
 
     order: Tensor
     factors: Tensor
@@ -128,7 +128,7 @@ def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
 
 
 def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
-    """Jitter pixels fp32 (B, C, H, W) in 0..255, in place, and return them."""
+    """Change colours of pixels fp32 (B, C, H, W) in 0..255 in place; return the same tensor."""
     for place in range(len(JITTERED)):
         for index, operation in enumerate(JITTERED):
             chosen = (jitter.order[:, place] == index) & (jitter.factors[:, index] != 1)
@@ -137,7 +137,7 @@ def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
 
 
 def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengths: Tensor) -> None:
-    """Apply an operation in place to the images ``chosen`` (B,), with ``strengths`` (B,)."""
+    """Apply an operation in place to the images where ``chosen`` (B,), with ``strengths`` (B,)."""
     # Rows are selected on the CPU, so that nothing waits for the device.
     rows = chosen.nonzero()[:, 0]
     if len(rows):
@@ -148,7 +148,7 @@ def _change_chosen(pixels: Tensor, chosen: Tensor, operation: Operation, strengt
 
 
 def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
-    """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
+    """Black out a rectangle (2 to 33 %) of an image with ``probability`` (Zhong et al. 2020)."""
     height, width = pixels.shape[-2:]
     windows = warping.draw_crop_windows(draws, (height, width), (0.02, 1 / 3), (0.3, 3.3))
     first_row, first_column, box_height, box_width = (part[:, None] for part in windows)
@@ -180,7 +180,7 @@ STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name !=
 
 
 class RandAugment(Config):
-    """Number of random operations per image, and their strength.
+    """RandAugment's settings: number of random operations per image, and their strength.
 
     At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
     0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations
@@ -209,7 +209,7 @@ class RandAugment(Config):
 
 
 class DrawnOperations(NamedTuple):
-    """Positions in ``names`` and signed strengths, both (B, operations); 1 = magnitude 10."""
+    """Positions in ``names`` and signed strengths (1: magnitude 10), both (B, operations)."""
 
     names: tuple[str, ...]
     choices: Tensor
@@ -224,7 +224,7 @@ def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations
 
 
 def operation_affines(operations: DrawnOperations, height: float, width: float) -> Tensor:
-    """Combine all geometric operations of each image, in order, to one affine (B, 3, 3), fp64."""
+    """Return one affine per image, fp64 (B, 3, 3): the product of its geometric operations."""
     count = len(operations.choices)
     total = torch.eye(3, dtype=torch.float64).expand(count, 3, 3)
     for place in range(operations.choices.shape[1]):
@@ -243,7 +243,7 @@ def operation_affines(operations: DrawnOperations, height: float, width: float) 
 
 
 def apply_colour_operations(pixels: Tensor, operations: DrawnOperations) -> Tensor:
-    """Apply colour operations in order to fp32 (B, C, H, W) in 0..255, in place."""
+    """Apply colour operations in place to fp32 (B, C, H, W) in 0..255; return the same tensor."""
     for place in range(operations.choices.shape[1]):
         for name in (name for name in dict.fromkeys(operations.names) if name in OPERATIONS):
             operation, strength = OPERATIONS[name]

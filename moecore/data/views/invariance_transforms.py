@@ -17,7 +17,7 @@ from moecore.data.views import warping
 
 
 class Transform(NamedTuple):
-    """A family of random affines; the default is the identity."""
+    """Limits of the random affines of one transform; the default is the identity."""
 
     degrees: float = 0.0  # rotation from −degrees to +degrees
     translate: tuple[float, float] = (0.0, 0.0)  # horizontal, vertical, at most; of the side
@@ -42,7 +42,7 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 
 
 def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Draw affines (count, 3, 3) of TRANSFORMS[name] for (height, width), by the seed alone."""
+    """Return affines (count, 3, 3) of TRANSFORMS[name] drawn by the seed; size: (height, width)."""
     settings = TRANSFORMS[name]
     generator = generator_for(seed, *name.encode())
 
@@ -61,7 +61,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
 
 
 def transform_images(images: Tensor, affines: Tensor) -> Tensor:
-    """Warp images uint8 (N, C, H, W) by affines (N, 3, 3), rounded to uint8."""
+    """Return images uint8 (N, C, H, W) warped by affines (N, 3, 3), black outside the image."""
     height, width = images.shape[-2:]
     moved = warping.warp_images(images, affines, (height, width), "zeros")
     return moved.round().clamp(0, 255).to(torch.uint8)

@@ -36,7 +36,7 @@ def _check_range(ends: tuple[float, float], limit: float = math.inf) -> tuple[fl
 
 
 class CropRanges(Config):
-    """Random resized crop."""
+    """Settings of a random crop, which is resized to the view."""
 
     scale: Annotated[tuple[float, float], AfterValidator(partial(_check_range, limit=1.0))] = Field(
         (0.5, 1.0), description="Area of the crop, as a share of the image: lowest, highest"
@@ -44,7 +44,7 @@ class CropRanges(Config):
 
 
 class AffineRanges(Config):
-    """Random affine about the centre: scale and shear, rotation, translation."""
+    """Limits of a random affine about the centre: scale and shear, rotation, translation."""
 
     degrees: float = Field(
         0.0, ge=0, le=180, description="Largest rotation; volumes: about each of three axes"
@@ -69,7 +69,7 @@ def falsifies_truth(around: Surroundings) -> str:
 
 
 class ViewSettings(Config):
-    """Random training views: shift, crop, flip, affine, RandAugment's geometry, colours, erasing.
+    """Settings of random views: shift, crop, flip, affine, RandAugment, colours, erasing.
 
     They are applied in this order (colours: RandAugment's, then jitter); the default changes
     nothing. All geometry is one affine and one linear sampling; shifts and flips alone keep every
@@ -97,7 +97,7 @@ class ViewSettings(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield changes without effect, and changes that volumes or grey images do not allow."""
+        """Yield key and message of a change without effect, or not for volumes or grey images."""
         for key in ("affine", "randaugment", "jitter"):
             change = getattr(self, key)
             if change is not None and change.is_identity:
@@ -125,25 +125,25 @@ class ViewSettings(Config):
                 yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
 
     def pixel_misfits(self, around: Surroundings) -> Misfits:
-        """Yield changes of pixels where the images have a truth channel."""
+        """Yield key and message of each change of colours if images have a channel of kinds."""
         for key in ("randaugment", "jitter", "erasing"):
             if around.has_truth and getattr(self, key):
                 yield ("views", key), f"found a change of pixels, {falsifies_truth(around)}"
 
     @property
     def leaves_image(self) -> bool:
-        """True where views show, or interpolate with, the outside of the image."""
+        """True if views can show, or interpolate with, pixels outside of their image."""
         moves = self.randaugment is not None and self.randaugment.moves
         return bool(self.shift or self.crop or self.affine or moves)
 
     @property
     def on_grid(self) -> bool:
-        """True where views are only whole-pixel moves and flips: nothing is interpolated."""
+        """True if views are only whole-pixel moves and flips: nothing is interpolated."""
         return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, *pixels) in [0, 1], affines fp32 (B, 3, 3) or, of volumes, (B, 4, 4)."""
+    """Views fp32 (B, C, *pixels) in [0, 1]; affines from image to view (B, 3, 3), 3-D (B, 4, 4)."""
 
     images: Tensor
     affines: Tensor
@@ -154,7 +154,7 @@ def make_random_views(
     settings: ViewSettings,
     source: Generator | BatchDraws,
 ) -> ViewsWithAffines:
-    """Make one random view of each image.
+    """Return one random view of each image, and the affine from the image to the view.
 
     images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
     which need a crop. Raises UserError for settings that do not apply to volumes or to uneven
@@ -215,7 +215,7 @@ def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
 def _frame_affines(
     settings: ViewSettings, original: Sequence[Any], size: tuple[int, int], draws: BatchDraws
 ) -> Tensor:
-    """Return affines from the original to the (cropped) view of ``size``."""
+    """Return affines (B, 3, 3) from the image, or a drawn crop of it, to a view of ``size``."""
     count = draws.images
     if settings.crop is None:
         return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)
@@ -253,7 +253,7 @@ class Mix(Config):
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings that mix nothing, and images whose truth mixing would falsify."""
+        """Yield a message if these settings mix nothing, or if images have a channel of kinds."""
         if not self.active:
             yield (), "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
         if around.has_truth:
@@ -268,7 +268,7 @@ def mix_images(
     source: Generator | BatchDraws,
     others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
+    """Return each image mixed with a random one of the batch, (B, C, H, W), and soft labels (B, K).
 
     images: fp32 in [0, 1]. others: returns images and labels at positions (B,) of the whole batch,
     where these images are a part of it. λ is drawn per image; CutMix's λ is the exact share of
@@ -306,7 +306,7 @@ def mix_images(
 
 
 def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
-    """Draw λ (B,) fp64, 1 for unmixed images, and whether CutMix is used (B,)."""
+    """Return drawn λ (B,) fp64, 1 for unmixed images, and whether CutMix is used, bool (B,)."""
     # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
     is_cutmix = np.full(draws.whole, settings.cutmix > 0)

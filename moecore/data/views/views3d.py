@@ -26,7 +26,7 @@ FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 def make_random_volume_views(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Make one random view of each volume, fp32, and affines fp32 (B, 4, 4), on their device."""
+    """Return one random view of each volume, fp32, and its affine fp32 (B, 4, 4)."""
     names = [name for name in FLAT_VIEWS if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         names.append("affine.shear")
@@ -48,7 +48,7 @@ def make_random_volume_views(
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Sample views fp32 of (B, C, D, H, W) trilinearly, without smoothing; affines fp64, CPU."""
+    """Return views fp32 (B, C, D, H, W), trilinear; affines: volume to view, fp64, on the CPU."""
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half
@@ -67,7 +67,7 @@ def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
 
 
 def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
-    """Draw affines about the centre: scale, then rotate about the three axes, then move."""
+    """Return random affines (B, 4, 4) that scale, rotate about three central axes, and move."""
     scaled = volume_identities(draws.images)
     scaled[:, :3] *= warping.uniform_draws(draws, *settings.scale)[:, None, None]
     degrees, share = settings.degrees, settings.translate
@@ -78,7 +78,7 @@ def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
 
 
 def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Move volumes by whole voxels (B, 3) int64, then mirror where ``mirrored`` (B,); fp32."""
+    """Return volumes moved by ``shifts`` voxels (B, 3), then mirrored where ``mirrored`` (B,)."""
     count, channels, *size = volumes.shape
     depth, height, width = size
     send = partial(warping.to_device_async, device=volumes.device)
@@ -114,7 +114,7 @@ def volume_translations(moves: Tensor) -> Tensor:
 
 
 def volume_rotations(radians: Tensor) -> Tensor:
-    """Rotate by ``radians`` (B, 3) about the first axis, then the second, then the third."""
+    """Return affines that rotate by ``radians`` (B, 3) about the first, second, then third axis."""
     affines = volume_identities(len(radians))
     for axis in range(3):
         affines = _turn(radians[:, axis], (axis + 1) % 3, (axis + 2) % 3) @ affines
@@ -122,7 +122,7 @@ def volume_rotations(radians: Tensor) -> Tensor:
 
 
 def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
-    """Mirror the first axis (left and right) where ``mirrored`` (B,) is true."""
+    """Return affines that mirror the first axis, ``length`` voxels, where ``mirrored`` (B,)."""
     affines = volume_identities(len(mirrored))
     affines[:, 0, 0] = 1 - 2 * mirrored.to(torch.float64)
     affines[:, 0, 3] = length * mirrored.to(torch.float64)
@@ -130,13 +130,13 @@ def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
 
 
 def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
-    """Return the same linear maps about the middle of a volume of ``size``."""
+    """Return the affines (B, 4, 4) about the middle of a volume of ``size``, not its corner."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)
 
 
 def _turn(radians: Tensor, first: int, second: int) -> Tensor:
-    """Rotate the axis ``first`` towards the axis ``second`` by ``radians`` (B,)."""
+    """Return affines that rotate the axis ``first`` towards ``second`` by ``radians`` (B,)."""
     affines = volume_identities(len(radians))
     affines[:, first, first] = affines[:, second, second] = radians.to(torch.float64).cos()
     affines[:, second, first] = radians.to(torch.float64).sin()

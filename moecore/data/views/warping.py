@@ -20,12 +20,12 @@ from moecore.data.files.decode import resize_centre_square
 
 
 def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
-    """Draw (B,) fp64, uniform in [low, high)."""
+    """Return a random number per image, (B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
 def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
-    """Build (count, 3, 3) with first row ``rows``, second row ``columns``, third row 0 0 1."""
+    """Return affines (count, 3, 3) with the rows ``rows``, ``columns`` and 0 0 1."""
     affines = torch.zeros(count, 3, 3, dtype=torch.float64)
     for row, entries in enumerate((rows, columns, (0, 0, 1))):
         for column, entry in enumerate(entries):
@@ -34,35 +34,35 @@ def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
 
 
 def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
-    """Scale about the corner (0, 0)."""
+    """Return affines (count, 3, 3) that scale by these factors about the corner (0, 0)."""
     return affines_from_matrix_rows((rows, 0, 0), (0, columns, 0), count)
 
 
 def translation_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
-    """Move by ``rows`` down and ``columns`` to the right, in pixels."""
+    """Return affines (count, 3, 3) that move by ``rows`` down and ``columns`` right, pixels."""
     return affines_from_matrix_rows((1, 0, rows), (0, 1, columns), count)
 
 
 def rotation_affines(radians: Tensor) -> Tensor:
-    """Rotate about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
+    """Return affines that rotate by ``radians`` (B,) counter-clockwise about the corner (0, 0)."""
     cosine, sine = radians.cos(), radians.sin()
     return affines_from_matrix_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
 def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
-    """Shear: row += rows · column; column += columns · row."""
+    """Return affines that shear: row += rows · column; column += columns · row."""
     return affines_from_matrix_rows((1, rows, 0), (columns, 1, 0), count)
 
 
 def flip_affines(mirrored: Tensor, width: float) -> Tensor:
-    """Mirror left and right where ``mirrored`` (B,) is true."""
+    """Return affines that mirror left and right where ``mirrored`` (B,) is true; width: pixels."""
     is_mirrored = mirrored.to(torch.float64)
     columns = (0, 1.0 - 2.0 * is_mirrored, width * is_mirrored)
     return affines_from_matrix_rows((1, 0, 0), columns, len(mirrored))
 
 
 def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
-    """Return the same linear maps about the middle of a (height, width) image."""
+    """Return the affines (B, 3, 3) about the middle of the image instead of its corner."""
     to_middle = translation_affines(-height / 2, -width / 2, len(affines))
     return translation_affines(height / 2, width / 2, len(affines)) @ affines @ to_middle
 
@@ -73,7 +73,7 @@ def draw_crop_windows(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw windows as (first row, first column, height, width), each (B,), fractions allowed.
+    """Return random windows: first row, first column, height, width, each (B,), fractional pixels.
 
     Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
     side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
@@ -88,7 +88,7 @@ def draw_crop_windows(
 
 
 def invert_affines(affines: Tensor) -> Tensor:
-    """Invert affines (B, 3, 3), in closed form."""
+    """Return the inverse of affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
     return affines_from_matrix_rows(
@@ -99,14 +99,14 @@ def invert_affines(affines: Tensor) -> Tensor:
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy small CPU values to the device without making the host wait."""
+    """Return a copy of CPU values on the device; the host does not wait for it."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Sample bilinear views fp32 (B, C, h, w) in 0..255 of uint8 images; affines fp64, CPU.
+    """Return bilinear views fp32 (B, C, *size) in 0..255 of uint8 images; affines: image to view.
 
     Outside the image: 0 (zeros), the nearest pixel (border) or the mirrored image (reflection).
     Strong shrinking is not smoothed.
@@ -144,7 +144,7 @@ class MixedSizeImageList:
         return sizes[:, 0], sizes[:, 1]
 
     def squares(self) -> Tensor:
-        """Resize the largest centre squares: uint8 (B, C, size, size) on the device."""
+        """Return the largest centre squares, resized to uint8 (B, C, size, size), on the device."""
         pictures = [Image.fromarray(image.squeeze()) for image in self.images]
         squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
@@ -153,7 +153,10 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Cut out what views reach, padded by ``fill``: uint8 (B, H, W, C), CPU; affines to views."""
+    """Return the part of each image that its view shows, uint8 (B, H, W, C), and its affine.
+
+    The affine maps the part to the view; ``fill`` pads the part outside of the image.
+    """
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
     low = reached.amin(-1).floor().to(torch.int64) - 1  # one more pixel, for the interpolation
@@ -172,7 +175,7 @@ def cut_parts_seen_by_views(
 def _copy_part(
     image: np.ndarray, part: np.ndarray, first: list[int], last: list[int], fill: str
 ) -> None:
-    """Copy rows and columns from ``first`` to ``last`` of an image (H, W, C) to ``part``."""
+    """Copy an image's (H, W, C) window from ``first`` to ``last``, (row, column), to ``part``."""
     if fill == "zeros":
         begin = np.clip(first, 0, image.shape[:2])
         end = np.clip(last, 0, image.shape[:2])
@@ -187,7 +190,7 @@ def _copy_part(
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) -> Tensor:
-    """Move images uint8 by whole pixels (B, 2) int64, then mirror where ``mirrored`` (B,)."""
+    """Return images moved by ``shifts`` pixels (B, 2), then mirrored where ``mirrored`` (B,)."""
     count, _, height, width = images.shape
     rows = torch.arange(height) - shifts[:, :1]
     forward = torch.arange(width)
@@ -206,12 +209,12 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
 
 
 def in_range_mask(index: Tensor, length: int) -> Tensor:
-    """Return which indices are in 0 … length − 1."""
+    """Return bool: whether each index is in 0 … length − 1."""
     return (index >= 0) & (index < length)
 
 
 def clamp_or_reflect_indices(index: Tensor, length: int, fill: str) -> Tensor:
-    """Bring indices back into 0..length−1 as grid_sample's padding modes do."""
+    """Return indices in 0..length−1: clamped, or mirrored at the ends if ``fill`` is reflection."""
     if fill != "reflection":
         return index.clamp(0, length - 1)
     folded = index.remainder(2 * length)

@@ -22,7 +22,7 @@ MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
-    """Why a subject, or one of the sessions (``*``: all), cannot be used."""
+    """The reason why a subject's session (``*``: all sessions) cannot be used."""
 
     participant_id: str
     session_id: str
@@ -41,7 +41,7 @@ class CohortTable(NamedTuple):
 def read_participants_with_sessions(
     root: Path, diagnoses: tuple[str, ...] | None = None
 ) -> CohortTable:
-    """Read root/participants.tsv, and each participant's sessions.tsv if it exists.
+    """Return the table from root/participants.tsv and each participant's sessions.tsv, if any.
 
     A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
     participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
@@ -91,7 +91,7 @@ def table_of_usable_rows(
     problems: list[SubjectProblem],
     places: dict[str, str],
 ) -> CohortTable:
-    """Return the table of subjects without problems; people: the rows of each participant."""
+    """Return the table without subjects that have problems or are duplicates; people: id → rows."""
     splits = {}
     split_problems = []
     for who, rows in people.items():
@@ -114,14 +114,14 @@ def table_of_usable_rows(
 
 
 def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
-    """Say that no row has one of the diagnoses; counts: rows per diagnosis."""
+    """Return the error text: no row has any of ``diagnoses``; counts: rows per diagnosis."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
     listed = ", ".join(diagnoses or ())
     return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
-    """Return the rows of a table, with "" for n/a."""
+    """Return a table's rows, column → text, "" for n/a. Raises UserError for missing columns."""
     if not join_below_root(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns "
@@ -144,7 +144,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
 def read_delimited_table(
     path: Path, separator: str = "\t"
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of a table with a header, and its rows, stripped of blanks."""
+    """Return column names and rows, column → text without outer blanks, of a table."""
     import pandas  # takes a second to import
 
     try:
@@ -165,7 +165,7 @@ def read_delimited_table(
 
 
 def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
-    """Parse a row to a subject, and the reasons why it cannot be used."""
+    """Return the subject of a table's row, and the reasons why it cannot be used, [] if none."""
     reasons = []
     session = row.get("session_id", "")
     if session and (reason := id_problem("session_id", session)):
@@ -189,7 +189,7 @@ PURPOSE = {"test": 5, "validation": 6}  # random streams; lower ones are in use
 
 
 class CohortSettings(Config):
-    """Fields of every cohort of volumes with ages."""
+    """Settings of every cohort of volumes with ages: how its participants are split."""
 
     task: ClassVar[type[Regression]] = Regression
     volumes: ClassVar[bool] = True
@@ -218,7 +218,7 @@ def split_cohort(
     splits_by_user: Mapping[str, str] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
-    """Return the rows of ``subjects`` in each split, all volumes of a participant in one split.
+    """Return split → indices of ``subjects``; all volumes of a participant are in one split.
 
     A function of the seed and the participants, not of their order. splits_by_user: participant →
     split. places: participant → file:line, for messages. Raises UserError for an empty split, and
@@ -247,7 +247,7 @@ def split_cohort(
 def held_out_participants(
     subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return participants that may only be in the test, with the reason."""
+    """Return participant → why all its volumes must be in the test split; places: for messages."""
     sites = set(settings.test_sites)
     cohort_sites = {subject.site for subject in subjects}
     if unknown := sorted(sites - cohort_sites):
@@ -298,7 +298,7 @@ def _refuse_contradictions(
 
 
 def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> dict[str, str]:
-    """Draw participant → split: test and validation take their share of each age and sex."""
+    """Return participant → split, drawn at random in proportion to each group of age and sex."""
     if settings.validation + settings.test >= 1:
         raise UserError(
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
@@ -338,7 +338,7 @@ def age_cohort_card(
     about: tuple[str, str],
     simulated: bool = False,
 ) -> Card:
-    """Return the uncounted card of a cohort of volumes with ages; about: licence and source."""
+    """Return the card, without counts, of a cohort with ages; about: licence and source."""
     task = Regression(target="age", unit="years")
     more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
     return Card(name, 1, size, task, *about, regions=regions, more=more)

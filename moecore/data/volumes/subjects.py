@@ -25,12 +25,12 @@ class VolumeSubject(NamedTuple):
 
 
 def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
-    """Write a header and one row per subject; ages in the shortest exact form."""
+    """Write a CSV file with a header and one row per subject; ages in the shortest exact form."""
     write_csv(path, [VolumeSubject._fields, *subjects])
 
 
 def read_subject_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows as written, all values text. Raises UserError for a missing file."""
+    """Return the rows of a subjects table, column → text. Raises UserError for a missing file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
     with open(path, newline="", encoding="utf-8") as handle:
@@ -38,7 +38,7 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
 
 
 def id_problem(name: str, value: str) -> str | None:
-    """Return why an id is not valid, or None; ``name``: its column."""
+    """Return why the id ``value`` is not valid, or None; name: its column."""
     if ID.fullmatch(value):
         return None
     shown = repr(value[:60]) + ("…" if len(value) > 60 else "")

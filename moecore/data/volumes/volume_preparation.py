@@ -26,7 +26,7 @@ NUMBERS = "biuf"  # numpy's kinds of real numbers; without complex numbers and c
 
 
 class UnusableVolume(UserError):
-    """Reasons why volumes cannot be used: ``problems``, one line each."""
+    """Raised for volumes that cannot be used; ``problems``: the reasons, one line each."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -42,7 +42,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Read a NIfTI or .mgz file on canonical axes. Raises UnusableVolume on damaged files."""
+    """Return the volume in a NIfTI or .mgz file, on RAS axes. Raises UnusableVolume if damaged."""
     import nibabel  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
@@ -72,7 +72,7 @@ def load_volume(path: Path) -> Volume:
 
 
 def place_mismatch(t1: Volume, other: Volume) -> str | None:
-    """Return why a volume is not on the T1's voxels, or None."""
+    """Return why a volume does not have the T1's shape and affine, or None if it does."""
     if t1.values.shape != other.values.shape:
         return f"has the shape {other.values.shape}, the T1 {t1.values.shape}"
     ends = [(0, length - 1) for length in t1.values.shape]
@@ -158,7 +158,7 @@ class Grid(Config):
 
 
 def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
-    """Resample to ``voxel_mm``, same centre: linear, smoothed before shrinking; fp32."""
+    """Return the volume on voxels of ``voxel_mm``, fp32, linear; zooms: its voxel sizes in mm."""
     factors = voxel_mm / np.asarray(zooms, np.float64)  # old voxels per new one
     if np.all(np.abs(factors - 1) * voxel_mm < VOXEL_TOLERANCE_MM):
         return volume.astype(np.float32, copy=False)
@@ -175,7 +175,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
 def resample_masked_volume(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Resample the inside of a mask as ``resample_volume`` does: values, and the new mask."""
+    """Return values inside the mask, 0 outside, and the mask, both on voxels of ``voxel_mm``."""
     weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
     values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
     inside = weight >= BRAIN
@@ -183,7 +183,7 @@ def resample_masked_volume(
 
 
 def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the first index per axis of ``size`` voxels around the mask's middle; < 0: padding."""
+    """Return the first index per axis of a window around the mask's middle; < 0: to be padded."""
     if mask.shape == tuple(size):
         return (0, 0, 0)
     bounds = [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in ((1, 2), (0, 2), (0, 1))]
@@ -213,7 +213,7 @@ MAX_LOST = 0.01  # share of the brain that a crop may lose
 
 
 def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
-    """Return why no head has these tissue shares fp32 (3, D, H, W), or None."""
+    """Return why tissue shares fp32 (3, D, H, W) are impossible for a head, or None."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + SUM_TOLERANCE).mean())) > MAX_OVERFULL:
         return (
@@ -230,7 +230,7 @@ def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Return why a volume (D, H, W) seems to show more than the brain, or None."""
+    """Return why a volume seems to show a skull, or None; from_maps: mask is of tissue maps."""
     remedy = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"
@@ -263,7 +263,7 @@ class VolumeWithTissueShares(NamedTuple):
 def read_subject_volumes(
     files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithTissueShares:
-    """Read one subject's files and prepare the stored volume.
+    """Return one subject's volume and tissue shares, on the grid and normalised, as stored.
 
     files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label map
     ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask file, else
@@ -292,13 +292,13 @@ def read_subject_volumes(
 
 
 def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
-    """Read one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
+    """Return one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
     files = {"t1": Path(path)} | ({"mask": Path(mask)} if mask else {})
     return read_subject_volumes(files, grid).image
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Map the 1st to 99th percentile in ``mask`` to [0.01, 1], outside to 0; fp32 (D, H, W)."""
+    """Return fp32 (D, H, W): 1st to 99th percentile in ``mask`` mapped to [0.01, 1], 0 outside."""
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)
     if not high > low:
@@ -312,7 +312,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def pack_stored_volume(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
 ) -> VolumeWithTissueShares:
-    """Pack a volume (D, H, W), shares (R, D, H, W) and a brain mask as they are stored."""
+    """Return a volume (D, H, W), normalised in its mask, and shares (R, D, H, W) as stored."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
     if regions is not None:
         regions = np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8)
@@ -325,7 +325,7 @@ def _refuse(place: str | Path, problem: str | None) -> None:
 
 
 def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
-    """Load a subject's files, which share the T1's voxels; raises all problems at once."""
+    """Return kind (t1, mask, …) → volume. Raises UnusableVolume, which lists all problems."""
     volumes = {}
     problems = []
     for name, path in files.items():
