@@ -151,7 +151,7 @@ class Found(Config):
         }
 
     def numbers(self) -> dict[str, float]:
-        """Return the values by metric and place, as MLflow shows them."""
+        """Return "{metric}_{place}…" → value, under the names that MLflow shows."""
         return {
             "_".join([value.metric, *map(place_slug, value.at.values())]): value.value
             for value in self.values

@@ -42,7 +42,7 @@ class FittedCalibrator(Config, ABC):
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return the fit that calibrates each prediction: its group, or ``pooled``."""
+        """Return, per prediction, the fit that calibrates it: the name of its group or "pooled"."""
         return [POOLED] * len(groups)
 
     @property
@@ -83,7 +83,7 @@ class Calibrator(Part, ABC):
 
 
 def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
-    """Return the calibrator of a calibrator.json; UserError if it does not fit the predictions."""
+    """Return the calibrator of a calibrator.json; UserError if it is not one of ``predicts``."""
     content = read_json(path)
     kind = str(content.get("kind")) if isinstance(content, dict) else ""
     try:

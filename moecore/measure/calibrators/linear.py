@@ -45,7 +45,7 @@ class FittedLine(Config):
         return slope
 
     def invert(self, predictions: np.ndarray) -> np.ndarray:
-        """Return (ŷ − a)/b, (N,) to (N,)."""
+        """Return corrected predictions (ŷ − a)/b, (N,) to (N,)."""
         return (predictions - self.intercept) / self.slope
 
 

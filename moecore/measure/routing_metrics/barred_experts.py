@@ -63,7 +63,7 @@ def no_barring_reason(model: Model) -> str | None:
 
 
 def removable_expert_count(model: Model) -> int:
-    """Return the number of experts that can be barred without fewer experts per token."""
+    """Return how many experts can be barred so that each token still gets as many."""
     moe = model.experts_and_router
     choices = moe.experts.choices
     return choices - round(moe.scaled_router.active(choices))
@@ -123,7 +123,7 @@ def drop_weights(combine: Tensor, is_dropped: Tensor, is_renormalised: bool) -> 
 
 
 def reweigh_plan(plan: SparsePlan, combine: Tensor) -> SparsePlan:
-    """Return the plan with each pair's weight from (B, T, E), found by the row's expert."""
+    """Return the plan with its pairs of token and expert weighted by ``combine`` (B, T, E)."""
     experts = torch.searchsorted(plan.offsets.long(), plan.rows, right=True)
     return plan._replace(weights=combine.gather(-1, experts.view_as(plan.weights)))
 

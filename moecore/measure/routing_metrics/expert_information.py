@@ -27,7 +27,7 @@ TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
 def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return {"class": (N, 1)} if each image has one class; labels (N, …) of the task."""
+    """Return {"class": (N, 1)} if each image has one class, else {}; labels: the task's, (N, …)."""
     members = subject.model.image.task.by_class(labels)
     if members is None or not torch.equal(members[0], torch.arange(len(labels))):
         return {}
@@ -37,7 +37,7 @@ def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Te
 def token_labels_by_kind(
     subject: MeasuredModel, indices: np.ndarray, images: np.ndarray, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """Return labels of tokens, (N, T), or (1, T) if equal in all images; -1 if unknown.
+    """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown.
 
     position; truth (data with known truth); word and stop_word (texts), with rare words unknown;
     tissue (volumes with maps), the largest in a cube. indices: of the images in the test split.
@@ -155,7 +155,7 @@ def permute_images(
 
 
 def check_exchangeable(images: int) -> None:
-    """Raise UserError for too few images: every result would be chance, unnoticed."""
+    """Raise UserError for fewer than MIN_IMAGES images, as every result would be chance."""
     if images < MIN_IMAGES:
         raise UserError.at(
             "permutation null",
@@ -167,7 +167,7 @@ def check_exchangeable(images: int) -> None:
 def _count_table(
     chosen: np.ndarray, pairs: tuple[np.ndarray, ...], labels: np.ndarray
 ) -> np.ndarray:
-    """Count the pairs of each expert and label: (E, K)."""
+    """Count (token, expert) pairs by expert and label, (E, K); pairs: ``chosen.nonzero()``."""
     image, token, expert = pairs
     width = int(labels.max()) + 2
     cells = expert * width + labels[image, token] + 1
@@ -194,7 +194,7 @@ def _information_by_image(
 def _specialisation(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> Specialisation | None:
-    """Return the specialisation; null: per permutation, the sum of shares over common labels."""
+    """Return it for labels ``common`` (K,) bool, None without; null: sums of permuted shares."""
     number = int(common.sum())
     if not number:
         return None
@@ -232,7 +232,7 @@ class LabelInformation(Config):
 def label_information(
     chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: np.ndarray | None = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
-    """Return the information about each kind of label with two or more values, and its items."""
+    """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
     for name, kind_labels in labels.items():

@@ -131,7 +131,7 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
 def routing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Return 1 − IoU of the experts chosen before capacity, per layer."""
+    """Return, per layer, 1 − IoU of the experts that tokens chose, before capacity limits."""
     pairs = zip(before, after, strict=True)
     return [1 - float(choice_iou(a.chosen, b.chosen).mean()) for a, b in pairs]
 
@@ -166,7 +166,7 @@ def expert_agreement(
 def processing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Return 1 − IoU of the experts that processed a token (under capacity), per layer."""
+    """Return, per layer, 1 − IoU of the experts that processed a token, within capacity."""
     pairs = zip(before, after, strict=True)
     return [1 - float(choice_iou(a.combine != 0, b.combine != 0).mean()) for a, b in pairs]
 
@@ -197,12 +197,12 @@ _MIN_WEIGHT = 1e-6
 
 
 def fallback_rate(scores: Tensor, threshold: float) -> float:
-    """Return the share of tokens without an eligible expert: they use top-k (§6, figure S3)."""
+    """Return the share of tokens with no score above the threshold: they use top-k (figure S3)."""
     return float(below_k_eligible_flags(scores, threshold, 1).mean())
 
 
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
-    """Return 1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64.
+    """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0.
 
     Algorithm 1, line 13.
     """
@@ -212,7 +212,8 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     """Return the weight of eligible experts beyond the best ``k`` / that of all eligible (eq. 12).
 
-    In [0, 1): mean over the tokens with an eligible expert; None without such a token.
+    Eligible: score above the threshold. In [0, 1): mean over the tokens with an eligible expert;
+    None without such a token.
     """
     tails, has_eligible = _eligible_tails(scores, threshold, k)
     if has_eligible.any():
@@ -221,7 +222,7 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
 
 
 def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return eq. 12 of each token, and whether it has an eligible expert, else NaN; (B, T)."""
+    """Return each token's ``eligible_tail_mass``, NaN if undefined, and if defined; both (B, T)."""
     eligible = _eligible_experts(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
     return _share_beyond(weights, k), eligible.any(dim=-1)
@@ -286,7 +287,7 @@ def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
 
 
 def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
-    """Return each image's mean experts per token, and share of tokens without; (B,) fp64 each."""
+    """Return "experts_per_token" and "unrouted" (share of tokens) → means per image, (B,) fp64."""
     numbers = chosen.sum(dim=-1).double()
     none = (numbers == 0).double()
     return {"experts_per_token": numbers.mean(dim=1), "unrouted": none.mean(dim=1)}
@@ -300,7 +301,7 @@ def load_shares(counts: Tensor) -> Tensor:
 def _token_metrics(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return the metrics that are defined for every token, (B, T) fp64 each."""
+    """Return metric → its value of every token, (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
         metrics["tail_of_probs"] = tail_by_token(layer.probs, k)
@@ -314,7 +315,7 @@ def _token_metrics(
 def measure_layer_use(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, float]:
-    """Return the metrics of one MoE layer; threshold and k: of its router, None without.
+    """Return metric → value of one MoE layer; threshold, k: of its router, None if it has none.
 
     The load has no values where no token chose an expert, as the router ``depth`` may decide.
     """
@@ -341,7 +342,7 @@ def measure_layer_use(
 def measure_layer_use_by_image(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return the metrics of ``measure_layer_use`` per image, (B,) fp64, with the same mean.
+    """Return metric of ``measure_layer_use`` → values per image, (B,) fp64, with the same mean.
 
     The share of dead experts and the shares on the map have no values per image.
     """

@@ -262,7 +262,7 @@ def theorem_1_sides(
 def theorem_2(
     parts: Sequence[RegressionSamples], betas: Sequence[np.ndarray] | np.ndarray
 ) -> Theorem2:
-    """Return the bounds of Theorem 2 for y_i = X_i β_i + r_i, and the ratio; betas: E of (D,)."""
+    """Return Theorem 2's bounds for y_i = X_i β_i + r_i, and the measured ratio; betas: (E, D)."""
     grams = [part.points.T @ part.points for part in parts]
     if any(np.linalg.matrix_rank(part.points) < part.points.shape[1] for part in parts):
         raise ValueError(
