@@ -41,7 +41,7 @@ class ScoresAtEpsilon(Config):
     def of(
         cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
     ) -> Self:
-        """Return the row of the images' scores (N,) at ``epsilon``; more: fields of a subclass."""
+        """Return a row with mean, interval and scores (N,) at an epsilon; more: other fields."""
         interval = task.interval(scores, people)
         return cls(
             epsilon=epsilon,
@@ -72,7 +72,7 @@ Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 def worst_case(
     curves: Curves, task: Task, images: int, people: np.ndarray | None = None
 ) -> tuple[ScoresAtEpsilon, ...]:
-    """Return one row per epsilon: each image's worst score over all attacks; () without attacks."""
+    """Return a row per epsilon with each image's worst score over all attacks, () for none."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     worst = []
@@ -140,7 +140,7 @@ def is_share(task: Task) -> bool:
 
 
 def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
-    """Return whether ``score`` is equal to ``other`` or worse, by the task's better direction."""
+    """Return whether ``score`` is ``other`` or worse, in the direction of the task's score."""
     if task.score.better == "higher":
         return score <= other
     return score >= other
@@ -160,7 +160,7 @@ def worse_limit(task: Task, interval: Interval) -> float:
 
 
 def format_score_interval(task: Task, interval: Interval) -> str:
-    """Return the score's name, value and limits as text, such as "Accuracy 91% (89% to 93%)"."""
+    """Return the score's name, value and limits as text, as "accuracy 91.0% (89.0% to 93.0%)"."""
     low, high = interval_limits(interval)
     limits = f"{format_score(task, low)} to {format_score(task, high)}"
     return f"{task.score.label} {format_score(task, interval.value)} ({limits})"
@@ -220,7 +220,7 @@ def run_audit(
 
 
 def check_deterministic(target: Target) -> AuditLine:
-    """Return the audit's line on whether two forward passes over the same images are bit-equal."""
+    """Return an ``AuditLine`` on whether two forward passes over the same images are bit-equal."""
     device = model_device(target.model)
 
     def predict() -> Tensor:
@@ -240,7 +240,7 @@ def check_deterministic(target: Target) -> AuditLine:
 
 
 def check_zero_gradients(target: Target) -> AuditLine:
-    """Return the audit's line on whether every clean image has a nonzero gradient of the loss."""
+    """Return an ``AuditLine`` on whether every clean image has a nonzero gradient of the loss."""
     device = model_device(target.model)
     images = image_batches(target.images, target.batch, device)
     shares = []
@@ -258,7 +258,7 @@ def check_zero_gradients(target: Target) -> AuditLine:
 
 
 def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
-    """Return the audit's line on whether a huge ``epsilon`` makes the score as bad as a guess."""
+    """Return an ``AuditLine`` on whether a huge ``epsilon`` makes the score as bad as a guess."""
     task = target.task
     scores = target.worse_scores(target.attacked(attack, epsilon))
     interval = task.interval(scores, target.people)
@@ -279,7 +279,7 @@ def check_more_steps(
     epsilon: float,
     people: np.ndarray | None = None,
 ) -> AuditLine:
-    """Return the audit's line on whether PGD of twice the ``steps`` stays in the 95 % interval."""
+    """Return an ``AuditLine`` on whether twice the ``steps`` stay in the interval of ``scores``."""
     interval = task.interval(scores, people)
     longer = float(longer_scores.double().mean())
     text = (
@@ -291,7 +291,7 @@ def check_more_steps(
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Return the audit's line on whether attacks on a soft surrogate do no more harm.
+    """Return an ``AuditLine`` on whether attacks on a soft surrogate do no more harm.
 
     The surrogate uses all experts. direct: (N,), scores under attacks on the model itself.
     """
@@ -320,7 +320,7 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
 
 
 def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Return the audit's line on whether the score under PGD is no better than under FGSM."""
+    """Return an ``AuditLine`` on whether the score under PGD is no better than under FGSM."""
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     fgsm = _last_row_of_kind(curves, attacks, "fgsm")
     if pgd is None or fgsm is None:
@@ -334,7 +334,7 @@ def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Return the audit's line on whether APGD reaches PGD's mean loss, or a score no better."""
+    """Return an ``AuditLine`` on whether APGD reaches PGD's mean loss, or a score no better."""
     apgd = _last_row_of_kind(curves, attacks, "apgd")
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     if apgd is None or pgd is None:
@@ -351,7 +351,7 @@ def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Return the audit's line on whether the score never gets better at a larger epsilon."""
+    """Return an ``AuditLine`` on whether the score never gets better at a larger epsilon."""
     climbers = [attack for attack in attacks if attack.climbs_task and attack.name in curves]
     judged = [attack.name for attack in climbers if attack.kind in ITERATIVE_ATTACKS]
     failed = dict.fromkeys(

@@ -69,7 +69,7 @@ class MeasuredPart(Config):
 
     @property
     def pieces(self) -> int:
-        """Number of pieces that progress is shown for; 0 for a short measurement."""
+        """Number of steps that are stored and shown as progress; 0 for a short measurement."""
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
@@ -130,7 +130,7 @@ class Measurement(MeasuredPart, ABC):
 
     @abstractmethod
     def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
-        """Put the values; the result may depend on the arguments only.
+        """Measure the model and put the values in ``out``; they may depend on the arguments only.
 
         Args:
             subject: The trained model and its data.

@@ -92,7 +92,7 @@ class TokenLossAndConfidence(NamedTuple):
 def final_tokens(
     model: LanguageTransformer, split: Split, batch: int, max_tokens: int | None = None
 ) -> FinalTokens:
-    """Return the tokens that the head reads, about ``max_tokens`` (None: all), evenly spread."""
+    """Return the head's input tokens of evenly spread blocks, about ``max_tokens`` (None: all)."""
     blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
     indices = evenly_spaced_indices(len(split.labels), blocks)
     device = predict.model_device(model)
@@ -207,7 +207,7 @@ class ClassCalibration(ModelCalibration):
     page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit on validation; put score, NLL, Brier score and ECE on test, each before and after.
+        """Fit on validation; put test score, NLL, Brier score and ECE before and after calibration.
 
         facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
         after; scores, one per test image as the task packs them, equal before and after; top5,

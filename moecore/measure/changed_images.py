@@ -21,7 +21,7 @@ Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
 class ChangedImages(NamedTuple):
-    """N changed test images."""
+    """N test images with one change, such as noise of one strength."""
 
     kind: Kind
     label: str

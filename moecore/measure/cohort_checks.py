@@ -197,7 +197,7 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
 
 
 def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
-    """Put ``monotone`` and ``ageing_rank`` of simulated subjects; nothing for a real cohort."""
+    """Put ``monotone`` (share of rising steps) and ``ageing_rank``; nothing for a real cohort."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return

@@ -159,7 +159,8 @@ def put_removals(
 ) -> None:
     """Put the loss of score without the most used, least used or random experts of every layer.
 
-    counts: (L, E), choices of each expert; draws: random sets. Columns: at most half removed.
+    counts: (L, E), choices of each expert; draws: random sets per number of experts. Tables show
+    the largest number that is at most half of the experts.
     """
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
@@ -217,7 +218,7 @@ def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
-    """Draw indices of ``number`` experts per layer; the same ``draw`` extends a smaller number."""
+    """Return ``number`` random experts per layer; per ``draw``, larger numbers include smaller."""
     generator = np.random.default_rng([SEED, draw])
     return [generator.permutation(experts)[:number].tolist() for _ in range(layers)]
 

@@ -87,7 +87,7 @@ class FewShot(Measurement):
         return {"shots": self.shots}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``few_shot`` and ``few_shot_leaky`` for each number of shots that every class has."""
+        """Put ``few_shot`` and, with λ chosen on test, ``few_shot_leaky`` per number of shots."""
         train, test = subject.data.train, subject.data.test
         counts = subject.data.task.counts(np.array(train.labels))
         size, name = min(zip(counts, subject.data.task.classes, strict=True))

@@ -158,12 +158,12 @@ def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any
 
 @contextmanager
 def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
-    """Record MoE layers, experts and teacher in passes inside the ``with``; mark: time or FLOPs."""
+    """Yield a list that collects calls of MoE layers, experts and teacher; mark: time or FLOPs."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
 
         def record(module: nn.Module, part: str, padding: dict[str, float]) -> None:
-            """Record calls of a module; padding: "share" → padding rows, set before a call ends."""
+            """Record calls of a module; padding["share"]: share of padding rows as a call ends."""
             starts: list[Any] = []
 
             def end_span(*_: Any) -> None:

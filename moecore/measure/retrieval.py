@@ -124,7 +124,7 @@ class Retrieval(Measurement):
 def captioned_pictures(
     subject: MeasuredModel, images: np.ndarray, labels: Tensor
 ) -> dict[str, Any]:
-    """Return facts: a few images with patches' experts, and their first captions with words'."""
+    """Return "overlays" and "captions_read" of a few images: experts of patches and of words."""
     indices = evenly_spaced_indices(len(images), PICTURES)
     towers = find_two_towers(subject.model)
     if towers is None:
@@ -154,7 +154,7 @@ def captioned_pictures(
 def put_recall(
     name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
-    """Put recall ``{name}`` and ``{name}_chance`` for each k of ``at``, from hits (N, ks).
+    """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``.
 
     gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     """
@@ -167,7 +167,7 @@ def put_recall(
 
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
-    """Put load, entropy and same-expert rate of captions' words, mean over the text's layers."""
+    """Put load CV², entropy and same-expert rate of captions, mean over the text tower's layers."""
     model = find_two_towers(subject.model)
     assert model is not None
     out.facts["layers"] = []
@@ -229,7 +229,7 @@ def summarize_caption_routing(
 
 
 def same_expert_rate(table: Tensor) -> float:
-    """Return the share of pairs of a row's counts (rows, E) with equal experts; no pairs: 1."""
+    """Return the share of pairs within a row of counts (rows, E) with one expert; 1 if none."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

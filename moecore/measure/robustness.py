@@ -197,7 +197,7 @@ class CleanAnswers(NamedTuple):
 
 
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
-    """Return the model with the drawn test images, their labels and people."""
+    """Return the model as a target of attacks, with random test images, labels and people."""
     test = subject.data.test
     indices = draw_image_indices(len(test.labels), settings.images, SEED)
     labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
@@ -246,7 +246,7 @@ def put_scores(
 
 
 def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
-    """Put ``loss``, ``unchanged_images`` and, per layer and as mean, CHANGES at each epsilon."""
+    """Put loss, unchanged images, routing and processing change (also per layer) by epsilon."""
     for row in rows:
         at = {"attack": attack, "epsilon": row.epsilon}
         out.put("loss", row.loss, **at)
@@ -263,7 +263,7 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
 def measure_attack_at_epsilon(
     attack: Attack, target: Target, clean: CleanAnswers, epsilon: float
 ) -> AttackRow:
-    """Return scores, loss and routing under an attack; UserError if epsilon 0 changes any."""
+    """Return scores, loss and routing at one epsilon; UserError if 0 changes a prediction."""
     adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):
@@ -291,7 +291,7 @@ def measure_attack_at_epsilon(
 def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[float]]:
-    """Return name of CHANGES → value per image, mean over layers; {} for a dense model."""
+    """Return routing and processing change → values per image, mean over layers; {}: dense."""
     if not before:
         return {}
     pairs = zip(before, after, strict=True)

@@ -115,7 +115,7 @@ class RouterRegret(Measurement):
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put regret and the other METRICS of each layer, and their means over layers.
+        """Put regret, its normalised form, better sets and fixed-set gain, per layer and as means.
 
         facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
         lower bound); best, per layer the ``BestChoice``s on images of the explorer.
@@ -243,7 +243,7 @@ def best_choices(
 def regret_metrics_by_image(
     losses: np.ndarray, people: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return metric → (N,) from losses (N, n, S + 1); people: of images, each in one half."""
+    """Return metric → (N,) from losses (N, n, S + 1); halves of images do not split ``people``."""
     images, tokens = losses.shape[:2]
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()

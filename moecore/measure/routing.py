@@ -365,7 +365,7 @@ def routing_metrics_by_layer(
     images: np.ndarray,
     settings: Routing,
 ) -> tuple[Layers, LayerItems]:
-    """Return, per MoE layer, metric → mean and metric → (N,): use, view and teacher matches."""
+    """Return, per MoE layer, metric → mean and → (N,) by image: load, matches of views, teacher."""
     router = subject.model.experts_and_router.scaled_router
     threshold = sweeps.score_threshold(router)
     k = getattr(router, "k", None)
@@ -386,7 +386,7 @@ def routing_metrics_by_layer(
 
 
 def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
-    """Put the mean over ``layers`` of each metric that all have; key: its name, {} the metric."""
+    """Put the mean over ``layers`` of each metric that all have, as ``key.format(metric)``."""
     items = mean_items_over_layers(by_image)
     for name, mean in layer_metrics.average_layers(layers).items():
         metric = key.format(name)
@@ -397,7 +397,8 @@ def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at:
 def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
     """Put matches and switch fraction of two views under each augmentation.
 
-    Draws depend on its name alone. Nothing for text, and for images with a channel of truth.
+    Draws depend on the augmentation's name alone. Nothing is put for text, and for images with a
+    channel of truth, which a change would falsify.
     """
     if images.ndim == TEXT or model.image.truth:
         return

@@ -150,7 +150,7 @@ class Stability(Measurement):
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Count the steps of the true class's probability above a threshold, (N,) int64.
+    """Count the steps that change the true class's probability by more than ``threshold``, (N,).
 
     A step is between neighbouring points: a steep continuous change counts, too. probs: (N, S + 1,
     K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).

@@ -42,14 +42,14 @@ def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None
 def steps_to_baseline_loss(
     trained: Found, _: Sequence[Found], same_seed: Found | None
 ) -> int | None:
-    """Return the step at which the loss reaches the same seed's baseline, or None without one."""
+    """Return the step at which the loss reaches the same-seed baseline's final one, or None."""
     if same_seed is None:
         return None
     return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
-    """Return a function: results → test images that are right, (N,) or None; fact: scores' key."""
+    """Return a function: results → which test images are right, (N,); fact: "scores" or "top5"."""
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
         trained, calibrated = results.get(Trained), results.get(ClassCalibration)

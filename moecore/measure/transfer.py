@@ -58,7 +58,7 @@ class Transfer(MeasuredPart):
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
-    """Score every pair of models; each pair is one stored piece.
+    """Return scores of every (attacked, scoring) pair of models; finished pairs are stored.
 
     facts: the attack's settings; score: of the task; skipped: method → why no image is made on its
     model; reading: an ``AuditLine``. Raises UserError where the attack does not suit the task.
@@ -145,7 +145,7 @@ def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
 
 
 def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
-    """Return the audit's line on whether no transferred attack does more harm than a direct one."""
+    """Return an ``AuditLine`` on whether no transferred attack does more harm than a direct one."""
     foreign = [
         value
         for value in result.all("transferred_difference")

@@ -226,7 +226,7 @@ class Values:
         return mean(items, people=self.people)
 
     def piece(self, name: str, compute: Callable[["Values"], None]) -> None:
-        """Add the values that ``compute`` puts, or the stored ones of an earlier process."""
+        """Add the values that ``compute`` puts, or those that an earlier process stored."""
 
         def fresh() -> dict[str, Any]:
             part = Values(self.metrics, self.task, self.parts)

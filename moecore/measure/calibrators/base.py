@@ -47,7 +47,7 @@ class FittedCalibrator(Config, ABC):
 
     @property
     def summary(self) -> str:
-        """Return the fit in a few words."""
+        """Return the fit in a few words, such as "temperature 1.3"."""
         return str(self.kind)
 
 
@@ -60,7 +60,7 @@ class Calibrator(Part, ABC):
 
     @property
     def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
+        """Return the split whose predictions the calibrator is fitted to."""
         return "validation"
 
     @abstractmethod

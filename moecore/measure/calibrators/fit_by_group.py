@@ -42,7 +42,7 @@ class NumberCalibrator(Calibrator, ABC):
 
     @property
     def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
+        """Return the split whose predictions the calibrator is fitted to."""
         return self.fit_on
 
 

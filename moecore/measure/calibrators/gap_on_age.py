@@ -99,7 +99,7 @@ class GapOnAge(NumberCalibrator):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedGapOnAge:
-        """Fit the curves of ``predictions`` − ``labels`` on ``labels``.
+        """Fit the gap ŷ − y as a polynomial of age y to all pairs, and to each group with enough.
 
         Args:
             predictions: ŷ, (N,).

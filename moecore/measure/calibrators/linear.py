@@ -93,7 +93,7 @@ class Linear(NumberCalibrator):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedLinear:
-        """Fit the lines of ``predictions`` on ``labels``.
+        """Fit ŷ = a + b·y to all pairs, and to each group with enough of them.
 
         Args:
             predictions: ŷ, (N,), in the target's unit.

@@ -44,7 +44,7 @@ class FavouritePatch(Config):
 
 
 class ExpertProfile(Config):
-    """What one expert does."""
+    """Load, classes, kinds, words and favourite patches of one expert."""
 
     load: float  # share of all tokens' choices
     classes: tuple[tuple[int, float], ...]  # class, its share of these choices; largest first
@@ -112,7 +112,7 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Return, per image and expert, the tokens that chose it and the most probable patch.
+    """Return, per image and expert, how many tokens chose it, and its most probable patch.
 
     special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     """

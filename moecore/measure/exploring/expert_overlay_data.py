@@ -92,9 +92,10 @@ class MatchedCrops(Config):
 
 
 def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
-    """Return two crops of the first image with half of its patches in both, or of the best one.
+    """Return two random crops of the first image whose crops share half of its patches.
 
-    images: uint8 (N, C, H, W), N ≥ 1. None for volumes and for images of a single patch.
+    Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
+    None for volumes and for images of a single patch.
     """
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None

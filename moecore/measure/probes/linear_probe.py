@@ -90,7 +90,7 @@ class VolumePredictions(NamedTuple):
 def predict_volumes(
     model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
 ) -> VolumePredictions:
-    """Predict ages of ``count`` volumes (None: all); region: the only tissue in them, or None."""
+    """Predict ages of ``count`` volumes (None: all), with only the tissue ``region`` if given."""
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
     chosen = evenly_spaced_indices(len(ages), count)
@@ -128,7 +128,7 @@ def model_and_probe_errors(
 def tissue_error_differences(
     tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
 ) -> dict[tuple[str, str], Interval]:
-    """Return (tissue, previous one in ORDER) → the probe's additional error; {} without all."""
+    """Return (tissue, previous in ORDER) → probe's additional error; {} if a tissue is missing."""
     if any(name not in tissues for name in ORDER):
         return {}
     return {

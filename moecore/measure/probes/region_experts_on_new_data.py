@@ -31,7 +31,7 @@ NONE = -1  # the tissue of an empty cube
 
 
 class TissueAgreement(NamedTuple):
-    """Share of a person's cubes whose first is their own, mean over people, and chance levels."""
+    """Share of cubes whose best expert is their tissue's, mean over people, and chance levels."""
 
     people: int
     cubes: int
@@ -72,7 +72,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return agreement over the same people's cubes; sorts: one entry per version of volumes."""
+    """Return how often cubes' best expert is their tissue's; sorts: versions of the volumes."""
     cube_tissues = np.concatenate([cubes.own for cubes in sorts], axis=1)
     first = np.concatenate([cubes.first for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])
@@ -153,7 +153,7 @@ class RegionExpertAgreement(NamedTuple):
 
 
 class RegionExperts(NamedTuple):
-    """Agreement of region experts with tissues on test volumes and on two kinds of new ones."""
+    """Agreement of region experts with tissues on test volumes, mixtures and new volumes."""
 
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
@@ -178,7 +178,7 @@ def measure_generalisation(
     seed: int,
     batch: int,
 ) -> RegionExperts:
-    """Return the agreement on test volumes, on mixtures of two tissues and on another cohort.
+    """Return region experts' agreement with tissues on test, mixed and newly simulated volumes.
 
     tissues: names of the first experts, in order; ages: youngest and oldest age of the other
     generator's people, in years; seed: of these people and of the mixtures.
@@ -236,7 +236,7 @@ def simulate_shell_cohort(
 def measure_tissue_routing(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
-    """Return the agreement on complete volumes, and on each tissue alone."""
+    """Return how often cubes' best expert is their tissue's, whole volumes and one tissue."""
     complete = route_tissue_masked_volumes(model, scans, None, batch)
     single = [
         route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)

@@ -63,7 +63,7 @@ def no_barring_reason(model: Model) -> str | None:
 
 
 def removable_expert_count(model: Model) -> int:
-    """Return how many experts can be barred so that each token still gets as many."""
+    """Return how many experts can be barred without reducing a token's number of experts."""
     moe = model.experts_and_router
     choices = moe.experts.choices
     return choices - round(moe.scaled_router.active(choices))
@@ -77,7 +77,7 @@ Way = Literal["as_is", "renormalised", "reroute"]
 def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
     """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``.
 
-    Tokens with fewer choices lose nothing. ``no_barring_reason(model)`` must be None.
+    Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
     """
 
     def drop(router: Any, inputs: tuple[Any, ...], decided: tuple[Any, RoutingRecord]) -> Any:

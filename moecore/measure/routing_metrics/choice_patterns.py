@@ -106,7 +106,7 @@ def consistency_by_threshold(uses: np.ndarray) -> np.ndarray:
 
 
 def consistency_by_image(uses: np.ndarray) -> np.ndarray:
-    """Return the largest F1 as one value per image, (B,), with that mean; uses (B, m + 1)."""
+    """Return the largest F1 over θ as values per image, (B,), with that mean; uses (B, m + 1)."""
     best = int(consistency_by_threshold(uses.sum(axis=0)).argmax())
     served, needed_and_loaded = _served_and_size(uses)
     return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
@@ -124,7 +124,7 @@ def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def window_consistency(
     patches: Tensor, windows: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return, per window < T, name → F1 per image (B,) and name → F1 by chance; (B, T, E)."""
+    """Return name → F1 per image (B,), and → F1 by chance, per window < T; patches (B, T, E)."""
     values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)

@@ -187,7 +187,7 @@ class EpochWatch(NamedTuple):
         return float((tensors["first"] == before["first"]).double().mean())
 
     def collect_settling(self) -> Settling:
-        """Return agreement, saturation and purity over the stored epochs; UserError without all."""
+        """Return stored agreement, saturation and purity by epoch; UserError if one is missing."""
         if self.model.moe is None:
             return Settling()
         epochs = self.epochs
@@ -338,7 +338,7 @@ def spread_places(total: int, number: int) -> list[int]:
 
 
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
-    """Return indices in the test split of the first images that the explorer shows."""
+    """Return indices in the test split of the ``number`` images that the explorer shows first."""
     images = data.test.images
     limit = VOLUMES if images.ndim == 5 else IMAGES
     return spread_places(len(images), min(number, limit))

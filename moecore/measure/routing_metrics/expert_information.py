@@ -39,8 +39,8 @@ def token_labels_by_kind(
 ) -> dict[str, Tensor]:
     """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown.
 
-    position; truth (data with known truth); word and stop_word (texts), with rare words unknown;
-    tissue (volumes with maps), the largest in a cube. indices: of the images in the test split.
+    Kinds: position; truth (if known); word and stop_word (texts; rare words are unknown); tissue
+    (volumes with maps), the largest in a cube. indices: of the images in the test split.
     """
     data = subject.data
     labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
@@ -90,7 +90,7 @@ class ExpertInformation(NamedTuple):
 
 
 class Specialisation(NamedTuple):
-    """Concentration of labels' tokens on one expert, mean over labels with enough (OLMoE)."""
+    """Concentration of labels' tokens on one expert, mean over labels with enough tokens."""
 
     share: float  # largest share of a label's tokens that one expert has
     chance: float  # mean over permuted labels
@@ -148,7 +148,7 @@ def expert_information(
 def permute_images(
     labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield ``number`` permutations of labels (B, T) among images; with people, among people."""
+    """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
     check_exchangeable(len(labels))
     for order in permuted_orders(len(labels), number, seed, people):
         yield labels[order]
@@ -194,7 +194,7 @@ def _information_by_image(
 def _specialisation(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> Specialisation | None:
-    """Return it for labels ``common`` (K,) bool, None without; null: sums of permuted shares."""
+    """Return specialisation over labels ``common`` (K,) bool, or None; null: permuted sums."""
     number = int(common.sum())
     if not number:
         return None

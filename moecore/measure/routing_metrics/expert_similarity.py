@@ -55,7 +55,7 @@ class CountedImages:
 
 
 class KeptTokens(NamedTuple):
-    """Input tokens of one MoE layer, of all images."""
+    """Some input tokens of one MoE layer, from each image."""
 
     layer: MoEFeedForward
     parts: list[Tensor]  # (B, c, d), per call of its router
@@ -287,7 +287,7 @@ class PairAgreement(NamedTuple):
 def compare_encoded_choices(
     ours: tuple[EncodedChoices, ...], theirs: tuple[EncodedChoices, ...]
 ) -> PairAgreement:
-    """Return how far the matched experts of two models agree on the same images."""
+    """Return the agreement of two models' choices after matching experts, mean over layers."""
     people = None if ours[0].people is None else np.array(ours[0].people)
     is_fit = first_half(ours[0].shape[0], people)
     layers = []

@@ -66,14 +66,14 @@ def max_load_violation(counts: Tensor) -> float:
 
 
 def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
-    """Return the share of experts whose count is less than ``below`` times the mean; (E,)."""
+    """Return the share of experts whose count, of (E,), is less than ``below`` times the mean."""
     _check_counts(counts)
     counts = counts.double()
     return float((counts < below * counts.mean()).double().mean())
 
 
 def routing_confidence(probs: Tensor) -> dict[str, float]:
-    """Return the highest, second and remaining probability, mean over tokens (PRC, table 5)."""
+    """Return "confidence_highest", "…_second" and "…_others" → probability, mean over tokens."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return {
         "confidence_highest": float(ordered[0]),
@@ -102,9 +102,9 @@ def choice_iou(before: Tensor, after: Tensor) -> Tensor:
 
 
 def kept_choices(before: Tensor, after: Tensor) -> Tensor:
-    """Return the share of each token's experts that it had ``before``, (…) fp64; (…, E) bool.
+    """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64.
 
-    |before ∩ after| / |after|; without experts after: 1 if there were none before, else 0.
+    Of masks (…, E): |before ∩ after| / |after|. Without experts after: 1 if none before, else 0.
     One minus this is the switch fraction; by chance, at an even load, it is k/E.
     """
     _check_same_shape(before, after)
@@ -172,7 +172,7 @@ def processing_change_by_layer(
 
 
 def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over MoE layers of each metric that all of them have."""
+    """Return metric → mean over MoE layers, for the metrics that all of them have."""
     shared = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in shared}
 
@@ -222,7 +222,7 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
 
 
 def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return each token's ``eligible_tail_mass``, NaN if undefined, and if defined; both (B, T)."""
+    """Return each token's ``eligible_tail_mass`` or NaN, and whether it is defined; both (B, T)."""
     eligible = _eligible_experts(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
     return _share_beyond(weights, k), eligible.any(dim=-1)
@@ -264,7 +264,7 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 
 def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
-    """Return the shares of load, mass (E,) and experts (cells) on border, corners and inside.
+    """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts.
 
     Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
     MoGE's regularizer rewards the border: compare a share with that of the cells. There are no
@@ -409,7 +409,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
-    """Return each image's mean of d (not of d²) over tokens and layers, (N,) fp64.
+    """Return each image's IMED, √``squared_imed``, mean over tokens and layers, (N,) fp64.
 
     before, after: probs (N, T, E) per MoE layer.
     """
@@ -441,7 +441,7 @@ def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
 
 
 def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
-    """Return each expert's mean clean probability per class, (K, layers, E) fp64.
+    """Return each expert's mean probability per class, (K, layers, E) fp64.
 
     NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
     """

@@ -81,7 +81,7 @@ def copy_with_k(model: Model, k: int) -> Model | None:
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
     """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k.
 
-    Keys count pieces of experts, where experts are split.
+    If the model's experts are split into pieces, the keys count pieces.
     """
     outcomes = {}
     for k in numbers:
@@ -158,7 +158,7 @@ def routing_means_over_layers(
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
-    """Return "fallback_slope_below" and "…_above" TRAINED_THRESHOLD → slope (figure S3).
+    """Return "fallback_slope_below" and "…_above" → slope on that side of TRAINED_THRESHOLD.
 
     fallback: threshold → share. A side without another threshold has no slope.
     """
@@ -176,7 +176,7 @@ def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
 def swept_metric(
     label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
 ) -> Metric:
-    """Return the declaration of a metric with one column per setting of a sweep; over: which."""
+    """Return the declaration of a metric with a column per setting; over: "k" or "threshold"."""
     symbol, figure = FIGURES[over]
     return Metric(
         f"{label}, {symbol}\u00a0=\u00a0{{}}",
