@@ -92,7 +92,7 @@ class Cost(Measurement):
 
 
 def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> forward_cost.Images:
-    """Return a function: number of the pass n → images n·batch, n·batch + 1, …, modulo N.
+    """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N.
 
     images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     """

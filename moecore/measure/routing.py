@@ -67,7 +67,7 @@ AGREED = "tokens with the same first expert"
 
 
 def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
-    """Return the declaration of a metric with one column per MoE layer."""
+    """Return a ``Metric`` with one table column per MoE layer."""
     return Metric(
         f"{label}, MoE {{}}",
         better,

@@ -223,7 +223,7 @@ def outcome_of(trained: Found) -> Outcome:
 
 
 def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
-    """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5."""
+    """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5; None for []."""
     agreements = by_epoch or (None,)
     return agreements[(len(agreements) - 1) // 2]
 

@@ -83,7 +83,7 @@ class Calibrator(Part, ABC):
 
 
 def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
-    """Return the calibrator of a calibrator.json; UserError if it is not one of ``predicts``."""
+    """Return the calibrator in a calibrator.json; UserError if it is not for ``predicts``."""
     content = read_json(path)
     kind = str(content.get("kind")) if isinstance(content, dict) else ""
     try:

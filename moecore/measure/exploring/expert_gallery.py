@@ -66,7 +66,7 @@ class LayerGallery(Config):
 
 
 class ExpertUseByImage(NamedTuple):
-    """Use of one layer's experts on a few images."""
+    """Counts of one layer's expert choices on a few images, and the most probable patches."""
 
     chosen: Tensor  # (N, E) int64, number of tokens
     highest: Tensor  # (N, E), the largest probability of a patch that chose the expert; −1: none
@@ -193,7 +193,7 @@ RARE = 10  # words that occur less often in the blocks are ignored
 def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
     """Return the vocabulary indices (N, T) of the words of the last block of the context.
 
-    blocks: (N, C, T), channels of context blocks; with known truth, followed by as many of kinds.
+    blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
     """
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 

@@ -48,7 +48,7 @@ def fit_ridge_probe(
 ) -> tuple[Pipeline, float]:
     """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty.
 
-    The penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
+    It is the penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
     """
     # Imported here, as sklearn is slow to import and all stages import the measurements.
     from sklearn.linear_model import Ridge

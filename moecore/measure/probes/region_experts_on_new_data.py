@@ -205,7 +205,7 @@ def measure_generalisation(
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether the data have the other generator's voxel grid: size and millimetres."""
+    """Return whether the data have the voxels of ``simulate_shell_scan``: numbers, millimetres."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
@@ -222,7 +222,7 @@ def select_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> Volume
 def simulate_shell_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
-    """Simulate ``count`` people of the other generator, ages evenly spread, sexes in turn."""
+    """Simulate ``count`` people by ``simulate_shell_scan``, ages evenly spread, sexes in turn."""
     channels = [REGIONS.index(tissue) for tissue in tissues]
     people = [
         (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
@@ -236,7 +236,7 @@ def simulate_shell_cohort(
 def measure_tissue_routing(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
-    """Return how often cubes' best expert is their tissue's, whole volumes and one tissue."""
+    """Return how often cubes' best expert is their tissue's, on complete and one-tissue volumes."""
     complete = route_tissue_masked_volumes(model, scans, None, batch)
     single = [
         route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)

@@ -226,7 +226,7 @@ def put_roles(
     settings: ExpertRoles,
     out: Values,
 ) -> None:
-    """Put the roles' metrics as means over layers, and each ``RolesLayer`` in facts.roles.
+    """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles.
 
     records, watched: of one pass over the test images with these indices, (N,).
     """

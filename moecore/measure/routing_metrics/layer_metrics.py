@@ -431,7 +431,7 @@ def partner_images(images: int, seed: int) -> Tensor:
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Return each image's ``imed_by_image`` to its partner, without a transform; (N,) fp64.
+    """Return each image's IMED to another image (``partner_images``), untransformed; (N,) fp64.
 
     The reference for IMED under a transform: a router that does not distinguish images has small
     distances of both kinds. probs: (N, T, E) per MoE layer.

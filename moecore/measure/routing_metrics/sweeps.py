@@ -138,9 +138,9 @@ def routing_means_over_layers(
 ) -> Numbers:
     """Return metric → mean over the MoE layers, for the metrics that all layers have.
 
-    tail_mass: eq. 12 with a threshold, else the share of the probs outside the best k; fallback:
-    with a threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if
-    no token has an eligible expert.
+    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_of_probs``; fallback: with a
+    threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if no
+    score is above the threshold.
     """
     layers: list[Numbers] = []
     for record in records:
@@ -176,7 +176,7 @@ def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
 def swept_metric(
     label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
 ) -> Metric:
-    """Return the declaration of a metric with a column per setting; over: "k" or "threshold"."""
+    """Return a ``Metric`` with one table column per setting; over: "k" or "threshold"."""
     symbol, figure = FIGURES[over]
     return Metric(
         f"{label}, {symbol}\u00a0=\u00a0{{}}",
@@ -207,7 +207,7 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def slope_metric(side: str, end: str) -> Metric:
-    """Return the declaration of the fallback's slope on one side of the trained threshold."""
+    """Return the ``Metric`` of the fallback's slope below or above the trained threshold."""
     return Metric(
         f"Fallback, slope {side} {AT}",
         note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
