@@ -279,7 +279,7 @@ def check_more_steps(
     epsilon: float,
     people: np.ndarray | None = None,
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether doubling ``steps`` leaves the score in its interval."""
+    """Return an ``AuditLine`` on whether twice the ``steps`` do no harm beyond the interval."""
     interval = task.interval(scores, people)
     longer = float(longer_scores.double().mean())
     text = (
