@@ -130,7 +130,7 @@ class AuditLine(Config):
 
 
 def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
-    """Return the line of a check that could not be made: ``holds`` is None, the text the reason."""
+    """Return the ``AuditLine`` of a check that could not be made, with the reason as its text."""
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
@@ -279,7 +279,7 @@ def check_more_steps(
     epsilon: float,
     people: np.ndarray | None = None,
 ) -> AuditLine:
-    """Return an ``AuditLine`` on whether twice the ``steps`` do no harm beyond the interval."""
+    """Return an ``AuditLine`` on whether twice the ``steps`` stay within the worse limit."""
     interval = task.interval(scores, people)
     longer = float(longer_scores.double().mean())
     text = (

@@ -103,7 +103,7 @@ class RouterRegret(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return why experts cannot be barred, or tokens or items depend on each other; else None."""
+        """Return why experts cannot be barred or tokens or items depend on others, or None."""
         if reason := barred_experts.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:

@@ -351,7 +351,7 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
 
 
 def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write predictions and routing of the explorer's images after ``epoch``."""
+    """Write predictions and routing of the explorer's images after ``epoch`` to traces/*.json."""
     images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
     traces = routing_traces.build_image_traces(prediction, records, data.task, model.layouts)

@@ -204,7 +204,7 @@ class ExpertRoles(MeasuredPart):
 
 
 class WatchedPass(NamedTuple):
-    """Tokens and early choices of each MoE layer in one forward pass, by the layer's name."""
+    """Tokens of each MoE layer in one pass, and choices made one layer early, by layer name."""
 
     tokens: dict[str, expert_similarity.KeptTokens]
     early: dict[str, choice_patterns.EarlyChoices]
@@ -212,7 +212,7 @@ class WatchedPass(NamedTuple):
 
 @contextmanager
 def watch_experts(model: Model, images: expert_similarity.CountedImages) -> Iterator[WatchedPass]:
-    """Store tokens and early choices of each layer while ``images`` pass inside the ``with``."""
+    """Store tokens and choices one layer early while ``images`` pass inside the ``with``."""
     early_choices = choice_patterns.choose_one_layer_early(model)
     with expert_similarity.keep_layer_tokens(model, images) as tokens, early_choices as early:
         yield WatchedPass(tokens, early)
