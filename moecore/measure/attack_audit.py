@@ -1,4 +1,4 @@
-"""Scores under attack at each epsilon.
+"""Scores under attack at each epsilon, and an audit of the attacks' strength.
 
 An image's score is the worse of attacked and clean, as every ball contains the clean image: an
 attack that corrects a wrong answer changes nothing. N images.
@@ -41,7 +41,7 @@ class ScoresAtEpsilon(Config):
     def of(
         cls, epsilon: float, task: Task, scores: Tensor, people: np.ndarray | None = None, **more
     ) -> Self:
-        """Return a row of scores (N,); ``more``: fields of a subclass."""
+        """Return a row with mean, interval and scores (N,) at an epsilon; more: other fields."""
         interval = task.interval(scores, people)
         return cls(
             epsilon=epsilon,
@@ -72,7 +72,7 @@ Curves = Mapping[str, Curve]  # attack name → curve, of attacks that were run
 def worst_case(
     curves: Curves, task: Task, images: int, people: np.ndarray | None = None
 ) -> tuple[ScoresAtEpsilon, ...]:
-    """Return one row per epsilon: each image's worst score over all attacks; () without attacks."""
+    """Return a row per epsilon with each image's worst score over all attacks, () for none."""
     if len({tuple(row.epsilon for row in rows) for rows in curves.values()}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     worst = []
@@ -99,9 +99,9 @@ class AttackedGallery(Config):
 def attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> AttackedGallery | None:
-    """Return ``number`` images at each epsilon under the strongest attack, evenly spread.
+    """Return ``number`` images, evenly spread, at each epsilon under the strongest attack.
 
-    It has the worst score at the largest epsilon; in a tie the larger loss. None for volumes, and
+    Strongest: worst score at the largest epsilon, in a tie the larger loss. None for volumes, and
     without attacks or images.
     """
     if not number or not curves or target.images.ndim != 4:
@@ -122,7 +122,7 @@ def attack_gallery(
 
 
 class AuditLine(Config):
-    """Result of one check of the audit."""
+    """Result of one check: whether it holds (None: it could not be made), and a sentence."""
 
     name: str
     holds: bool | None
@@ -130,44 +130,44 @@ class AuditLine(Config):
 
 
 def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
-    """Return the line of a check that could not be made."""
+    """Return the ``AuditLine`` of a check that could not be made, with the reason as its text."""
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
 
 def is_share(task: Task) -> bool:
-    """Return whether each image is right or wrong."""
+    """Return whether each image is scored as right or wrong, so that the score is a share."""
     return task.needs_classes("share") is None
 
 
 def is_equal_or_worse(task: Task, score: float, other: float) -> bool:
-    """Return whether ``score`` is equal to ``other`` or worse."""
+    """Return whether ``score`` is ``other`` or worse, in the direction of the task's score."""
     if task.score.better == "higher":
         return score <= other
     return score >= other
 
 
 def format_score(task: Task, value: float) -> str:
-    """Return a score as text."""
+    """Return a score as text: percent for shares, else four significant digits."""
     if task.score.form == "share":
         return f"{value:.1%}"
     return f"{value:.4g}"
 
 
 def worse_limit(task: Task, interval: Interval) -> float:
-    """Return the limit of an interval on the side of worse scores."""
+    """Return the interval's limit on the side of worse scores, or its value without limits."""
     low, high = interval_limits(interval)
     return low if task.score.better == "higher" else high
 
 
 def format_score_interval(task: Task, interval: Interval) -> str:
-    """Return a score and its limits as text."""
+    """Return the score's name, value and limits as text, as "accuracy 91.0% (89.0% to 93.0%)"."""
     low, high = interval_limits(interval)
     limits = f"{format_score(task, low)} to {format_score(task, high)}"
     return f"{task.score.label} {format_score(task, interval.value)} ({limits})"
 
 
 def interval_limits(interval: Interval) -> tuple[float, float]:
-    """Return the limits of an interval; without limits, the value."""
+    """Return both limits of an interval; its value instead of a missing limit."""
     low = interval.value if interval.low is None else interval.low
     high = interval.value if interval.high is None else interval.high
     return low, high
@@ -195,7 +195,10 @@ def run_audit(
     curves: Curves,
     attacks: Sequence[Attack],
 ) -> tuple[AuditLine, ...]:
-    """Return all lines of the audit, at the largest epsilon."""
+    """Check the attacks on the first images of ``target`` at ``epsilon``; return a line per check.
+
+    curves: scores under the ``attacks`` of the settings, which some checks compare.
+    """
     part = target.first(settings.images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
@@ -217,7 +220,7 @@ def run_audit(
 
 
 def check_deterministic(target: Target) -> AuditLine:
-    """Check that two forward passes over the same images give the same bits."""
+    """Return an ``AuditLine`` on whether two forward passes over the same images are bit-equal."""
     device = model_device(target.model)
 
     def predict() -> Tensor:
@@ -237,7 +240,7 @@ def check_deterministic(target: Target) -> AuditLine:
 
 
 def check_zero_gradients(target: Target) -> AuditLine:
-    """Check that no clean image has a zero gradient, as from a saturated or blocked loss."""
+    """Return an ``AuditLine`` on whether every clean image has a nonzero gradient of the loss."""
     device = model_device(target.model)
     images = image_batches(target.images, target.batch, device)
     shares = []
@@ -255,7 +258,7 @@ def check_zero_gradients(target: Target) -> AuditLine:
 
 
 def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
-    """Check that in a ball that holds nearly every image the score is no better than a guess."""
+    """Return an ``AuditLine`` on whether a huge ``epsilon`` makes the score as bad as a guess."""
     task = target.task
     scores = target.worse_scores(target.attacked(attack, epsilon))
     interval = task.interval(scores, target.people)
@@ -276,7 +279,7 @@ def check_more_steps(
     epsilon: float,
     people: np.ndarray | None = None,
 ) -> AuditLine:
-    """Check that twice the steps give no score below the interval's worse limit; scores (N,)."""
+    """Return an ``AuditLine`` on whether twice the ``steps`` stay within the worse limit."""
     interval = task.interval(scores, people)
     longer = float(longer_scores.double().mean())
     text = (
@@ -288,9 +291,9 @@ def check_more_steps(
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Check that attacks on a soft surrogate, which uses all experts, do no more harm.
+    """Return an ``AuditLine`` on whether attacks on a soft surrogate do no more harm.
 
-    direct: (N,), scores under the direct attack.
+    The surrogate uses all experts. direct: (N,), scores under attacks on the model itself.
     """
     if getattr(target.model, "moe", None) is None:
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
@@ -317,7 +320,7 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
 
 
 def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Check that the score under many steps is no better than under one step."""
+    """Return an ``AuditLine`` on whether the score under PGD is no better than under FGSM."""
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     fgsm = _last_row_of_kind(curves, attacks, "fgsm")
     if pgd is None or fgsm is None:
@@ -331,7 +334,7 @@ def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Check that APGD reaches at least PGD's mean loss, or a score that is no better."""
+    """Return an ``AuditLine`` on whether APGD reaches PGD's mean loss, or a score no better."""
     apgd = _last_row_of_kind(curves, attacks, "apgd")
     pgd = _last_row_of_kind(curves, attacks, "pgd")
     if apgd is None or pgd is None:
@@ -348,7 +351,7 @@ def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """Check that no iterative attack has a better score in a larger, thus enclosing, ball."""
+    """Return an ``AuditLine`` on whether the score never gets better at a larger epsilon."""
     climbers = [attack for attack in attacks if attack.climbs_task and attack.name in curves]
     judged = [attack.name for attack in climbers if attack.kind in ITERATIVE_ATTACKS]
     failed = dict.fromkeys(
@@ -368,7 +371,7 @@ def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def _last_row_of_kind(curves: Curves, attacks: Sequence[Attack], kind: str) -> AttackRow | None:
-    """Return the row of the largest epsilon of the first attack of a kind on the task's loss."""
+    """Return the last row (largest epsilon) of the first task-loss attack of a kind, or None."""
     for attack in attacks:
         if attack.kind == kind and attack.climbs_task:
             rows = curves.get(attack.name)

@@ -64,16 +64,16 @@ class MeasuredPart(Config):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a place as labels show it."""
+        """Return a place, such as an epsilon or a layer, as text for labels."""
         return f"{place:g}" if isinstance(place, float) else str(place)
 
     @property
     def pieces(self) -> int:
-        """Number of pieces that progress is shown for; 0 for a short measurement."""
+        """Number of steps that are stored and shown as progress; 0 for a short measurement."""
         return 0
 
     def places(self) -> Mapping[str, Iterable[Place]]:
-        """Return place name → places, as far as settings determine them before a run."""
+        """Return name of a place → its values, as in "k" → (1, 2), if settings determine them."""
         return {}
 
 
@@ -112,7 +112,7 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason why it does not apply to this model and data, or None."""
+        """Return the reason why the measurement does not apply to this model and data, or None."""
         if reason := cls.model_refusal(subject.model):
             return reason
         if cls.changes_images and subject.model.image.truth:
@@ -125,12 +125,12 @@ class Measurement(MeasuredPart, ABC):
 
     @classmethod
     def puts_values(cls) -> bool:
-        """Return whether it puts values or facts, instead of returning a typed result."""
+        """Return whether the measurement puts values or facts, instead of returning a result."""
         return bool(cls.metrics or cls.page.title)
 
     @abstractmethod
     def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
-        """Put the values; the result may depend on the arguments only.
+        """Measure the model and put the values in ``out``; they may depend on the arguments only.
 
         Args:
             subject: The trained model and its data.

@@ -54,14 +54,14 @@ class FinalTokens(NamedTuple):
                 yield self.model.predict(tokens[None])[0].float(), words
 
     def nll_slope(self, beta: float) -> float:
-        """Return the derivative of the mean nats with respect to β = 1/T."""
+        """Return the derivative of the mean NLL per word, in nats, with respect to β = 1/T."""
         total = 0.0
         for logits, words in self.parts():
             total += float(nll_derivative_by_row(logits, words, beta).double().sum())
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
-        """Return loss and confidence of the logits divided by each temperature."""
+        """Return, per temperature, each token's loss and confidence with logits divided by it."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, words in self.parts():
             for answers, temperature in zip(by_temperature, temperatures, strict=True):
@@ -92,7 +92,7 @@ class TokenLossAndConfidence(NamedTuple):
 def final_tokens(
     model: LanguageTransformer, split: Split, batch: int, max_tokens: int | None = None
 ) -> FinalTokens:
-    """Return the final tokens, fp32, of evenly spread blocks, about ``max_tokens`` in all."""
+    """Return the head's input tokens of evenly spread blocks, about ``max_tokens`` (None: all)."""
     blocks = None if max_tokens is None else max(1, max_tokens // split.labels.shape[1])
     indices = evenly_spaced_indices(len(split.labels), blocks)
     device = predict.model_device(model)
@@ -207,7 +207,7 @@ class ClassCalibration(ModelCalibration):
     page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit to the validation split, and put the quality of the test split before and after.
+        """Fit on validation; put test score, NLL, Brier score and ECE before and after calibration.
 
         facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
         after; scores, one per test image as the task packs them, equal before and after; top5,
@@ -239,7 +239,7 @@ class ClassCalibration(ModelCalibration):
         out.facts["top5"] = None if top5 is None else task.encode_scores(top5)
 
     def _measure_words(self, subject: MeasuredModel, calibrator: Temperature, out: Values) -> None:
-        """Calibrate the next words of a text: items are blocks, and intervals are over blocks."""
+        """Do the work of ``measure`` for the next words of a text; intervals are over blocks."""
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
         validation = final_tokens(model, data.validation, self.settings.batch, FITTED)
@@ -262,7 +262,7 @@ class ClassCalibration(ModelCalibration):
 
 
 def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
-    """Put the quality before, or after, calibration, and its bins as facts."""
+    """Put ``{score, nll, brier, ece}_{when}``, and the bins as facts; when: "before" or "after"."""
     for name, value in quality._asdict().items():
         if isinstance(value, class_task.ReliabilityBins):
             out.facts.setdefault("bins", {})[when] = value
@@ -271,7 +271,7 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
-    """Return score, NLL, Brier and ECE with intervals over images, and bins.
+    """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins.
 
     logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     """
@@ -288,14 +288,14 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
 
 
 def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return one row of logits per label, (labels, K): of an image, or of each of its cells."""
+    """Reshape logits to one row per label, (labels, K): per image, or per cell of a mosaic."""
     return logits.reshape(labels.numel(), -1)
 
 
 def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
-    """Return the ``prediction_quality`` of answers to N items."""
+    """Return ``PredictionQuality`` of N items from their scores (N,) and their answers' losses."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     confidence, hits = answers.confidence, answers.hits
 
@@ -316,5 +316,5 @@ def quality_from_losses(
 
 
 def labels_as_tensor(labels: np.ndarray) -> Tensor:
-    """Copy labels that are mapped into memory to a tensor."""
+    """Return memory-mapped labels as a tensor, copied."""
     return torch.from_numpy(np.array(labels))

@@ -21,7 +21,7 @@ Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
 class ChangedImages(NamedTuple):
-    """N changed test images."""
+    """N test images with one change, such as noise of one strength."""
 
     kind: Kind
     label: str
@@ -33,9 +33,10 @@ class ChangedImages(NamedTuple):
 def iterate_noisy_images(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
 ) -> Iterator[ChangedImages]:
-    """Yield the images with Gaussian noise of each sigma, along one direction per image.
+    """Yield the images with Gaussian noise of each sigma, in one fixed direction per image.
 
-    ``stability`` draws the same noise for images at these places of the split.
+    places: indices of the images in the split, which the noise depends on, as in ``stability``;
+    channels: number of the first channels that get noise; the others hold the truth.
     """
     noise = standard_normal_noise(np.array(places), tuple(clean.shape[1:]), seed)
     noise[:, channels:] = 0  # the remaining channels hold the truth, which no model reads

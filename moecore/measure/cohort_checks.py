@@ -148,14 +148,14 @@ class CohortChecks(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data without ages."""
+        """Return a reason if the labels are classes instead of ages, else None."""
         test = subject.data.test
         if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
             return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put errors on each tissue alone, subjects aged and scanned again, and region experts.
+        """Put errors on single tissues, changes over age and rescans, region experts' agreement.
 
         facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
         """
@@ -172,7 +172,7 @@ class CohortChecks(Measurement):
 
 
 def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put errors on complete volumes and on each tissue alone, if the data have tissue maps."""
+    """Put MAE of model and probe on complete volumes and, with tissue maps, on single tissues."""
 
     def load_errors(name: str, region: int | None) -> ModelAndProbeErrors:
         def compute() -> list[list[float]]:
@@ -197,7 +197,7 @@ def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Value
 
 
 def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, out: Values) -> None:
-    """Put the predictions for simulated subjects at every age; nothing for a real cohort."""
+    """Put ``monotone`` (share of rising steps) and ``ageing_rank``; nothing for a real cohort."""
     if people is None:
         out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
         return
@@ -217,7 +217,7 @@ def put_ageing(subject: MeasuredModel, people: People, settings: CohortChecks, o
 def put_rescans(
     subject: MeasuredModel, people: People, settings: CohortChecks, out: Values
 ) -> None:
-    """Put the change between two scans of simulated people, or two sessions of a real cohort."""
+    """Put ``rescan`` (change between scans or sessions) and, simulated, ``rescan_other_site``."""
     pairs = (
         []
         if people is not None
@@ -249,7 +249,7 @@ def put_rescans(
 
 
 def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
-    """Put the agreement of region experts with tissues on volumes that differ from training."""
+    """Put the agreement of region experts with tissues, or as a fact why it was not measured."""
     not_checked = out.facts["not_checked"]
     if not subject.regions:
         not_checked["generalisation"] = "the model has no region experts (methods: regions)"
@@ -276,7 +276,10 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
 
 def put_agreements(experts: RegionExperts, out: Values) -> None:
-    """Put the agreement of region experts on all sorts of volumes."""
+    """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations.
+
+    volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
+    """
     put_agreement("isolated", experts.test.isolated, out)
     put_agreement("whole", experts.test.whole, out)
     volumes = {"whole": experts.test}
@@ -294,6 +297,6 @@ def put_agreements(experts: RegionExperts, out: Values) -> None:
 
 
 def put_agreement(name: str, agreement: TissueAgreement, out: Values, **at: Place) -> None:
-    """Put all fields of an agreement, for volumes of this name."""
+    """Put ``{name}_{field}`` for each field of an agreement; name: of the volumes."""
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)

@@ -30,7 +30,7 @@ Name = Literal[Noise, Blur, Weather, Digital]
 
 
 def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
-    """Return mCE; None if the dense model makes no error under a corruption."""
+    """Return mCE relative to the dense models; None if they make no error under a corruption."""
     baseline = errors_of_dense(dense)
     if baseline is None:
         return None
@@ -121,11 +121,11 @@ class Corruptions(Measurement):
         return super().place_words(place).replace("_", " ")
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the corruptions."""
+        """Return "corruption" → the names of the corruptions."""
         return {"corruption": self.names or get_args(Name)}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the error under each corruption at each severity, and means of them.
+        """Put ``error`` per corruption and severity, means over either, and ``corruption_error``.
 
         The interval of the mean over all is over images, as an image's corruptions are dependent.
         """
@@ -150,7 +150,7 @@ class Corruptions(Measurement):
 
 
 def errors_of(result: Found) -> Errors:
-    """Return the error under each corruption at each severity."""
+    """Return corruption → severity → error, from the values of a result."""
     errors: dict[Place, dict[Place, float]] = defaultdict(dict)
     for value in result.all("error"):
         if {"corruption", "severity"} <= set(value.at):
@@ -165,7 +165,7 @@ def put_errors(
     settings: Corruptions,
     out: Values,
 ) -> np.ndarray:
-    """Put the error of each corruption and severity; return each image's share of errors, (N,).
+    """Put ``error`` per corruption and severity; return each image's share of errors, (N,).
 
     hits_on: images (N, C, H, W) → bool (N,), right or wrong; indices: of the images in the split,
     which the corruptions' random draws depend on.

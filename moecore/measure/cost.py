@@ -57,7 +57,7 @@ class Cost(Measurement):
     images: int = Field(64, ge=1, description="Test images that the passes use in turn.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put counts and timings on test images; it takes seconds, so no piece is stored.
+        """Put FLOPs, milliseconds per pass, images per second, peak bytes and the routing's share.
 
         facts: parameters; active_parameters, which an image's tokens use; the machine.
         """
@@ -92,7 +92,7 @@ class Cost(Measurement):
 
 
 def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> forward_cost.Images:
-    """Return a function: number of the pass n → images n·batch, n·batch + 1, …, modulo N.
+    """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N.
 
     images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     """
@@ -108,5 +108,5 @@ def quartiles_ms(seconds: Sequence[float]) -> Interval:
 
 
 def routing_share(passes: Sequence[forward_cost.WholeAndRoutingCost]) -> float:
-    """Return the routing's median share of a pass."""
+    """Return the median over passes of the routing's share of a pass's time."""
     return forward_cost.timing_quartiles([cost.routing / cost.whole for cost in passes]).value

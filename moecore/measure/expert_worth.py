@@ -100,11 +100,11 @@ class ExpertWorth(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for routers whose experts cannot be barred."""
+        """Return the reason why the router's experts cannot be barred, or None."""
         return barred_experts.no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the loss without each expert, and without several experts in every layer.
+        """Put the loss of score without one expert, without several, and without a token's choice.
 
         Losses are positive if the score is worse without. facts: load, (L, E), each expert's share
         of the choices on validation images.
@@ -157,9 +157,10 @@ MeasureLoss = Callable[[str, AbstractContextManager], np.ndarray]
 def put_removals(
     model: Model, measure_loss: MeasureLoss, counts: Tensor, draws: int, out: Values
 ) -> None:
-    """Put losses without several experts in every layer: most used, least used, random.
+    """Put the loss of score without the most used, least used or random experts of every layer.
 
-    counts: (L, E), choices of each expert. The columns are of at most half of the experts.
+    counts: (L, E), choices of each expert; draws: random sets per number of experts. Tables show
+    the largest number that is at most half of the experts.
     """
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
@@ -188,7 +189,7 @@ def put_removals(
 
 
 def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-    """Return ``bar_experts`` of the ``removed`` experts of each layer."""
+    """Return a context in which no token can choose the ``removed`` experts of each layer."""
     experts = torch.arange(model.experts_and_router.experts.choices)
     masks = [torch.isin(experts, torch.tensor(barred).long()) for barred in removed]
     return barred_experts.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
@@ -197,7 +198,7 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
 def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
-    """Return the score of each test image under a change of the model."""
+    """Return the score of each measured test image, (N,), inside the context ``change``."""
     model = subject.model
     split = subject.data.test
     task = subject.model.image.task
@@ -212,12 +213,12 @@ def scores_without_experts(
 
 
 def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
-    """Return the measured number of images of a split, evenly spread."""
+    """Return ``settings.images`` images of a split (None: all), evenly spread."""
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
 
 
 def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
-    """Draw ``number`` experts of each layer; a larger number with the same draw includes them."""
+    """Return ``number`` random experts per layer; per ``draw``, larger numbers include smaller."""
     generator = np.random.default_rng([SEED, draw])
     return [generator.permutation(experts)[:number].tolist() for _ in range(layers)]
 

@@ -68,7 +68,7 @@ class Explorer(Measurement):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Refuse augmentations that do not exist for volumes."""
+        """Yield a misfit for each augmentation that does not exist for volumes."""
         return augmentation_misfits(self.augmentations, around)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
@@ -136,7 +136,7 @@ class ShownVariant(Config):
 
 
 class Result(Config):
-    """N images; a trace has an entry per token and MoE layer, on the finest layer's grid.
+    """Data of explorer.html for N images; traces are per token and layer, on the finest grid.
 
     T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two
     axes for images, three for volumes, one for text.
@@ -153,7 +153,7 @@ class Result(Config):
 
 
 class ExplorerPart(Config):
-    """A stored piece: variants of one kind, or the experts' favourite patches."""
+    """Stored part of a ``Result``: variants of one kind, or the experts' galleries."""
 
     shown: tuple[ShownVariant, ...] = ()
     layers: tuple[expert_gallery.LayerGallery, ...] = ()
@@ -183,7 +183,7 @@ def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
 
 
 def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImages) -> ShownVariant:
-    """Trace a variant; its picture is without the channel of truth."""
+    """Return the routing of changed images, and their picture without the channel of truth."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
     if variant.origins is not None:
@@ -200,12 +200,12 @@ def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImage
 
 
 def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
-    """Encode the true kinds (N, T) of the tokens of images (N, C, H, W) with a channel of truth."""
+    """Return the tokens' true kinds (N, T), packed as uint8, from the images' channel of truth."""
     return encode_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
 
 
 def label_lists_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:
-    """Return the classes or the real target of each image (N,); [] for captions."""
+    """Return the classes, or the real target, of each image as a list; [] for captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]
     members = task.by_class(labels)

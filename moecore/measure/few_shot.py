@@ -83,11 +83,11 @@ class FewShot(Measurement):
     draws: int = Field(5, ge=1, description="Random draws of images, the same for every method.")
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the numbers of images per class."""
+        """Return "shots" → the numbers of images per class."""
         return {"shots": self.shots}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the test score for every number of shots that the smallest class allows."""
+        """Put ``few_shot`` and, with λ chosen on test, ``few_shot_leaky`` per number of shots."""
         train, test = subject.data.train, subject.data.test
         counts = subject.data.task.counts(np.array(train.labels))
         size, name = min(zip(counts, subject.data.task.classes, strict=True))
@@ -156,7 +156,7 @@ class PenaltyScores(NamedTuple):
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> PenaltyScores:
-    """Return the test scores of ridges fitted to ``few`` features (N, D) with labels (N,).
+    """Return test scores of ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,).
 
     tested: (M, D), features of the test split.
     """
@@ -191,12 +191,12 @@ def append_bias(features: Tensor) -> Tensor:
 
 
 def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
-    """Return 1 for the class of an image and −1 for the others; (N, K) fp64."""
+    """Return (N, K) fp64: 1 for the class of an image and −1 for the others."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
 def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
-    """Return the exponent with the smallest leave-one-out squared error; in a tie the largest."""
+    """Return i of the penalty 2^i with the smallest leave-one-out squared error; ties: largest."""
     from sklearn.linear_model import RidgeCV  # slow to import
 
     # Squared error, as accuracy has many ties. With one image per class, the left-out image's class

@@ -78,17 +78,17 @@ class FewerExperts(Measurement):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a ``reduction_key`` in words."""
+        """Return a ``reduction_key`` in words: load_50 → "pruned by load, 50 % left"."""
         way, _, percent = str(place).partition("_")
         return f"{TITLES[way].lower()}, {percent.replace('_', '.')} % left"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return each way with each remaining share."""
+        """Return "reduction" → the key of each way with each remaining share."""
         reductions = self.planned_reductions()[1:]
         return {"reduction": [reduction_key(way, share) for way, share in reductions]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the score with all experts, and with every way and share that is possible."""
+        """Put ``reduced_score`` and ``reduced_experts`` before and after each reduction."""
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
@@ -135,7 +135,7 @@ class FewerExperts(Measurement):
                     out.put("reduced_score", value, **{way: 100 * (1 - share)})
 
     def planned_reductions(self) -> list[tuple[WayOrAll, float]]:
-        """Return all experts, then each way with each remaining share, largest first."""
+        """Return ("all", 1.0), then each (way, remaining share), by way, largest share first."""
         ways = [(way, share) for way in self.ways for share in sorted(self.left, reverse=True)]
         return [("all", 1.0), *ways]
 

@@ -29,14 +29,14 @@ Images = Callable[[int], Tensor]
 
 
 class WholeAndRoutingCost(NamedTuple):
-    """Cost of a computation, and of the routing within it."""
+    """Cost of a computation, and of the routing within it, in FLOPs or seconds."""
 
     whole: float
     routing: float
 
 
 class ForwardPassSegment(NamedTuple):
-    """A part of a forward pass, with the marks at its start and end."""
+    """A part of a forward pass, with the time, or the FLOPs so far, at its start and end."""
 
     part: str  # "layer", "experts" or "teacher"
     start: Any
@@ -110,7 +110,7 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
 def pass_and_routing_times(
     model: nn.Module, images: Images, rounds: int
 ) -> list[WholeAndRoutingCost]:
-    """Return seconds of ``rounds`` passes and their routing, after WARM_UP passes."""
+    """Return seconds of each of ``rounds`` passes, and of its routing, after WARM_UP passes."""
     clock = Clock(model_device(model))
     times = []
     with eval_mode(model), torch.no_grad():
@@ -128,7 +128,7 @@ def pass_and_routing_times(
 
 
 def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
-    """Return seconds of ``rounds`` passes without hooks, after WARM_UP passes."""
+    """Return seconds of each of ``rounds`` passes without hooks, after WARM_UP passes."""
     clock = Clock(model_device(model))
     durations = []
     with eval_mode(model), torch.no_grad():
@@ -142,7 +142,7 @@ def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float
 
 
 def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
-    """Return the peak bytes of a pass without gradients, weights included, and how counted."""
+    """Return peak bytes of a pass without gradients, with weights, and how they were counted."""
     tensors = (*model.parameters(), *model.buffers(), images)
     device = model_device(model)
     with eval_mode(model), torch.no_grad(), measure_peak(tensors, device) as peak:
@@ -151,19 +151,19 @@ def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[i
 
 
 def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
-    """Return the sum of MoE layers − their experts + teacher."""
+    """Return seconds or FLOPs of routing: MoE layers − experts + teacher; length: end − start."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 
 
 @contextmanager
 def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
-    """Record the spans of MoE layers, experts and a teacher in passes inside the ``with``."""
+    """Yield a list that collects calls of MoE layers, experts and teacher; mark: time or FLOPs."""
     spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
 
         def record(module: nn.Module, part: str, padding: dict[str, float]) -> None:
-            """Record a module; padding: its share, which the router's plan sets before the end."""
+            """Record calls of a module; padding["share"]: share of padding rows as a call ends."""
             starts: list[Any] = []
 
             def end_span(*_: Any) -> None:

@@ -69,11 +69,11 @@ class Invariance(Measurement):
     )
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the transforms."""
+        """Return "transform" → the names of the transforms."""
         return {"transform": TRANSFORMS}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put IMED and agreement of every image under each transform, and the class maps.
+        """Put ``imed``, ``imed_normalised`` and ``agreement_transformed`` per transform.
 
         facts: classes; class_maps, [class][layer][expert], the mean probability, None for a class
         without images.
@@ -129,7 +129,7 @@ def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interv
 
 
 def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
-    """Transform images uint8 (N, C, H, W) by affines (N, 3, 3), always on the CPU."""
+    """Return images uint8 (N, C, H, W) transformed by affines (N, 3, 3), always on the CPU."""
     chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
     return torch.cat(
         [transform_images(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]

@@ -85,7 +85,7 @@ def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[T
 
 
 def theorem_2_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem2]:
-    """Evaluate theorem 2 on one draw per seed, with a floor and noise."""
+    """Return theorem 2 on one draw per seed, with extra points and noise (FLOOR_AND_NOISE)."""
     return [
         theorem_2(*draw_expert_data(experts, angle, targets, seed, **SIZES, **FLOOR_AND_NOISE))
         for seed in SEEDS

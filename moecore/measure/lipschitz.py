@@ -68,7 +68,7 @@ class Lipschitz(Measurement):
     )
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the slopes at images of the test split, and the lemma at their tokens."""
+        """Put slopes of the logits at test images, and Lemma 1 at their tokens."""
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
@@ -84,7 +84,7 @@ class Lipschitz(Measurement):
 
 
 def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:
-    """Put means with intervals, and maxima, over images."""
+    """Put means over images with intervals, maxima, and the share ``at_boundary``."""
     for name, values in (
         ("local_mean", slopes.local),
         ("margin_mean", slopes.margin),

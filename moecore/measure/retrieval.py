@@ -86,17 +86,17 @@ class Retrieval(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data without captions."""
+        """Return a reason if the data have no captions, else None."""
         if isinstance(subject.data.task, image_text.ImageText):
             return None
         return "the images have no captions"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the k of R@k."""
+        """Return "k" → the values of k in R@k."""
         return {"k": self.at}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put R@k in both directions, and the routing of the captions.
+        """Put recall R@k of images by captions and of captions by images, and words' routing.
 
         facts: images, captions; scale, the factor of cosines; layers, for each MoE layer of the
         text tower the most frequent words with their experts; overlays, a few images;
@@ -124,7 +124,7 @@ class Retrieval(Measurement):
 def captioned_pictures(
     subject: MeasuredModel, images: np.ndarray, labels: Tensor
 ) -> dict[str, Any]:
-    """Return a few images with their first captions, and the experts of patches and words."""
+    """Return "overlays" and "captions_read" of a few images: experts of patches and of words."""
     indices = evenly_spaced_indices(len(images), PICTURES)
     towers = find_two_towers(subject.model)
     if towers is None:
@@ -154,7 +154,7 @@ def captioned_pictures(
 def put_recall(
     name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
-    """Put the mean over images of hits (N, k), and the chance level.
+    """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``.
 
     gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     """
@@ -167,7 +167,7 @@ def put_recall(
 
 
 def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
-    """Put the routing of words, mean over the MoE layers of the text tower."""
+    """Put load CV², entropy and same-expert rate of captions, mean over the text tower's layers."""
     model = find_two_towers(subject.model)
     assert model is not None
     out.facts["layers"] = []
@@ -198,7 +198,7 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
 def summarize_caption_routing(
     record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the metrics of one layer, and its most frequent words with shares of experts.
+    """Return metric → value of one layer, and its most frequent words with shares of experts.
 
     record: fields (n, 1, E); words: (n,) int64.
     """
@@ -229,7 +229,7 @@ def summarize_caption_routing(
 
 
 def same_expert_rate(table: Tensor) -> float:
-    """Return the share of pairs within a row of counts (rows, E) with the same expert, or 1."""
+    """Return the share of pairs within a row of counts (rows, E) with one expert; 1 if none."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

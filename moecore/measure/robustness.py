@@ -114,7 +114,7 @@ class Robustness(Measurement):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield text, which has no pixels, and survivors where no image is right or wrong."""
+        """Yield misfits: text, which has no pixels, and survivors if no image is right or wrong."""
         if around.is_text:
             section = f"a section, but {around.data} is text"
             yield (), describe_refusal(found=section, allowed="leave it out")
@@ -130,11 +130,11 @@ class Robustness(Measurement):
 
     @property
     def pieces(self) -> int:
-        """Return the number of pieces if no attack is skipped."""
+        """Return the number of stored steps (attack at an epsilon, audit) if none is skipped."""
         return len(self.attacks) * len({0.0, *self.epsilons}) + 1
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the attacks, and the epsilons and their mean."""
+        """Return "attack" → names, and "epsilon" → the epsilons above 0 and their mean."""
         radii = [epsilon for epsilon in self.epsilons if epsilon]
         mean = MEAN.format(len(set(radii)))
         return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
@@ -197,7 +197,7 @@ class CleanAnswers(NamedTuple):
 
 
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
-    """Return the model with the drawn test images, their labels and people."""
+    """Return the model as a target of attacks, with random test images, labels and people."""
     test = subject.data.test
     indices = draw_image_indices(len(test.labels), settings.images, SEED)
     labels = subject.model.targets(torch.from_numpy(test.labels[indices]))
@@ -232,7 +232,7 @@ def put_scores(
     out: Values,
     **attack: Place,
 ) -> None:
-    """Put the scores at each epsilon; as details, those above 0 again, and their mean."""
+    """Put ``{key}`` at each epsilon, and ``{key}_at`` at each above 0 and as their mean."""
     scores_by_row = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
     for row, scores in zip(rows, scores_by_row, strict=True):
         interval = Interval(row.score, row.low, row.high)
@@ -246,7 +246,7 @@ def put_scores(
 
 
 def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
-    """Put loss, unchanged images and both changes of the routing at each epsilon."""
+    """Put loss, unchanged images, routing and processing change (also per layer) by epsilon."""
     for row in rows:
         at = {"attack": attack, "epsilon": row.epsilon}
         out.put("loss", row.loss, **at)
@@ -263,7 +263,7 @@ def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
 def measure_attack_at_epsilon(
     attack: Attack, target: Target, clean: CleanAnswers, epsilon: float
 ) -> AttackRow:
-    """Return the row of one epsilon; raise UserError if epsilon 0 changes predictions."""
+    """Return scores, loss and routing at one epsilon; UserError if 0 changes a prediction."""
     adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):
@@ -291,7 +291,7 @@ def measure_attack_at_epsilon(
 def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
 ) -> dict[str, list[float]]:
-    """Return both changes of the routing per image, mean over layers; {} for a dense model."""
+    """Return routing and processing change → values per image, mean over layers; {}: dense."""
     if not before:
         return {}
     pairs = zip(before, after, strict=True)

@@ -103,7 +103,7 @@ class RouterRegret(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason where tokens do not choose independently, or items share a loss."""
+        """Return why experts cannot be barred or tokens or items depend on others, or None."""
         if reason := barred_experts.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
@@ -115,7 +115,7 @@ class RouterRegret(Measurement):
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put each layer's regret, and means over layers.
+        """Put regret, its normalised form, better sets and fixed-set gain, per layer and as means.
 
         facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
         lower bound); best, per layer the ``BestChoice``s on images of the explorer.
@@ -149,7 +149,7 @@ class RouterRegret(Measurement):
     def draw_tokens(
         self, model: Model, layer: int, images: np.ndarray, *stream: int
     ) -> "DrawnTokens":
-        """Draw the tokens of a layer that are tried, of images with these indices in the split."""
+        """Draw ``self.tokens`` tokens of a layer for each image; stream: added to the seed."""
         generator = np.random.default_rng([SEED, layer, *stream])
         layout = model.layouts[layer]
         length = layout.special + prod(layout.grid)
@@ -221,7 +221,7 @@ def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[i
 def best_choices(
     model: Model, layer: int, sample: DrawnTokens, losses: list, subsets: np.ndarray
 ) -> list[BestChoice]:
-    """Return the best of ``subsets`` (S, E) of each drawn token by its losses (N, n, S + 1)."""
+    """Return each drawn token's best of ``subsets`` (S, E), by its losses (N, n, S + 1)."""
     layout = model.layouts[layer]
     fine = finest_layout(model.layouts)
     choices = []
@@ -243,7 +243,7 @@ def best_choices(
 def regret_metrics_by_image(
     losses: np.ndarray, people: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return each metric per image, (N,), from losses (N, n, S + 1); people are not split."""
+    """Return metric → (N,) from losses (N, n, S + 1); halves of images do not split ``people``."""
     images, tokens = losses.shape[:2]
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()
@@ -265,7 +265,7 @@ def regret_metrics_by_image(
 
 
 def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the mean over layers of each metric that all layers have, (N,)."""
+    """Return metric → mean over layers, (N,), for the metrics that all layers have."""
     return {
         name: np.mean([values[name] for values in by_layer], axis=0)
         for name in by_layer[0]

@@ -67,7 +67,7 @@ AGREED = "tokens with the same first expert"
 
 
 def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> Metric:
-    """Return a metric with one value per MoE layer."""
+    """Return a ``Metric`` with one table column per MoE layer."""
     return Metric(
         f"{label}, MoE {{}}",
         better,
@@ -80,7 +80,7 @@ def layer_metric(label: str, better: str, form: str, note: str, paper: str) -> M
 
 
 def map_metrics(place: str, description: str) -> dict[str, Metric]:
-    """Return load and mass of a part of the map, and the share of experts that lie there."""
+    """Return name → metric: load, mass and share of experts of a part of the map of experts."""
     metrics = {}
     for share, (name, quantity) in MAP_SHARES.items():
         label, note = f"{name}, {place}", f"{quantity} {description}"
@@ -288,7 +288,7 @@ class Routing(Measurement):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield views that text does not have, or that would falsify the truth of images."""
+        """Yield misfits: views of text, and changes that would falsify the truth of images."""
         if around.is_text:
             views = f"some, but {around.data} is text, which has no views"
             for key in ("views", "augmentations", "augmentation_images"):
@@ -300,12 +300,12 @@ class Routing(Measurement):
         yield from augmentation_misfits(self.augmentations, around)
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the augmentations, and the settings of both sweeps."""
+        """Return "augmentation" → names, and "k" and "threshold" → the settings of both sweeps."""
         names = [look_up_augmentation(augmentation).name for augmentation in self.augmentations]
         return {"augmentation": names, "k": self.sweeps.k, "threshold": self.sweeps.threshold}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put all routing metrics.
+        """Put load, entropy, confidence, matches of views and sweeps, also per layer.
 
         facts: load, per layer each expert's share of the choices; overlays; corresponding, two
         crops of an image (None for volumes and single patches); roles, None without that setting.
@@ -337,7 +337,7 @@ class Routing(Measurement):
     def record_routing(
         self, subject: MeasuredModel, indices: np.ndarray, out: Values
     ) -> tuple[RoutingRecord, ...]:
-        """Return the routing records of one pass over test images, and put the experts' roles."""
+        """Return each layer's record of one pass over test images, and put the experts' roles."""
         model = subject.model
         images = subject.data.test.images[indices]
         reason = ExpertRoles.model_refusal(model)
@@ -365,7 +365,7 @@ def routing_metrics_by_layer(
     images: np.ndarray,
     settings: Routing,
 ) -> tuple[Layers, LayerItems]:
-    """Return each MoE layer's expert use, matches between views, and agreement with the teacher."""
+    """Return, per MoE layer, metric → mean and → (N,) by image: load, matches of views, teacher."""
     router = subject.model.experts_and_router.scaled_router
     threshold = sweeps.score_threshold(router)
     k = getattr(router, "k", None)
@@ -386,7 +386,7 @@ def routing_metrics_by_layer(
 
 
 def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
-    """Put the mean over layers of each metric that all have; ``key`` formats its name."""
+    """Put the mean over ``layers`` of each metric that all have, as ``key.format(metric)``."""
     items = mean_items_over_layers(by_image)
     for name, mean in layer_metrics.average_layers(layers).items():
         metric = key.format(name)
@@ -395,9 +395,10 @@ def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at:
 
 
 def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
-    """Put the matches under each augmentation, whose draws depend on its name alone.
+    """Put matches and switch fraction of two views under each augmentation.
 
-    Nothing is put for text, and for images with a truth channel, which a change would falsify.
+    Draws depend on the augmentation's name alone. Nothing is put for text, and for images with a
+    channel of truth, which a change would falsify.
     """
     if images.ndim == TEXT or model.image.truth:
         return

@@ -72,7 +72,7 @@ class Sizes(MeasuredPart):
 
 
 def measure(settings: Sizes) -> Found:
-    """Count every model; UserError where its sizes do not fit together.
+    """Return parameters, FLOPs and memory of every model; UserError if its sizes do not fit.
 
     facts: models, the texts of each in the order of the settings.
     """
@@ -87,7 +87,7 @@ def measure(settings: Sizes) -> Found:
 
 
 def count_sized_model(paper_model: PaperModel) -> dict[str, float]:
-    """Return the metrics of one model; {} where it cannot be built here."""
+    """Return metric → value of one model; {} if it cannot be built here."""
     if paper_model.model is None:
         return {}
     model = build_on_meta(paper_model)

@@ -96,7 +96,7 @@ class Stability(Measurement):
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put scores and routing under noise, and jumps along ramps.
+        """Put score, selection change and first-expert agreement per σ, and jumps along ramps.
 
         facts: ramp, its sigmas and, of a few images, index in the split, label, the label's
         probability and the predicted class; overlays, of these images at each sigma, clean first
@@ -150,7 +150,7 @@ class Stability(Measurement):
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Count the steps of the true class's probability above a threshold, (N,) int64.
+    """Count the steps that change the true class's probability by more than ``threshold``, (N,).
 
     A step is between neighbouring points: a steep continuous change counts, too. probs: (N, S + 1,
     K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
@@ -191,7 +191,7 @@ def put_ramps(
     shown: Sequence[int] | np.ndarray,
     out: Values,
 ) -> None:
-    """Put the jumps along ramps, and the curves of the images ``shown`` as facts.
+    """Put ``jumps`` along ramps, and facts.ramp: curves of the images at positions ``shown``.
 
     probs: (N, S + 1, K); labels: (N,); indices: of the images in the split.
     """

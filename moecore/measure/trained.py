@@ -42,14 +42,14 @@ def training_overhead(trained: Found, baseline: Sequence[Found], _: Found | None
 def steps_to_baseline_loss(
     trained: Found, _: Sequence[Found], same_seed: Found | None
 ) -> int | None:
-    """Return the step at which the training loss reaches the baseline's final one, same seed."""
+    """Return the step at which the loss reaches the same-seed baseline's final one, or None."""
     if same_seed is None:
         return None
     return steps_until_baseline_loss(outcome_of(trained), outcome_of(same_seed))
 
 
 def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
-    """Return a reader of which test images (N,) are right by these scores of the calibration."""
+    """Return a function: results → which test images are right, (N,); fact: "scores" or "top5"."""
 
     def read(results: Mapping[type, Any]) -> np.ndarray | None:
         trained, calibrated = results.get(Trained), results.get(ClassCalibration)
@@ -223,7 +223,7 @@ def outcome_of(trained: Found) -> Outcome:
 
 
 def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
-    """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5."""
+    """Return the agreement at the middle epoch: the 5th of 10, the 3rd of 5; None for []."""
     agreements = by_epoch or (None,)
     return agreements[(len(agreements) - 1) // 2]
 
@@ -276,6 +276,6 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None."""
+    """Return the mean of the values that are not None, or None if there are none."""
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers else None

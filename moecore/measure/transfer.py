@@ -50,7 +50,7 @@ class Transfer(MeasuredPart):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Refuse text, which has no pixels."""
+        """Yield a misfit if the data are text, which has no pixels."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
@@ -58,7 +58,7 @@ class Transfer(MeasuredPart):
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
-    """Score every pair of models; each pair is one stored piece.
+    """Return scores of every (attacked, scoring) pair of models; finished pairs are stored.
 
     facts: the attack's settings; score: of the task; skipped: method → why no image is made on its
     model; reading: an ``AuditLine``. Raises UserError where the attack does not suit the task.
@@ -110,7 +110,7 @@ def measure(
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
 ) -> dict[str, Target]:
-    """Return the models with the same clean images."""
+    """Return method → its model with the clean images to attack, the same for all."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
@@ -131,7 +131,7 @@ def build_transfer_targets(
 
 
 def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
-    """Put scores and differences; pairs: (source, target) → scores (N,)."""
+    """Put ``transferred`` and ``transferred_difference``; pairs: (source, target) → scores (N,)."""
     foreign = sum(source != target and (target, target) in pairs for source, target in pairs)
     # Bonferroni: one pair in twenty would lie outside a single 95 % interval by chance.
     level = 1 - 0.05 / max(foreign, 1)
@@ -145,7 +145,7 @@ def put_transfer(out: Values, pairs: Mapping[tuple[str, str], Tensor]) -> None:
 
 
 def check_no_stronger_transfer(task: Task, result: Found) -> AuditLine:
-    """Check that no transferred attack does more harm than the direct one, beyond chance."""
+    """Return an ``AuditLine`` on whether no transferred attack does more harm than a direct one."""
     foreign = [
         value
         for value in result.all("transferred_difference")

@@ -110,7 +110,7 @@ class Truth(Measurement):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for models without routers, and data without the tokens' kinds."""
+        """Return a reason if the model has no routers or the data no kinds of tokens, else None."""
         if not model.image.truth:
             return "the data's card has no truth of tokens"
         if model.moe is None:
@@ -119,19 +119,19 @@ class Truth(Measurement):
 
     @classmethod
     def place_words(cls, place: Place) -> str:
-        """Return a ``change_key`` in words."""
+        """Return a ``change_key`` in words: noise_0_2 → "noise, σ = 0.2"."""
         kind, _, strength = str(place).partition("_")
         unit = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}[kind]
         return f"{kind}, {unit} = {strength.replace('_', '.')}"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return noise and attack at each strength."""
+        """Return "change" → the key of noise, and of the attack, at each strength."""
         noise = [change_key("noise", sigma) for sigma in SIGMAS]
         attack = [change_key("attack", PIXEL * epsilon) for epsilon in EPSILONS]
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the agreement of each layer, and means over layers.
+        """Put purity, mutual information and match with true kinds, per layer and as means.
 
         facts: counts, per layer (E, D), experts in the order of the matching.
         """
@@ -173,7 +173,7 @@ class TruthLayer(Config):
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
     def values(self) -> dict[str, Interval]:
-        """Return the numbers by metric name."""
+        """Return metric → number with its limits."""
         return {
             "purity": Interval(self.purity, self.purity_low, self.purity_high),
             "purity_chance": Interval(self.purity_chance),
@@ -230,7 +230,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
 def permuted_truth_tables(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[np.ndarray]:
-    """Return the table (E, D) of each permutation of the truths among images."""
+    """Return counts of tokens by expert and kind, (E, D), per permutation of kinds among images."""
     return [
         expert_truth_tables(experts, permuted, expert_count, kind_count).sum(axis=0)
         for permuted in permute_images(kinds, PERMUTATIONS, SEED)
@@ -238,7 +238,7 @@ def permuted_truth_tables(
 
 
 def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
-    """Put the purity, mean over MoE layers, under noise and under attack; clean at strength 0."""
+    """Put ``changed_purity``, mean over layers, under noise and attack; clean at strength 0."""
     model = subject.model
     test = subject.data.test
     few = evenly_spaced_indices(len(test.labels), CHANGED_IMAGES)

@@ -68,13 +68,13 @@ class Metric(NamedTuple):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the places that the metric has columns for."""
+        """Names of what the metric's columns range over, such as ("attack", "epsilon")."""
         over = (self.over,) if isinstance(self.over, str) else self.over
         return tuple(filter(None, over))
 
 
 class Chart(NamedTuple):
-    """A line per method over one place of a metric, with a band over seeds.
+    """A chart of a metric over one of its places: a line per method, with a band over seeds.
 
     The texts may contain {score} and {unit}, which stand for the words of the task's score.
     """
@@ -102,7 +102,7 @@ class OnPage(NamedTuple):
 
 
 class Value(Config):
-    """One number of one model."""
+    """One number of one model, with its metric, its place and 95 % limits."""
 
     metric: str
     at: dict[str, Place] = {}
@@ -151,7 +151,7 @@ class Found(Config):
         }
 
     def numbers(self) -> dict[str, float]:
-        """Return the values by metric and place, as MLflow shows them."""
+        """Return "{metric}_{place}…" → value, under the names that MLflow shows."""
         return {
             "_".join([value.metric, *map(place_slug, value.at.values())]): value.value
             for value in self.values
@@ -226,7 +226,7 @@ class Values:
         return mean(items, people=self.people)
 
     def piece(self, name: str, compute: Callable[["Values"], None]) -> None:
-        """Add the values that ``compute`` puts, or the stored ones of an earlier process."""
+        """Add the values that ``compute`` puts, or those that an earlier process stored."""
 
         def fresh() -> dict[str, Any]:
             part = Values(self.metrics, self.task, self.parts)

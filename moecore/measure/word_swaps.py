@@ -92,7 +92,7 @@ class WordSwaps(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data other than text, and for text with unknown stop words."""
+        """Return a reason if the data are no text, or its stop words are unknown, else None."""
         if subject.model.image.truth:
             return "ciphers hide which words are stop words, and these are not swapped"
         if subject.data.task.long:
@@ -100,11 +100,11 @@ class WordSwaps(Measurement):
         return "the data are no text, and words are swapped"
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the shares in percent."""
+        """Return "percent" → the shares in percent."""
         return {"percent": [100 * share for share in self.shares]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put nats and routing of the test text with swapped words; charts start at 0 %."""
+        """Put nats, perplexity and routing change of the test text at each share of word swaps."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         labels = torch.from_numpy(np.array(test.labels[indices]))
@@ -150,5 +150,5 @@ class WordSwaps(Measurement):
 
 
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
-    """Return indices of words (n,) that may be swapped: no stop words, punctuation, unknowns."""
+    """Return indices (n,) in ``tokens`` of words to swap: no stop words, punctuation, ``<unk>``."""
     return np.flatnonzero((stop_word_labels(vocabulary) == 0)[tokens])

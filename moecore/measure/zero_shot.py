@@ -81,7 +81,7 @@ class ZeroShot(Measurement):
         return templates
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield names and channels that do not fit the source, if its raw data are available."""
+        """Yield misfits: names and channels that do not fit the source, if its raw data exist."""
         try:
             card = self.source.describe()
         except UserError:  # missing raw data; the stage reports them
@@ -95,13 +95,13 @@ class ZeroShot(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return the reason for data without captions."""
+        """Return a reason if the data have no captions, else None."""
         if isinstance(subject.data.task, ImageText):
             return None
         return "the images have no captions, so there is no text tower"
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the accuracy of the class with the nearest prompts.
+        """Put ``zero_shot_accuracy`` and ``zero_shot_top5`` of classes with the nearest prompts.
 
         facts: data, images, templates, chance; classes, with name, images, right answers and
         number of unknown words in the prompts.

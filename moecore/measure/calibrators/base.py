@@ -42,12 +42,12 @@ class FittedCalibrator(Config, ABC):
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return the fit that calibrates each prediction: its group, or ``pooled``."""
+        """Return, per prediction, the fit that calibrates it: the name of its group or "pooled"."""
         return [POOLED] * len(groups)
 
     @property
     def summary(self) -> str:
-        """Return the fit in a few words."""
+        """Return the fit in a few words, such as "temperature 1.3"."""
         return str(self.kind)
 
 
@@ -60,7 +60,7 @@ class Calibrator(Part, ABC):
 
     @property
     def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
+        """Return the split whose predictions the calibrator is fitted to."""
         return "validation"
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Calibrator(Part, ABC):
 
 
 def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCalibrator:
-    """Return the calibrator of a calibrator.json; UserError if it does not fit the predictions."""
+    """Return the calibrator in a calibrator.json; UserError if it is not for ``predicts``."""
     content = read_json(path)
     kind = str(content.get("kind")) if isinstance(content, dict) else ""
     try:

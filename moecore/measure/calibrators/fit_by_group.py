@@ -26,7 +26,7 @@ class FittedNumbers(FittedCalibrator, ABC):
     fallbacks: dict[str, str]  # group without a fit → the reason
 
     def used(self, groups: Sequence[str]) -> list[str]:
-        """Return the fit that corrects each prediction: its group, or ``pooled``."""
+        """Return, per prediction, the fit that corrects it: the name of its group, or "pooled"."""
         return [group if group in self.groups else POOLED for group in groups]
 
 
@@ -42,7 +42,7 @@ class NumberCalibrator(Calibrator, ABC):
 
     @property
     def split(self) -> FitOn:
-        """Return the split whose predictions it is fitted to."""
+        """Return the split whose predictions the calibrator is fitted to."""
         return self.fit_on
 
 
@@ -57,10 +57,10 @@ def fit_by_group(
     fit: Callable[[np.ndarray, np.ndarray], Fit],
     name: str,
 ) -> dict[str, Any]:
-    """Return the fields ``pooled``, ``groups`` and ``fallbacks``; the group "" is no group.
+    """Return the fields of ``FittedNumbers``: ``pooled``, ``groups`` and ``fallbacks``.
 
     fit: of predictions (N,) and labels (N,); may raise NoFitError. A group without a fit uses the
-    fit of all, with a warning. name: such as "linear, fitted on train".
+    fit of all, with a warning; "" is no group. name: for messages, as "linear, fitted on train".
 
     Raises:
         UserError: shapes differ, values are not finite, or all pairs together allow no fit.

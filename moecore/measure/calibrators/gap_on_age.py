@@ -39,7 +39,7 @@ class FittedGap(Config):
     n: int = Field(ge=3, description="Number of pairs that it was fitted to.")
 
     def expected_gap(self, ages: np.ndarray) -> np.ndarray:
-        """Return g(y), (N,) to (N,)."""
+        """Return the expected gap g(y) at ages y, (N,) to (N,)."""
         return Polynomial(self.coefficients)(ages)
 
 
@@ -99,7 +99,7 @@ class GapOnAge(NumberCalibrator):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedGapOnAge:
-        """Fit the curves of ``predictions`` − ``labels`` on ``labels``.
+        """Fit the gap ŷ − y as a polynomial of age y to all pairs, and to each group with enough.
 
         Args:
             predictions: ŷ, (N,).

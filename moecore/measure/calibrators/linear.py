@@ -45,7 +45,7 @@ class FittedLine(Config):
         return slope
 
     def invert(self, predictions: np.ndarray) -> np.ndarray:
-        """Return (ŷ − a)/b, (N,) to (N,)."""
+        """Return corrected predictions (ŷ − a)/b, (N,) to (N,)."""
         return (predictions - self.intercept) / self.slope
 
 
@@ -93,7 +93,7 @@ class Linear(NumberCalibrator):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedLinear:
-        """Fit the lines of ``predictions`` on ``labels``.
+        """Fit ŷ = a + b·y to all pairs, and to each group with enough of them.
 
         Args:
             predictions: ŷ, (N,), in the target's unit.

@@ -19,7 +19,7 @@ MAX_TEMPERATURE = 20.0  # reached if logits carry no information about labels
 
 
 class FittedTemperature(FittedCalibrator):
-    """A fitted temperature."""
+    """A fitted temperature: the number that divides all logits."""
 
     kind: Literal["temperature"] = "temperature"
     temperature: float = Field(gt=0, allow_inf_nan=False, description="Divisor of the logits.")
@@ -31,7 +31,7 @@ class FittedTemperature(FittedCalibrator):
 
     @property
     def summary(self) -> str:
-        """Return the temperature."""
+        """Return the temperature as text, such as "temperature 1.3"."""
         return f"temperature {self.temperature:.4g}"
 
 

@@ -44,7 +44,7 @@ class FavouritePatch(Config):
 
 
 class ExpertProfile(Config):
-    """What one expert does."""
+    """Load, classes, kinds, words and favourite patches of one expert."""
 
     load: float  # share of all tokens' choices
     classes: tuple[tuple[int, float], ...]  # class, its share of these choices; largest first
@@ -66,7 +66,7 @@ class LayerGallery(Config):
 
 
 class ExpertUseByImage(NamedTuple):
-    """Use of one layer's experts on a few images."""
+    """Counts of one layer's expert choices on a few images, and the most probable patches."""
 
     chosen: Tensor  # (N, E) int64, number of tokens
     highest: Tensor  # (N, E), the largest probability of a patch that chose the expert; −1: none
@@ -87,7 +87,7 @@ class GalleryImages(NamedTuple):
 def expert_galleries_by_layer(
     model: Model, gallery: GalleryImages, favourites: int
 ) -> list[LayerGallery]:
-    """Return the profiles of every MoE layer's experts, with at most ``favourites`` each."""
+    """Return every MoE layer's expert profiles, with at most ``favourites`` patches each."""
     uses: list[list[ExpertUseByImage]] = [[] for _ in model.layouts]  # by layer and chunk
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
@@ -112,9 +112,9 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Return the use of experts by each image's patches; special tokens are not patches.
+    """Return, per image and expert, how many tokens chose it, and its most probable patch.
 
-    kinds: (N, T, D) bool.
+    special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     """
     probs = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = probs.max(dim=1)
@@ -191,9 +191,9 @@ RARE = 10  # words that occur less often in the blocks are ignored
 
 
 def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
-    """Return the words (N, T) of the last block of the context.
+    """Return the vocabulary indices (N, T) of the words of the last block of the context.
 
-    blocks: (N, C, T), channels of context blocks; with known truth, followed by as many of kinds.
+    blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
     """
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 
@@ -232,7 +232,7 @@ def word_galleries_by_layer(
 def favourite_words(
     words: np.ndarray, chosen: np.ndarray, rare: int = RARE
 ) -> list[list[tuple[int, float]]]:
-    """Return, per expert, the words with the largest shares of tokens that chose it, and shares.
+    """Return, per expert, the words whose tokens chose it most often, with these shares.
 
     words: (N, T); chosen: (N, T, E) bool. Words that occur fewer than ``rare`` times are ignored.
     """
@@ -261,7 +261,7 @@ def find_two_towers(model: Model) -> TwoTowerModel | None:
 def experts_by_word(
     model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, max_experts: int = 2
 ) -> list[list[Read]]:
-    """Return the words with their experts per caption (n, M) and MoE layer; [] without layers."""
+    """Return [caption][MoE layer]: words with at most ``max_experts`` experts; tokens: (n, M)."""
     captions_read: list[list[Read]] = []
     with eval_mode(model):
         for part in tokens.split(TEXTS):
@@ -280,7 +280,7 @@ def experts_by_word(
 
 
 def experts_by_weight(combine: Tensor, max_experts: int) -> list[list[int]]:
-    """Return the experts with nonzero weight per row of weights (n, E), largest first."""
+    """Return, per row of weights (n, E), the experts with nonzero weight, largest first."""
     weights, order = combine.topk(min(max_experts, combine.shape[-1]))
     return [
         [expert for expert, weight in zip(*row, strict=True) if weight > 0]

@@ -92,9 +92,10 @@ class MatchedCrops(Config):
 
 
 def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
-    """Return crops of the first image whose views share half of their patches, or most of them.
+    """Return two random crops of the first image whose crops share half of its patches.
 
-    images: uint8 (N, C, H, W), N ≥ 1. None for volumes and for images of a single patch.
+    Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
+    None for volumes and for images of a single patch.
     """
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None
@@ -116,7 +117,7 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
 
 
 def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
-    """Return the images (N, C, H, W) uint8 with the experts of their patches.
+    """Return the images (N, C, H, W) uint8 with each patch's expert of the largest weight.
 
     records: fields (N, T, E), T a square number of patches after at most two other tokens.
     """
@@ -155,7 +156,7 @@ def overlay_middle_slices(
 def evenly_spaced_overlays(
     images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: TokenLayout
 ) -> Overlays:
-    """Return ``number`` images with their patches' experts; of volumes, middle slices."""
+    """Return ``number`` images, evenly spread, with their patches' experts; of volumes, a slice."""
     indices = evenly_spaced_indices(len(images), number) if number else np.array([], int)
     few = tuple(layer.map_tensors(lambda field: field[indices]) for layer in records)
     if images.ndim == 5:
@@ -182,7 +183,7 @@ def _encode_overlays(
 
 
 def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
-    """Return expert indices (rows, columns) of one grid; −1 if no expert processed the patch."""
+    """Return expert indices (rows, columns) of a grid of ``Overlays``; −1: none processed it."""
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
 
 

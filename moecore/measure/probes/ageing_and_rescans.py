@@ -46,7 +46,7 @@ class UnseenPeopleSimulator(NamedTuple):
 
 
 def alternating_sex(number: int) -> str:
-    """Return F and M in turn."""
+    """Return "F" for even and "M" for odd numbers."""
     return "FM"[number % 2]
 
 
@@ -59,7 +59,7 @@ def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np
 def predict_ageing(
     model: Model, people: UnseenPeopleSimulator, subjects: int, ages: Sequence[float], batch: int
 ) -> np.ndarray:
-    """Return predictions (S, A) for the same subjects at all ages.
+    """Return predicted ages (S, A) of ``subjects`` simulated people, each at all ``ages``.
 
     Anatomy, scanner and the difference of brain age from age do not change.
     """
@@ -72,12 +72,12 @@ def predict_ageing(
 
 
 def rising_step_share(predictions: np.ndarray) -> float:
-    """Return the share of steps with a rising prediction; predictions (S, A), A ≥ 2."""
+    """Return the share of steps between ages at which predictions (S, A) rise; A ≥ 2."""
     return float((np.diff(predictions, axis=1) > 0).mean())
 
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
-    """Return Spearman's correlation of age (A,) and each subject's predictions (S, A), or 0."""
+    """Return each subject's Spearman correlation of ages (A,), predictions (S, A); 0: constant."""
     from scipy.stats import rankdata  # slow to import
 
     age_ranks = rankdata(ages) - (len(ages) + 1) / 2
@@ -92,7 +92,7 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
 def measure_simulated_rescans(
     model: Model, people: UnseenPeopleSimulator, ages: Sequence[float] | np.ndarray, batch: int
 ) -> tuple[Interval, Interval]:
-    """Return the mean absolute difference of two scans of a person, at one site and at two.
+    """Return the mean |difference| in years of two scans of a person, at one site and at two.
 
     There is one person of each age.
     """

@@ -48,7 +48,7 @@ def fit_ridge_probe(
 ) -> tuple[Pipeline, float]:
     """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty.
 
-    The penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
+    It is the penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
     """
     # Imported here, as sklearn is slow to import and all stages import the measurements.
     from sklearn.linear_model import Ridge
@@ -73,7 +73,7 @@ ORDER = ("csf", "gm", "wm")  # by how much the tissue's shape tells about age, m
 
 
 class ModelAndProbeErrors(NamedTuple):
-    """Absolute errors on test volumes, (N,), of the model and of a probe fitted on such volumes."""
+    """Absolute errors in years (N,), on test volumes, of the model and of a linear probe."""
 
     raw: np.ndarray
     probe: np.ndarray
@@ -90,7 +90,7 @@ class VolumePredictions(NamedTuple):
 def predict_volumes(
     model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
 ) -> VolumePredictions:
-    """Predict ``count`` volumes of a split (None: all), complete or with one tissue."""
+    """Predict ages of ``count`` volumes (None: all), with only the tissue ``region`` if given."""
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
     chosen = evenly_spaced_indices(len(ages), count)
@@ -109,7 +109,11 @@ def predict_volumes(
 def model_and_probe_errors(
     model: Model, data: Prepared, region: int | None, batch: int, count: int | None
 ) -> ModelAndProbeErrors:
-    """Return errors on the test split; the probe is fitted on ``count`` training volumes."""
+    """Return absolute errors in years of the model and of a linear probe on the test volumes.
+
+    region: index of the only tissue that remains in all volumes, None for complete volumes; count:
+    training volumes that the probe is fitted to, None for all.
+    """
     train, validation, test = (
         predict_volumes(model, data, split, region, batch, count if split == "train" else None)
         for split in SPLITS
@@ -124,7 +128,7 @@ def model_and_probe_errors(
 def tissue_error_differences(
     tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
 ) -> dict[tuple[str, str], Interval]:
-    """Return (tissue, previous tissue) → the probe's additional error; {} if a tissue lacks."""
+    """Return (tissue, previous in ORDER) → probe's additional error; {} if a tissue is missing."""
     if any(name not in tissues for name in ORDER):
         return {}
     return {

@@ -31,7 +31,7 @@ NONE = -1  # the tissue of an empty cube
 
 
 class TissueAgreement(NamedTuple):
-    """Share of a person's cubes whose first is their own, mean over people, and chance levels."""
+    """Share of cubes whose best expert is their tissue's, mean over people, and chance levels."""
 
     people: int
     cubes: int
@@ -50,18 +50,18 @@ class RoutedCubes(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Return the largest tissue of each cube, or NONE, (N, P)."""
+        """Return the index of each cube's largest tissue, or NONE, (N, P)."""
         has_tissue = self.amounts.any(axis=-1)
         return np.where(has_tissue, self.amounts.argmax(axis=-1), NONE)
 
     @property
     def first(self) -> np.ndarray:
-        """Return the tissue whose expert has the highest score, (N, P)."""
+        """Return the index of the tissue whose expert has the highest score, (N, P)."""
         return self.scores.argmax(axis=-1)
 
 
 def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
-    """Return sums over the cubes of a grid (a, b, c): (N, R, D, H, W) → int64 (N, a·b·c, R)."""
+    """Sum tissue shares (N, R, D, H, W) over the cubes of a grid (a, b, c): int64 (N, a·b·c, R)."""
     split = [
         size
         for length, parts in zip(shares.shape[2:], grid, strict=True)
@@ -72,7 +72,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 
 def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
-    """Return the agreement over the same people's cubes in several sorts of volumes."""
+    """Return how often cubes' best expert is their tissue's; sorts: versions of the volumes."""
     cube_tissues = np.concatenate([cubes.own for cubes in sorts], axis=1)
     first = np.concatenate([cubes.first for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])
@@ -120,7 +120,7 @@ def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Int
 
 
 def mean_over_people(values: np.ndarray, lowest: float) -> Interval:
-    """Return the mean of one value per person, with limits between ``lowest`` and 1."""
+    """Return the mean of values (N,), one per person, with 95 % limits in [``lowest``, 1]."""
     if len(values) < 2:
         return Interval(float(values.mean()))
     value, low, high = bootstrap_mean(values, lowest=lowest)
@@ -145,7 +145,7 @@ class RegionGeneralisationSettings(Config):
 
 
 class RegionExpertAgreement(NamedTuple):
-    """Region experts on the volumes of one generator."""
+    """Agreement of region experts with tissues on the volumes of one cohort."""
 
     whole: TissueAgreement  # complete volumes
     isolated: TissueAgreement  # single tissues, over all tissues, as in training
@@ -153,7 +153,7 @@ class RegionExpertAgreement(NamedTuple):
 
 
 class RegionExperts(NamedTuple):
-    """Region experts on all sorts of volumes."""
+    """Agreement of region experts with tissues on test volumes, mixtures and new volumes."""
 
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None with a single region expert
@@ -178,7 +178,7 @@ def measure_generalisation(
     seed: int,
     batch: int,
 ) -> RegionExperts:
-    """Return the agreement on test volumes, on mixtures and on the other generator's volumes.
+    """Return region experts' agreement with tissues on test, mixed and newly simulated volumes.
 
     tissues: names of the first experts, in order; ages: youngest and oldest age of the other
     generator's people, in years; seed: of these people and of the mixtures.
@@ -205,7 +205,7 @@ def measure_generalisation(
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether the other generator's voxel grid is the data's."""
+    """Return whether the data have the voxels of ``simulate_shell_scan``: numbers, millimetres."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
@@ -222,7 +222,7 @@ def select_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> Volume
 def simulate_shell_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
-    """Simulate people of the other generator with evenly spread ages, women and men in turn."""
+    """Simulate ``count`` people by ``simulate_shell_scan``, ages evenly spread, sexes in turn."""
     channels = [REGIONS.index(tissue) for tissue in tissues]
     people = [
         (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
@@ -236,7 +236,7 @@ def simulate_shell_cohort(
 def measure_tissue_routing(
     model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
-    """Return the agreement on complete volumes, and on each tissue alone."""
+    """Return how often cubes' best expert is their tissue's, on complete and one-tissue volumes."""
     complete = route_tissue_masked_volumes(model, scans, None, batch)
     single = [
         route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)
@@ -253,7 +253,7 @@ def measure_tissue_routing(
 
 
 def one_tissue_filter(tissue: int) -> Filter:
-    """Return a filter that leaves one tissue, as in training."""
+    """Return a filter that sets the shares of all tissues but one to 0, as in training."""
 
     def mask(person: int, shares: np.ndarray) -> np.ndarray:
         remaining = np.zeros_like(shares)
@@ -264,7 +264,7 @@ def one_tissue_filter(tissue: int) -> Filter:
 
 
 def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) -> Filter:
-    """Return a filter that leaves ``complete``, and a share of ``thinned``'s voxels.
+    """Return a filter that leaves tissue ``complete`` and a random share of ``thinned``'s voxels.
 
     Each voxel draws one number: a larger share includes the voxels of a smaller one.
     """
@@ -282,7 +282,7 @@ def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) 
 def route_tissue_masked_volumes(
     model: Model, scans: VolumesAndTissues, mask: Filter | None, batch: int
 ) -> RoutedCubes:
-    """Route volumes, with some tissue masked unless ``mask`` is None."""
+    """Return tissue amounts and expert scores of the cubes of volumes, after ``mask`` if any."""
     layout = model.layout
     parts = []
     for start in range(0, len(scans.images), batch):

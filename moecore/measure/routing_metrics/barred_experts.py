@@ -63,7 +63,7 @@ def no_barring_reason(model: Model) -> str | None:
 
 
 def removable_expert_count(model: Model) -> int:
-    """Return the number of experts that can be barred without fewer experts per token."""
+    """Return how many experts can be barred without reducing a token's number of experts."""
     moe = model.experts_and_router
     choices = moe.experts.choices
     return choices - round(moe.scaled_router.active(choices))
@@ -77,7 +77,7 @@ Way = Literal["as_is", "renormalised", "reroute"]
 def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
     """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``.
 
-    Tokens with fewer choices lose nothing. ``no_barring_reason(model)`` must be None.
+    Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
     """
 
     def drop(router: Any, inputs: tuple[Any, ...], decided: tuple[Any, RoutingRecord]) -> Any:
@@ -123,7 +123,7 @@ def drop_weights(combine: Tensor, is_dropped: Tensor, is_renormalised: bool) -> 
 
 
 def reweigh_plan(plan: SparsePlan, combine: Tensor) -> SparsePlan:
-    """Return the plan with each pair's weight from (B, T, E), found by the row's expert."""
+    """Return the plan with its pairs of token and expert weighted by ``combine`` (B, T, E)."""
     experts = torch.searchsorted(plan.offsets.long(), plan.rows, right=True)
     return plan._replace(weights=combine.gather(-1, experts.view_as(plan.weights)))
 

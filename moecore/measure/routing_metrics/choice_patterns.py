@@ -26,7 +26,7 @@ from moecore.training.surgery.expert_reduction import watch_layers
 
 
 def count_coactivation(chosen: Tensor) -> Tensor:
-    """Count each image's tokens that chose both experts, (B, E, E) fp64; diagonal: the expert."""
+    """Count, per image and pair of experts, the tokens that chose both, (B, E, E) fp64."""
     ones = chosen.double()
     return ones.mT @ ones
 
@@ -60,7 +60,7 @@ def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
 
 
 def pair_lift_by_image(chosen: Tensor) -> Tensor:
-    """Return the mean lift of the pairs that tokens chose, one value per image, (B,) fp64."""
+    """Return the mean lift of the pairs that tokens chose, as one value per image, (B,) fp64."""
     experts = chosen.shape[-1]
     rows = count_coactivation(chosen).flatten(1)
     is_used = rows.any(dim=0)  # linearize_mean leaves out the other columns
@@ -82,7 +82,7 @@ def _divisors(counts: Tensor) -> Tensor:
 
 
 def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
-    """Count the pairs of window and expert with 0 … m uses, (B, m + 1) int64.
+    """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64.
 
     chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     """
@@ -106,7 +106,7 @@ def consistency_by_threshold(uses: np.ndarray) -> np.ndarray:
 
 
 def consistency_by_image(uses: np.ndarray) -> np.ndarray:
-    """Return the largest F1 as one value per image, (B,), with that mean; uses (B, m + 1)."""
+    """Return the largest F1 over θ as values per image, (B,), with that mean; uses (B, m + 1)."""
     best = int(consistency_by_threshold(uses.sum(axis=0)).argmax())
     served, needed_and_loaded = _served_and_size(uses)
     return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
@@ -124,7 +124,7 @@ def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def window_consistency(
     patches: Tensor, windows: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return values per image and the chance level of each window shorter than T; (N, T, E)."""
+    """Return name → F1 per image (B,), and → F1 by chance, per window < T; patches (B, T, E)."""
     values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
@@ -141,7 +141,7 @@ SMALLEST_QUANTILE = 0.01  # of the margins
 
 
 def mean_batch_violation(chosen: Tensor, images: int) -> float:
-    """Return the mean MaxVio over batches of ``images``; it decreases with their size."""
+    """Return the mean MaxVio over shuffled batches of ``images`` images; chosen: (B, T, E)."""
     # Shuffled, as a split may be sorted by class.
     order = np.random.default_rng(0).permutation(len(chosen))
     # An incomplete last batch is left out, unless it is the only one.
@@ -152,7 +152,7 @@ def mean_batch_violation(chosen: Tensor, images: int) -> float:
 
 
 def chance_violation(choices: int, experts: int) -> float:
-    """Return the mean MaxVio of ``choices`` uniform random choices among experts; of 200 draws."""
+    """Return the mean MaxVio if ``choices`` fall on ``experts`` uniformly at random, 200 draws."""
     counts = np.random.default_rng(0).multinomial(choices, [1 / experts] * experts, 200)
     return float((counts.max(axis=1) * experts / choices - 1).mean())
 
@@ -177,7 +177,7 @@ def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return the margin per image, and the smallest quantile; nothing if no token has a margin."""
+    """Return "margin" → (B,), and "smallest_margin" → its 1 % quantile; {} if no token has one."""
     margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
     if not is_known.any():
@@ -280,7 +280,7 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
 
 
 def linearize_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return the cosine of the sums of two (B, E), as values (B,) with that mean; 0 if empty."""
+    """Return (B,) whose mean is the cosine of the column sums of two (B, E); 0 for zero sums."""
     first, second = ours.mean(axis=0), theirs.mean(axis=0)
     tiny = np.finfo(float).tiny
     length, other_length = (max(float(np.linalg.norm(mean)), tiny) for mean in (first, second))

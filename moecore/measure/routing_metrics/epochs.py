@@ -58,7 +58,7 @@ def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> list[floa
 
 
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
-    """Return the share of tokens with the best expert of the final, and of the previous, epoch.
+    """Return "with_final" and "consecutive" → shares of tokens with equal best experts.
 
     first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
     ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
@@ -94,7 +94,7 @@ def expert_truth_tables(
 
 
 def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's kind, (N, T), from the last channel of stored images."""
+    """Return each token's true kind, (N, T), 0 if unknown, from the images' last channel."""
     (last,) = image_batches(images[:, -1:], len(images))
     return majority_token_kinds(last, layout)
 
@@ -127,7 +127,7 @@ def purity_by_image(tables: np.ndarray) -> np.ndarray:
 def purity_by_epoch(
     first: Sequence[np.ndarray], kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> list[float]:
-    """Return the layers' mean purity after each epoch; first: per epoch first experts (N, L, T)."""
+    """Return each epoch's purity, mean over layers; first: per epoch, first experts (N, L, T)."""
     purities = []
     for epoch in first:
         layers = epoch.astype(np.int64).swapaxes(0, 1)
@@ -187,7 +187,7 @@ class EpochWatch(NamedTuple):
         return float((tensors["first"] == before["first"]).double().mean())
 
     def collect_settling(self) -> Settling:
-        """Return the stored routing of all epochs; raise UserError if a file is missing."""
+        """Return stored agreement, saturation and purity by epoch; UserError if one is missing."""
         if self.model.moe is None:
             return Settling()
         epochs = self.epochs
@@ -242,10 +242,10 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
-    """Return each item's share of tokens that agree, at a quarter, half and the end of training.
+    """Return name → packed shares (N,) of tokens with the same first expert in two epochs.
 
-    With the final epoch, and between consecutive epochs; the latter also as mean over training.
-    first: per epoch, (N, L, T) integers.
+    "with_final" and "consecutive" at a quarter and half of the epochs, the latter also at the end
+    and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     """
     last = len(first) - 1
 
@@ -271,7 +271,7 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
 def finetuning_agreement(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord], people: np.ndarray | None
 ) -> Settling:
-    """Return the agreement of the routing before and after fine-tuning, per layer."""
+    """Return each layer's share of tokens with equal first experts before and after fine-tuning."""
     same = layer_metrics.expert_agreement(before, after)
     if not same:
         return Settling(routing_agreement_before_after=())
@@ -310,7 +310,7 @@ def write_epoch_tissue_routing(
 def read_epoch_tissue_routing(
     folder: Path, data: Prepared, epochs: int
 ) -> tuple[EpochTissueRouting, ...]:
-    """Return what ``write_epoch_tissue_routing`` wrote; () for data without tissue maps."""
+    """Return the routing on single tissues per probed epoch; () for data without tissue maps."""
     if not data.card.get("regions"):
         return ()
     contents = [read_json(folder / f"regions/{epoch:04d}.json") for epoch in probed_epochs(epochs)]
@@ -338,7 +338,7 @@ def spread_places(total: int, number: int) -> list[int]:
 
 
 def explorer_image_indices(data: Prepared, number: int) -> list[int]:
-    """Return indices in the test split of the first images that the explorer shows."""
+    """Return indices in the test split of the ``number`` images that the explorer shows first."""
     images = data.test.images
     limit = VOLUMES if images.ndim == 5 else IMAGES
     return spread_places(len(images), min(number, limit))
@@ -351,7 +351,7 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
 
 
 def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write predictions and routing of the explorer's images after ``epoch``."""
+    """Write predictions and routing of the explorer's images after ``epoch`` to traces/*.json."""
     images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
     traces = routing_traces.build_image_traces(prediction, records, data.task, model.layouts)
@@ -359,7 +359,7 @@ def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) ->
 
 
 def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
-    """Return what ``write_epoch_trace`` wrote; raise UserError if an epoch is missing."""
+    """Return predictions and routing of each watched epoch; UserError if an epoch is missing."""
     places = explorer_image_indices(data, IMAGES)
     return tuple(
         WatchedEpoch(

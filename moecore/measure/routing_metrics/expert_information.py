@@ -27,7 +27,7 @@ TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
 def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return {"class": (N, 1)} if each image has one class; labels (N, …) of the task."""
+    """Return {"class": (N, 1)} if each image has one class, else {}; labels: the task's, (N, …)."""
     members = subject.model.image.task.by_class(labels)
     if members is None or not torch.equal(members[0], torch.arange(len(labels))):
         return {}
@@ -37,10 +37,10 @@ def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Te
 def token_labels_by_kind(
     subject: MeasuredModel, indices: np.ndarray, images: np.ndarray, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """Return labels of tokens, (N, T), or (1, T) if equal in all images; -1 if unknown.
+    """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown.
 
-    position; truth (data with known truth); word and stop_word (texts), with rare words unknown;
-    tissue (volumes with maps), the largest in a cube. indices: of the images in the test split.
+    Kinds: position; truth (if known); word and stop_word (texts; rare words are unknown); tissue
+    (volumes with maps), the largest in a cube. indices: of the images in the test split.
     """
     data = subject.data
     labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
@@ -90,7 +90,7 @@ class ExpertInformation(NamedTuple):
 
 
 class Specialisation(NamedTuple):
-    """Concentration of labels' tokens on one expert, mean over labels with enough (OLMoE)."""
+    """Concentration of labels' tokens on one expert, mean over labels with enough tokens."""
 
     share: float  # largest share of a label's tokens that one expert has
     chance: float  # mean over permuted labels
@@ -148,14 +148,14 @@ def expert_information(
 def permute_images(
     labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield ``number`` permutations of labels (B, T) among images; with people, among people."""
+    """Yield ``number`` permutations of labels (B, T) among images, or among people if given."""
     check_exchangeable(len(labels))
     for order in permuted_orders(len(labels), number, seed, people):
         yield labels[order]
 
 
 def check_exchangeable(images: int) -> None:
-    """Raise UserError for too few images: every result would be chance, unnoticed."""
+    """Raise UserError for fewer than MIN_IMAGES images, as every result would be chance."""
     if images < MIN_IMAGES:
         raise UserError.at(
             "permutation null",
@@ -167,7 +167,7 @@ def check_exchangeable(images: int) -> None:
 def _count_table(
     chosen: np.ndarray, pairs: tuple[np.ndarray, ...], labels: np.ndarray
 ) -> np.ndarray:
-    """Count the pairs of each expert and label: (E, K)."""
+    """Count (token, expert) pairs by expert and label, (E, K); pairs: ``chosen.nonzero()``."""
     image, token, expert = pairs
     width = int(labels.max()) + 2
     cells = expert * width + labels[image, token] + 1
@@ -194,7 +194,7 @@ def _information_by_image(
 def _specialisation(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
 ) -> Specialisation | None:
-    """Return the specialisation; null: per permutation, the sum of shares over common labels."""
+    """Return specialisation over labels ``common`` (K,) bool, or None; null: permuted sums."""
     number = int(common.sum())
     if not number:
         return None
@@ -232,7 +232,7 @@ class LabelInformation(Config):
 def label_information(
     chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor], people: np.ndarray | None = None
 ) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
-    """Return the information about each kind of label with two or more values, and its items."""
+    """Return, for kinds of labels that vary, kind → information and metric → per image (N,)."""
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
     for name, kind_labels in labels.items():

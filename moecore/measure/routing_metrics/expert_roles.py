@@ -172,7 +172,7 @@ STORED_TOKENS = 2**13  # per layer, whose experts are stored to compare seeds
 
 
 class ExpertRoles(MeasuredPart):
-    """Roles of the experts; values are above chance where the metric is signed.
+    """Settings and metrics of the experts' roles; signed metrics are values above chance.
 
     information_{label}: above chance, divided by the label's entropy. pair_lift: mean of
     P(b | a) / P(b) over pairs of experts that tokens chose; chance is at an even load. margin: see
@@ -190,7 +190,7 @@ class ExpertRoles(MeasuredPart):
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
-        """Return the reason for models whose tokens do not choose among experts."""
+        """Return the reason why the model's tokens do not choose among experts, or None."""
         moe = model.moe
         if moe is None:
             return "a dense model has no experts"
@@ -199,12 +199,12 @@ class ExpertRoles(MeasuredPart):
         return "there is one expert" if moe.experts.number < 2 else None
 
     def places(self) -> dict[str, Iterable[Place]]:
-        """Return the windows."""
+        """Return "window" → the sizes of the windows."""
         return {"window": self.windows}
 
 
 class WatchedPass(NamedTuple):
-    """Data of a pass in addition to its records, by names of layers."""
+    """Tokens of each MoE layer in one pass, and choices made one layer early, by layer name."""
 
     tokens: dict[str, expert_similarity.KeptTokens]
     early: dict[str, choice_patterns.EarlyChoices]
@@ -212,7 +212,7 @@ class WatchedPass(NamedTuple):
 
 @contextmanager
 def watch_experts(model: Model, images: expert_similarity.CountedImages) -> Iterator[WatchedPass]:
-    """Collect what ``put_roles`` needs of the pass over these images inside the ``with``."""
+    """Store tokens and choices one layer early while ``images`` pass inside the ``with``."""
     early_choices = choice_patterns.choose_one_layer_early(model)
     with expert_similarity.keep_layer_tokens(model, images) as tokens, early_choices as early:
         yield WatchedPass(tokens, early)
@@ -226,7 +226,7 @@ def put_roles(
     settings: ExpertRoles,
     out: Values,
 ) -> None:
-    """Put means over layers; facts.roles: each layer's roles.
+    """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles.
 
     records, watched: of one pass over the test images with these indices, (N,).
     """
@@ -271,7 +271,7 @@ def put_roles(
 
 
 def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]]:
-    """Return metric and place of a name in a layer's values: consistency_2 → window=2."""
+    """Return metric and place: "consistency_2" → ("consistency" + suffix, {"window": 2})."""
     metric, _, window = name.rpartition("_")
     if metric != "consistency":
         return f"{name}{suffix}", {}
@@ -313,18 +313,18 @@ class RolesLayer(Config):
 
 
 def read_layers(result: Found) -> list[RolesLayer]:
-    """Return each layer's roles."""
+    """Return each MoE layer's roles from a stored result of ``Routing``."""
     return [RolesLayer.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
 def read_encoded_choices(result: Found) -> tuple[EncodedChoices, ...]:
-    """Return each layer's stored choices."""
+    """Return each MoE layer's stored choices of experts from a result of ``Routing``."""
     layers = result.facts["roles"]["layers"]
     return tuple(EncodedChoices.model_validate(layer["kept"]) for layer in layers)
 
 
 def compare_seeds(ours: Found, theirs: Found) -> expert_similarity.PairAgreement:
-    """Return the agreement of two seeds; results are cached."""
+    """Return how far the choices of two seeds' matched experts agree, mean over layers; cached."""
     choices = read_encoded_choices(ours), read_encoded_choices(theirs)
     return expert_similarity.compare_encoded_choices(*choices)
 
@@ -349,7 +349,7 @@ def measure_layer_roles(
     settings: ExpertRoles,
     inputs: RoleInputs,
 ) -> tuple[RolesLayer, ByImage]:
-    """Return one layer's roles, and its metrics per image; consistency_2: of windows of two.
+    """Return one layer's roles, and metric → values per image, (N,).
 
     labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
     """

@@ -55,7 +55,7 @@ class CountedImages:
 
 
 class KeptTokens(NamedTuple):
-    """Input tokens of one MoE layer, of all images."""
+    """Some input tokens of one MoE layer, from each image."""
 
     layer: MoEFeedForward
     parts: list[Tensor]  # (B, c, d), per call of its router
@@ -143,7 +143,7 @@ class ExpertOutputs(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> "ExpertOutputs":
-        """Return the outputs' terms, from values (N, c, d)."""
+        """Return values (N, c, d) with the terms of CKA that depend on this expert alone."""
         moved = values - values[0, 0]  # equal outputs then have strength 0 without rounding error
         centred = moved - moved.mean(dim=(0, 1))
         return cls(values, centred, *cross_strength(centred, centred))
@@ -198,9 +198,9 @@ class SeedAgreement(NamedTuple):
 
 
 def indicator_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return Pearson's correlation of choosing each expert, (E, E), from (n, E) bool, same tokens.
+    """Return the correlation of choosing expert a in ours and b in theirs, (E, E); rows a.
 
-    0 for an expert that all tokens or no token chose.
+    ours, theirs: (n, E) bool, of the same tokens. 0 for an expert of all tokens or of none.
     """
     sides = []
     for chosen in (ours, theirs):
@@ -265,7 +265,7 @@ def matched_agreement_by_image(
 def chance_agreement(
     ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, people: np.ndarray | None = None
 ) -> tuple[float, float]:
-    """Return mean correlation and overlap with the second training's images (people) permuted.
+    """Return correlation and overlap if the second training's images (people) are permuted.
 
     Matched and compared like the real one; it measures what experts share by position alone.
     """
@@ -287,7 +287,7 @@ class PairAgreement(NamedTuple):
 def compare_encoded_choices(
     ours: tuple[EncodedChoices, ...], theirs: tuple[EncodedChoices, ...]
 ) -> PairAgreement:
-    """Return the agreement of two models' layers on the same images."""
+    """Return the agreement of two models' choices after matching experts, mean over layers."""
     people = None if ours[0].people is None else np.array(ours[0].people)
     is_fit = first_half(ours[0].shape[0], people)
     layers = []

@@ -66,14 +66,14 @@ def max_load_violation(counts: Tensor) -> float:
 
 
 def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
-    """Return the share of experts whose count is less than ``below`` times the mean; (E,)."""
+    """Return the share of experts whose count, of (E,), is less than ``below`` times the mean."""
     _check_counts(counts)
     counts = counts.double()
     return float((counts < below * counts.mean()).double().mean())
 
 
 def routing_confidence(probs: Tensor) -> dict[str, float]:
-    """Return the highest, second and remaining probability, mean over tokens (PRC, table 5)."""
+    """Return "confidence_highest", "…_second" and "…_others" → probability, mean over tokens."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
     return {
         "confidence_highest": float(ordered[0]),
@@ -102,9 +102,9 @@ def choice_iou(before: Tensor, after: Tensor) -> Tensor:
 
 
 def kept_choices(before: Tensor, after: Tensor) -> Tensor:
-    """Return the share of each token's experts that it had ``before``, (…) fp64; (…, E) bool.
+    """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64.
 
-    |before ∩ after| / |after|; without experts after: 1 if there were none before, else 0.
+    Of masks (…, E): |before ∩ after| / |after|. Without experts after: 1 if none before, else 0.
     One minus this is the switch fraction; by chance, at an even load, it is k/E.
     """
     _check_same_shape(before, after)
@@ -131,7 +131,7 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
 def routing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Return 1 − IoU of the experts chosen before capacity, per layer."""
+    """Return, per layer, 1 − IoU of the experts that tokens chose, before capacity limits."""
     pairs = zip(before, after, strict=True)
     return [1 - float(choice_iou(a.chosen, b.chosen).mean()) for a, b in pairs]
 
@@ -166,13 +166,13 @@ def expert_agreement(
 def processing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Return 1 − IoU of the experts that processed a token (under capacity), per layer."""
+    """Return, per layer, 1 − IoU of the experts that processed a token, within capacity."""
     pairs = zip(before, after, strict=True)
     return [1 - float(choice_iou(a.combine != 0, b.combine != 0).mean()) for a, b in pairs]
 
 
 def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over MoE layers of each metric that all of them have."""
+    """Return metric → mean over MoE layers, for the metrics that all of them have."""
     shared = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {name: sum(layer[name] for layer in layers) / len(layers) for name in shared}
 
@@ -197,12 +197,12 @@ _MIN_WEIGHT = 1e-6
 
 
 def fallback_rate(scores: Tensor, threshold: float) -> float:
-    """Return the share of tokens without an eligible expert: they use top-k (§6, figure S3)."""
+    """Return the share of tokens with no score above the threshold: they use top-k (figure S3)."""
     return float(below_k_eligible_flags(scores, threshold, 1).mean())
 
 
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
-    """Return 1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64.
+    """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0.
 
     Algorithm 1, line 13.
     """
@@ -212,7 +212,8 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     """Return the weight of eligible experts beyond the best ``k`` / that of all eligible (eq. 12).
 
-    In [0, 1): mean over the tokens with an eligible expert; None without such a token.
+    Eligible: score above the threshold. In [0, 1): mean over the tokens with an eligible expert;
+    None without such a token.
     """
     tails, has_eligible = _eligible_tails(scores, threshold, k)
     if has_eligible.any():
@@ -221,7 +222,7 @@ def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None
 
 
 def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return eq. 12 of each token, and whether it has an eligible expert, else NaN; (B, T)."""
+    """Return each token's ``eligible_tail_mass`` or NaN, and whether it is defined; both (B, T)."""
     eligible = _eligible_experts(scores, threshold)
     weights = scores.double().clamp_min(_MIN_WEIGHT).where(eligible, 0)
     return _share_beyond(weights, k), eligible.any(dim=-1)
@@ -263,7 +264,7 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 
 def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
-    """Return the shares of load, mass (E,) and experts (cells) on border, corners and inside.
+    """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts.
 
     Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
     MoGE's regularizer rewards the border: compare a share with that of the cells. There are no
@@ -286,7 +287,7 @@ def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
 
 
 def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
-    """Return each image's mean experts per token, and share of tokens without; (B,) fp64 each."""
+    """Return "experts_per_token" and "unrouted" (share of tokens) → means per image, (B,) fp64."""
     numbers = chosen.sum(dim=-1).double()
     none = (numbers == 0).double()
     return {"experts_per_token": numbers.mean(dim=1), "unrouted": none.mean(dim=1)}
@@ -300,7 +301,7 @@ def load_shares(counts: Tensor) -> Tensor:
 def _token_metrics(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return the metrics that are defined for every token, (B, T) fp64 each."""
+    """Return metric → its value of every token, (B, T) fp64."""
     metrics = {"token_entropy": torch.special.entr(layer.probs.double()).sum(dim=-1)}
     if k is not None:
         metrics["tail_of_probs"] = tail_by_token(layer.probs, k)
@@ -314,7 +315,7 @@ def _token_metrics(
 def measure_layer_use(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, float]:
-    """Return the metrics of one MoE layer; threshold and k: of its router, None without.
+    """Return metric → value of one MoE layer; threshold, k: of its router, None if it has none.
 
     The load has no values where no token chose an expert, as the router ``depth`` may decide.
     """
@@ -341,7 +342,7 @@ def measure_layer_use(
 def measure_layer_use_by_image(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return the metrics of ``measure_layer_use`` per image, (B,) fp64, with the same mean.
+    """Return metric of ``measure_layer_use`` → values per image, (B,) fp64, with the same mean.
 
     The share of dead experts and the shares on the map have no values per image.
     """
@@ -408,7 +409,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
-    """Return each image's mean of d (not of d²) over tokens and layers, (N,) fp64.
+    """Return each image's IMED, √``squared_imed``, mean over tokens and layers, (N,) fp64.
 
     before, after: probs (N, T, E) per MoE layer.
     """
@@ -430,7 +431,7 @@ def partner_images(images: int, seed: int) -> Tensor:
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Return each image's ``imed_by_image`` to its partner, without a transform; (N,) fp64.
+    """Return each image's IMED to another image (``partner_images``), untransformed; (N,) fp64.
 
     The reference for IMED under a transform: a router that does not distinguish images has small
     distances of both kinds. probs: (N, T, E) per MoE layer.
@@ -440,7 +441,7 @@ def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
 
 
 def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
-    """Return each expert's mean clean probability per class, (K, layers, E) fp64.
+    """Return each expert's mean probability per class, (K, layers, E) fp64.
 
     NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
     """

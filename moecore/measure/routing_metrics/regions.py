@@ -28,7 +28,7 @@ def region_rows(
     experts: Sequence[str],
     seed: int = 0,
 ) -> list[TissueRoutingRow]:
-    """Return one row per tissue, then one per control ``random_<tissue>``.
+    """Return the routing of volumes with one tissue each, then of controls ``random_<tissue>``.
 
     A row has the two experts with the highest mean score (the router's logits before noise; cosines
     for an eigenbasis router), and the share of tokens that chose each expert. Means are over tokens

@@ -81,7 +81,7 @@ def copy_with_k(model: Model, k: int) -> Model | None:
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
     """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k.
 
-    Keys count pieces of experts, where experts are split.
+    If the model's experts are split into pieces, the keys count pieces.
     """
     outcomes = {}
     for k in numbers:
@@ -118,7 +118,7 @@ def score_threshold(router: Any) -> float | None:
 def run_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int
 ) -> dict[str, Mapping[Any, Numbers]]:
-    """Run both sweeps; keys are the names of the settings."""
+    """Return "k" and "threshold" → tried setting → metric → value."""
     return {
         "k": sweep_k(model, sample, settings.k, batch),
         "threshold": sweep_threshold(model, sample, settings.threshold, batch),
@@ -126,7 +126,7 @@ def run_sweeps(
 
 
 def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
-    """Return the task's score and the means of ``routing_means_over_layers``."""
+    """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
     score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
@@ -136,11 +136,11 @@ def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    """Return means over the MoE layers of each metric that all layers have.
+    """Return metric → mean over the MoE layers, for the metrics that all layers have.
 
-    tail_mass: eq. 12 with a threshold, else the share of the probs outside the best k; fallback:
-    with a threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if
-    no token has an eligible expert.
+    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_of_probs``; fallback: with a
+    threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if no
+    score is above the threshold.
     """
     layers: list[Numbers] = []
     for record in records:
@@ -158,7 +158,7 @@ def routing_means_over_layers(
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
-    """Return the slope of the fallback on each side of TRAINED_THRESHOLD (figure S3).
+    """Return "fallback_slope_below" and "…_above" → slope on that side of TRAINED_THRESHOLD.
 
     fallback: threshold → share. A side without another threshold has no slope.
     """
@@ -176,7 +176,7 @@ def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
 def swept_metric(
     label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
 ) -> Metric:
-    """Return a metric with one value per swept setting; claims compare it like any other."""
+    """Return a ``Metric`` with one table column per setting; over: "k" or "threshold"."""
     symbol, figure = FIGURES[over]
     return Metric(
         f"{label}, {symbol}\u00a0=\u00a0{{}}",
@@ -207,7 +207,7 @@ def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
 
 
 def slope_metric(side: str, end: str) -> Metric:
-    """Return the slope of the fallback on one side of the trained threshold."""
+    """Return the ``Metric`` of the fallback's slope below or above the trained threshold."""
     return Metric(
         f"Fallback, slope {side} {AT}",
         note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
@@ -220,7 +220,7 @@ def slope_metric(side: str, end: str) -> Metric:
 def put_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int, out: Values
 ) -> None:
-    """Put score and routing of the same weights under other settings of the router."""
+    """Put ``{metric}_k`` and ``{metric}_threshold`` of the same weights at each k and threshold."""
     swept = run_sweeps(model, sample, settings, batch)
     for over, by_setting in swept.items():
         for setting, numbers in sorted(by_setting.items()):

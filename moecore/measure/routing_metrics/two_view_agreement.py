@@ -89,7 +89,7 @@ OF_VOLUMES = {
 def augmentation_misfits(
     augmentations: Sequence[Preset | TwoViewAugmentation], around: Surroundings
 ) -> Misfits:
-    """Yield presets of flat images where volumes are changed."""
+    """Yield a misfit for each preset of flat images if the data are volumes."""
     if around.source is None or not around.source.volumes:
         return
     for index, preset in enumerate(augmentations):
@@ -146,7 +146,7 @@ SHARES = (*NAMES, "switch_fraction")  # share of the second's experts that the f
 def view_match_shares(
     model: Model, images: np.ndarray, views: ViewSettings, batch: int
 ) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
-    """Return SHARES per MoE layer (PRC, table 4), and the same per image, (N,); {} for text."""
+    """Return, per MoE layer, match or switch metric → share, and → (N,) by image; {} for text."""
     if images.ndim == TEXT:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
     pictures = draw_two_views(images, TwoViewAugmentation(name="views", views=views), SEED)
@@ -159,7 +159,7 @@ def view_match_shares(
 def augmented_row(
     model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
-    """Return SHARES → one value per image, (N,), and the mean over layers with its interval."""
+    """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
     layers = records_with_pairs(model, views, batch)
     means = average_layers([layer_match_shares(*layer) for layer in layers])
     images = mean_items_over_layers([match_ratios_by_image(*layer) for layer in layers])
@@ -189,7 +189,7 @@ def ranking_scores_of_pairs(
 def layer_match_shares(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, float]:
-    """Return SHARES of one MoE layer; record: fields (2N, T, E), first views first."""
+    """Return match or switch metric → share in a layer; record: (2N, T, E), first views first."""
     ratios = match_ratios(*ranking_scores_of_pairs(record, pairs, layout), pairs.found)
     switched = (switched_by_token(record, pairs, layout) * pairs.found).sum() / pairs.found.sum()
     return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
@@ -203,7 +203,7 @@ def switched_by_token(record: RoutingRecord, pairs: TokenPairs, layout: TokenLay
 def match_ratios_by_image(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """Return SHARES as one value per image, (N,), with the means of ``layer_match_shares``."""
+    """Return match or switch metric → (N,) by image, with the means of ``layer_match_shares``."""
     scores = ranking_scores_of_pairs(record, pairs, layout)
     counts = match_counts_by_image(*scores, pairs.found).double()
     switched = (switched_by_token(record, pairs, layout) * pairs.found).sum(dim=1)
@@ -226,7 +226,7 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 def match_intervals(
     layers: Sequence[tuple[RoutingRecord, TokenPairs, TokenLayout]], people: np.ndarray | None
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Return bootstrap limits by NAMES, over images or people: an image's pairs are dependent.
+    """Return match metric → bootstrap limits over images or people, not over pairs of tokens.
 
     Each layer's pairs are weighted as if there were as many as in the last layer.
     """

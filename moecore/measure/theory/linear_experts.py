@@ -60,7 +60,7 @@ def draw_expert_data(
     floor: float = 0.0,
     noise: float = 0.0,
 ) -> tuple[list[RegressionSamples], np.ndarray]:
-    """Draw balanced data: Gaussian points in E subspaces at ``angle``; return parts and β (E, D).
+    """Draw Gaussian points in E subspaces at ``angle``; return each expert's data and β (E, D).
 
     Targets are X_i β_i + noise with ‖β_i‖ = 1. targets: β_i in the basis of its subspace is the
     same for all ("shared"), has alternating signs ("opposed") or is independent ("drawn"). floor:
@@ -93,7 +93,7 @@ _TOLERANCE = 1e-9  # relative difference below which singular values, or overlap
 
 
 class LeastSquaresFit(NamedTuple):
-    """Least-squares solution of one part."""
+    """Least-squares solution of one expert's data."""
 
     weights: np.ndarray  # (D,), the minimiser of smallest norm
     inverse: np.ndarray  # (D, D) = (XᵀX)⁺
@@ -171,7 +171,7 @@ def least_squares(part: RegressionSamples) -> LeastSquaresFit:
 
 
 def stack_expert_data(parts: Sequence[RegressionSamples]) -> RegressionSamples:
-    """Return all parts as one problem, the dense model's."""
+    """Return the points and targets of all experts, concatenated, as a dense model gets them."""
     return RegressionSamples(
         np.concatenate([part.points for part in parts]),
         np.concatenate([part.targets for part in parts]),
@@ -179,7 +179,7 @@ def stack_expert_data(parts: Sequence[RegressionSamples]) -> RegressionSamples:
 
 
 def expert_subspace_bases(parts: Sequence[RegressionSamples]) -> list[np.ndarray]:
-    """Return the paper's U_i, (D, r_i) with orthonormal columns.
+    """Return the paper's bases U_i of the experts' subspaces, (D, r_i), orthonormal columns.
 
     Each singular vector v of XᵀX goes to the expert whose span it overlaps most; in a tie to the
     expert with the largest energy ‖X_i v‖², then to the first. For equal singular values any basis
@@ -262,7 +262,7 @@ def theorem_1_sides(
 def theorem_2(
     parts: Sequence[RegressionSamples], betas: Sequence[np.ndarray] | np.ndarray
 ) -> Theorem2:
-    """Return the bounds of Theorem 2 for y_i = X_i β_i + r_i, and the ratio; betas: E of (D,)."""
+    """Return Theorem 2's bounds for y_i = X_i β_i + r_i, and the measured ratio; betas: (E, D)."""
     grams = [part.points.T @ part.points for part in parts]
     if any(np.linalg.matrix_rank(part.points) < part.points.shape[1] for part in parts):
         raise ValueError(

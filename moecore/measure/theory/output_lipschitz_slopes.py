@@ -21,7 +21,7 @@ from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_de
 def put_lemma(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str, out: Values
 ) -> None:
-    """Put violations of Lemma 1 and the router's share of its bound, at some tokens per layer.
+    """Put ``lemma1_violations`` and ``lemma1_router_share`` at ``tokens`` tokens of each layer.
 
     A violation would be an error of the code. facts: lemma_terms, per layer the terms at each
     token; lemma_reason, if the lemma is not defined for the model, which then has no values.
@@ -55,7 +55,7 @@ def why_lemma_undefined(model: Model) -> str | None:
 def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
-    """Return the lemma's terms at tokens of each MoE layer, on the CPU."""
+    """Return the terms of Lemma 1 at ``tokens`` tokens of each MoE layer, on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     inputs = layer_tokens(model, images, tokens, batch, seed, device)
     return [
@@ -67,7 +67,7 @@ def lemma_terms_by_layer(
 def layer_tokens(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[Tensor]:
-    """Return tokens (n, d) at the input of each MoE layer, the same places for every method."""
+    """Return inputs (n, d) of each MoE layer at random positions, the same for every method."""
     if not isinstance(model, BackboneModel):
         raise TypeError("layer_tokens: a guided model has no encoding block by block")
     blocks = model.experts_and_router.indices(model.depth)
