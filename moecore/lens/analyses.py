@@ -206,7 +206,7 @@ def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[s
 
 
 def coverage_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return "coverage" → (N,), whose mean is the share of choices of the most used quarter."""
+    """Return "coverage" → (N,), with mean: share of choices of the most used quarter of experts."""
     counts = chosen.sum(dim=1).double()
     most_used = counts.sum(dim=0).topk(quarter_of_experts(chosen.shape[-1])).indices
     share = linearize_ratio(counts[:, most_used].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
@@ -337,7 +337,7 @@ def average_quantities(
 
 
 def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
-    """Raise UserError if layers, or tokens or labels of these items, differ, or items are few."""
+    """Raise UserError if the traces differ in layers, tokens or labels, or items are too few."""
     if against.shape != trace.shape:
         shape = f"items, and (tokens, experts) of layers, {against.shape}"
         raise UserError.at(against.folder, found=shape, allowed=trace.shape)

@@ -103,7 +103,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 @contextmanager
 def errors_in_file(path: Path | None) -> Iterator[None]:
-    """Inside the ``with``, raise errors as UserError with the line in ``path``; None: unchanged."""
+    """Inside the ``with``, raise errors as UserError with the line of ``path``; None: unchanged."""
     try:
         yield
     except UserError:
@@ -143,7 +143,7 @@ def record_batches(
 
 
 def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return "tokens" → input_ids of a model's arguments, or an empty dict; refuse padding."""
+    """Return {"tokens": input_ids} of a model's arguments, or {}; UserError for padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and not mask.all():
         allowed = "1; cut texts to parts of one length, without padding"

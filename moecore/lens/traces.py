@@ -134,7 +134,7 @@ def check_item_tensor(
 
 
 def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], place: str) -> None:
-    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W) that all grids divide."""
+    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W), H and W grid multiples."""
     size = values.shape[2:]
     fits = values.ndim == 4 and len(values) == items and values.shape[1] in (1, 3)
     if not fits or values.dtype != torch.uint8 or max(size) > MAX_SIDE:
@@ -370,7 +370,7 @@ class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
     def __init__(self, folder: Path, words: int = 0, layouts: Sequence[Sequence[Any]] = ()) -> None:
-        """Write files into an existing folder; words: size of the vocabulary, or 0."""
+        """Write to ``folder``; words: size of the vocabulary or 0; layouts: see ``write_trace``."""
         self.folder = folder
         self.words = words
         self.layouts = layouts
@@ -457,7 +457,7 @@ class TraceWriter:
 def arrange_layers(
     sizes: Sequence[tuple[int, ...]], layouts: Sequence[Sequence[Any]]
 ) -> list[LayerShape]:
-    """Return a LayerShape per (tokens, experts); UserError for layouts that do not fit them."""
+    """Return a LayerShape per (tokens, experts) of ``sizes``; layouts: see ``write_trace``."""
     layouts = list(layouts) or [(0, ())]
     if len(layouts) == 1:
         layouts = layouts * len(sizes)

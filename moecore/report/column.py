@@ -1,4 +1,7 @@
-"""Columns of metrics: planned names before a run, values after it."""
+"""Columns of metrics: planned names before a run, values after it.
+
+The places of a value say where it was measured, such as in layer 2 or at an epsilon of 8/255.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,7 +92,7 @@ class Column(NamedTuple):
     of_pairs: bool = False
 
     def read(self, model: Measured) -> Interval | None:
-        """Return the value of one model; None if it was not measured or compares seeds."""
+        """Return the value of one model; None if not measured, or if the metric compares seeds."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
             return None
@@ -182,12 +185,12 @@ def score_slug(score: Score) -> str:
 
 
 def score_title(score: Score) -> str:
-    """Return the score as labels begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
+    """Return the score's name at the start of labels: Accuracy, Cross-entropy, MAE."""
     return "MAE" if score.name == "mae" else score.label.capitalize()
 
 
 def unit_suffix(score: Score) -> str:
-    """Return the unit as labels append it: ", years"."""
+    """Return ", years" for a score in years, to append to a label; "" without a unit."""
     return score.unit and f", {score.unit}"
 
 
@@ -406,7 +409,7 @@ def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
 
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
-    """Replace {score}, {unit}, {baseline} and the like in ``text``; other {words} stay."""
+    """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
     words = {
         "": "",
         "score": score_title(score),
@@ -435,7 +438,7 @@ def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
 
 
 def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
-    """Return a metric's value at these places, at the last one of ``metric.last``, or None."""
+    """Return a metric's value at these places (on ``metric.last`` the last one), or None."""
     if not metric.last:
         return result.find(key, **at)
     fixed = {(name, place) for name, place in at.items() if name != metric.last}

@@ -86,7 +86,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
 class QuantityByMethod(NamedTuple):
-    """A quantity as sentences and the overview show it: its cell for each method that has one."""
+    """A main quantity of a phase, such as the score: its cell for each method that has one."""
 
     words: str  # phrase within a sentence; for steadiness with {} for the values
     column: Column
@@ -117,7 +117,7 @@ class QuantityByMethod(NamedTuple):
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def ends(self) -> tuple[str, str]:
-        """Return the methods with the smallest and the largest value; told only if alone."""
+        """Return the methods with the smallest and the largest value; ``told`` only if alone."""
         methods = [method for method in self.cells if method != CEILING] or self.cells
         values = {method: self.interval(method).value for method in methods}
         return min(values, key=values.__getitem__), max(values, key=values.__getitem__)

@@ -68,7 +68,7 @@ class Display(NamedTuple):
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
-        """Return the values, or ``Skipped`` with the reason; None for a part that is not set."""
+        """Return the values, or ``Skipped`` with the reason; None: a part without settings."""
         result = self.pictures.read(path, stage)
         if not self.within or isinstance(result, base.Skipped):
             return result
@@ -96,7 +96,7 @@ class Display(NamedTuple):
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:
-        """Return the column of the block's summary: the page's, or the first with a direction."""
+        """Return the column of the block's summary: the page's, or the first that can be better."""
         name = self.kind.page.about
         context = column_context(phase, self.kind)
         metric = self.kind.metrics.get(name)

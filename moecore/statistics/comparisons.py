@@ -127,7 +127,7 @@ def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
 
 
 def encode_item_values(values: np.ndarray, people: People = None) -> str:
-    """Return the values (N,) of images, one value per person (``linearize_by_person``), as text."""
+    """Encode the values (N,) of images as text, one value per person (``linearize_by_person``)."""
     return pack_numbers(linearize_by_person(values, people))
 
 
@@ -210,7 +210,7 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Return the exact two-sided p of McNemar's test (1947) from the images only one model hits."""
+    """Return McNemar's exact two-sided p (1947) from the images that only one model gets right."""
     from scipy.stats import binomtest  # slow to import
 
     if first_only == second_only == 0:

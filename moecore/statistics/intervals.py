@@ -182,7 +182,7 @@ class Estimate(Config):
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    """Return the squared coefficient of variation var/mean², (), of values (E,), one per expert.
+    """Return the squared coefficient of variation var/mean² of values (E,), one per expert.
 
     0 if all are equal, E − 1 if one expert has everything.
     """

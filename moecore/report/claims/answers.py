@@ -71,7 +71,7 @@ class Answer(NamedTuple):
 
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return round → result, and all answers with Holm's correction over the studies of a paper."""
+    """Return round → result, and all answers, with Holm's correction per paper over all rounds."""
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
@@ -116,7 +116,10 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
 def judge_again(
     entry: Mapping[str, Any], claim: sections.Claim | sections.Question, good: str = ""
 ) -> dict[str, Any]:
-    """Return a claim's stored numbers with the verdict on ``claim`` as it is now, uncorrected."""
+    """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``.
+
+    entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
+    """
     difference = evaluation.difference_from_json(entry)
     verdict = evaluation.judge_difference(difference, claim, good)
     p = evaluation.p_of(difference, claim, good)
@@ -127,7 +130,7 @@ def judge_again(
 
 
 def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without repetitions, by other studies, of a quotation and its effect."""
+    """Return the claims without those that repeat another study's quotation and effect."""
     studies: dict[tuple[Any, ...], str] = {}
     for answer in sorted(claims, key=lambda answer: not answer.entry):
         studies.setdefault(_fact_key(answer.claim), answer.study)
@@ -140,7 +143,7 @@ def _fact_key(claim: sections.Claim | sections.Question) -> tuple[Any, ...]:
 
 
 class RequiredSampleSizes(NamedTuple):
-    """The smallest sufficient number of seeds, and of items, with the other number as it is."""
+    """The smallest number of seeds that suffices with the items as they are, and vice versa."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
     items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
@@ -183,7 +186,7 @@ def needed_sample(
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per open claim or question: difference and needed sample, cheapest first."""
+    """Return a line per open claim or question: its difference and the sample that it needs."""
     claims = [answer for answer in answers if isinstance(answer.claim, sections.Claim)]
     families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
     lines = []

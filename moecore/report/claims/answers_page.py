@@ -83,7 +83,7 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The answer in a word: yes, no or open, after Holm's correction; "" if it needs more."""
+        """Yes, no or open, with Holm's correction; "" if the question has another answer."""
         if self.asked.question.partition(" ")[0] not in YES_OR_NO:
             return ""
         entry = self.answers[0].entry
@@ -184,7 +184,7 @@ def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
 
 
 def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
-    """Return the table of methods, each against its baseline, from the study with most seeds."""
+    """Return the lines of a Markdown table: each method's differences from its baseline."""
     rows = []
     for row in methods:
         cells = [_difference_in_widest_study(row, metric, studies) for metric in METRICS]
@@ -194,7 +194,7 @@ def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
 
 
 def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -> str:
-    """Return ``+1.3 pp [+0.9 to +1.7], <study>``, with most seeds; bold if significant."""
+    """Return ``+1.3 pp [+0.9 to +1.7], <link>`` of the study with most seeds; bold: significant."""
     candidates = []
     for study, compared in studies.items():
         cell = _pretrained_cell(compared, row.method, metric)
@@ -212,7 +212,7 @@ def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
-    """Return ``1.20 × <study>``: step time over the baseline's, where there are most seeds."""
+    """Return ``1.20 × <link>``, step time over the baseline's, of the study with most seeds."""
     candidates = []
     for study, compared in studies.items():
         ours = _pretrained_cell(compared, row.method, STEP_TIME)

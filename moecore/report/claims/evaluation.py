@@ -117,7 +117,7 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
 
 
 def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:
-    """Return the verdict's p-value, below 5 % exactly if the verdict is not open.
+    """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open.
 
     A direction has a two-sided test. With a margin the test is one-sided if the difference lies on
     the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
@@ -132,7 +132,10 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
 def verdict_gap_and_level(
     difference: Difference, asked: Comparison, good: str
 ) -> tuple[float, float]:
-    """Return the distance from 0 or the margin (negative beyond it), and the interval's level."""
+    """Return the difference's distance from 0 or the margin (< 0 beyond it), and the test's level.
+
+    good: whether "higher" or "lower" is better for the metric.
+    """
     if asked.margin is None:
         return abs(difference.value), LEVEL_OF_INTERVALS
     gap = _distance_to_margin(difference, asked, good)

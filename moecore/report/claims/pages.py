@@ -149,7 +149,10 @@ def paper_item_state_and_rows(
     studies: Studies,
     commands: Mapping[str, str],
 ) -> tuple[str, list[list[str]]]:
-    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md."""
+    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
+
+    claims: those of this table; studies: round → result; commands: round → command to run it.
+    """
     values = [
         (column, text)
         for column in row.columns

@@ -142,7 +142,7 @@ def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.n
 
 
 def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
-    """Return whether a claim stored the same difference, to within fp16 in value and limits."""
+    """Return whether a claim's ``entry`` has this difference and its limits, to within fp16."""
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
@@ -204,7 +204,7 @@ def committed_at(root: Path, *paths: Path) -> str | None:
 
 
 def date_questions(study: Round) -> list[DatedQuestion]:
-    """Return the commits of the claims and questions in a round's result, in its file's order.
+    """Return the claims and questions of a round's result with their commits, in its order.
 
     The project must be in a repository that ``has_whole_history``.
     """

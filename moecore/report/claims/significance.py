@@ -50,10 +50,10 @@ class TestedDifference(NamedTuple):
 
 
 def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Return the test that these methods' results allow; "" if no value of the metric is better.
+    """Return the test that the results allow; "" if neither higher nor lower values are better.
 
     Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if all
-    have hits, else "intervals".
+    have hits (which images are right), else "intervals".
     """
     if not metric.better:
         return ""
@@ -71,7 +71,7 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
 def differences_from(
     metric: Column, models: Mapping[str, Seeds], reference: str
 ) -> dict[str, TestedDifference]:
-    """Return method → its test against ``reference``, for every other method; {} if untestable.
+    """Return method → its tested difference from ``reference``; {} if no test is possible.
 
     models: methods with the metric; those with a value that is only a bound are not tested. Holm's
     correction is over these tests. Raises UserError for different images or seeds.

@@ -100,7 +100,7 @@ def draw_curves(axes: Axes, curves: Curves) -> list[End]:
 
 
 def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Write the curves' names at their ends, or a legend; height: of the final axes in inches."""
+    """Write the names at the curves' ends, or many in a legend; height: of final axes in inches."""
     if 0 < len(ends) <= DIRECT:
         label_ends(axes, ends, height)
     else:
@@ -109,7 +109,7 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
 
 @drawing.styled_drawing
 def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
-    """Draw all curves in one panel, which includes 0."""
+    """Draw all curves with bands in one panel, whose vertical axis includes 0."""
     figure = drawing.empty_figure(4.8, spec.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
@@ -302,7 +302,7 @@ def label_points(
 
 
 def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
-    """Return the cost of a name in ``box``: overlap with obstacles by weight, and ``reach``."""
+    """Return the cost of a name in ``box``: area outside ``frame``, weighted overlaps, reach."""
     outside = box.width * box.height - _shared(box, frame)
     return 20 * outside + sum(weight * _shared(box, other) for other, weight in obstacles) + reach
 

@@ -26,8 +26,8 @@ def draw_expert_grids_by_class(
 ) -> Figure:
     """Draw the mean probability of each expert on the experts' grid, a column per class.
 
-    maps: a model, layer or epoch → (K, E), None for a class without images, whose panel is empty;
-    all with the same E. Each row has one scale, from 0 to its largest value.
+    maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class without
+    images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     """
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
@@ -99,7 +99,7 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
 
 
 def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> drawing.Tile:
-    """Return a tile of an image (C, H, W) with the experts (rows, columns) of its patches."""
+    """Return a tile: an image (C, H, W), its patches coloured and numbered by expert (``grid``)."""
     return drawing.Tile(
         drawing.displayable_image(image),
         drawing.patch_expert_colours(grid, colours),

@@ -28,7 +28,7 @@ Looks = Mapping[str, Mapping[str, Any]]
 
 
 def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Picture]:
-    """Yield two pictures: score against score under attack; steadiness and cost per method."""
+    """Yield pictures: score against score under attack; then steadiness and cost per method."""
     looks = {
         method: {key: drawing.line_look(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
@@ -64,7 +64,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 @drawing.styled_drawing
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
-    """Draw a point per method, with whiskers if named; looks: method → colour and marker."""
+    """Draw a point per method: score against score under attack; named points have whiskers."""
     form = score.column.form
     figure = drawing.empty_figure(5.0, 4.3)
     axes = figure.subplots()
@@ -156,7 +156,7 @@ def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
 
 
 def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
-    """Print each method's value beside its point, on the side with more room."""
+    """Print each method's value above its point, on the side with more room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):

@@ -77,7 +77,7 @@ def expert_answers(
 
 
 def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
-    """Return per layer each expert's ``most`` frequent partners, the information and the margin."""
+    """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
@@ -120,7 +120,7 @@ def open_questions(measured: Measured) -> list[str]:
 def list_partners(
     shares: Sequence[Sequence[float]], most: int = PARTNERS
 ) -> list[list[tuple[int, float]]]:
-    """Return per expert its ``most`` frequent (partner, share); shares: (E, E), of rows' tokens."""
+    """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
@@ -182,7 +182,7 @@ HEAD = PageHead(
 
 
 def explorer(results: Results) -> str:
-    """Return the explorer's HTML; the same results give the same text."""
+    """Return the HTML of the routing explorer: images, and how each model's experts handle them."""
     phases = [
         phase
         for phase in results.phases.values()
@@ -287,7 +287,7 @@ def explored_model_data(
 
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
-    """Return (model, model, matches) per pair: per layer the second's match of each expert."""
+    """Return (first, second, matches) per pair of models: per layer each expert's match."""
     choices = {
         model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
         for model in models

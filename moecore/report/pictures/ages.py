@@ -36,7 +36,7 @@ COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
-    """Return whether a task predicts ages, for which this module reads ``calibrate``'s results."""
+    """Return whether a task predicts ages, whose calibration this module shows."""
     return task.needs_classes("label_smoothing") is not None
 
 

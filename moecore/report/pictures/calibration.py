@@ -17,7 +17,7 @@ from moecore.tasks.base import Task
 
 
 def applies(task: Task) -> bool:
-    """Return whether a task predicts classes, for which this module reads ``calibrate``."""
+    """Return whether a task predicts classes, whose calibration this module shows."""
     return task.needs_classes("label_smoothing") is None
 
 

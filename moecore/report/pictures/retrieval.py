@@ -43,7 +43,7 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
 
 
 def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
-    """Return a table with a row per word and a column per expert: percent of its occurrences."""
+    """Return a table of words × experts: percent of a word's occurrences with that first expert."""
     experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
     lines = [
         TableRow(

@@ -59,7 +59,7 @@ def loads_and_patches(phase: Phase) -> Iterator[Block]:
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
-    """Return a phrase on how often adjacent patches share their last expert; "" without patches."""
+    """Return a phrase: how often adjacent patches share an expert of the last layer; or ""."""
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]

@@ -165,7 +165,7 @@ def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
 
 
 def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> view.PageTable:
-    """Return a table with a row per tissue, and per epoch its experts and those of the control."""
+    """Return a table with a row per tissue: per epoch its experts, and those of random tokens."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]
@@ -191,7 +191,7 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> view.PageCell:
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
-    """Draw a heatmap of the share of each tissue's and control's tokens that choose each expert."""
+    """Draw a heatmap of the share of tokens that choose each expert, a row per tissue, control."""
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]

@@ -161,11 +161,11 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with its interval over items and seeds.
+    """Return the mean of a metric over a method's seeds with its interval; None if any lacks it.
 
-    The interval is Student's over seeds if they do not store equally many items, at least two,
-    and there is none if a value is a bound. One seed has the metric's own interval, if any; a
-    metric of pairs of seeds has the mean over pairs.
+    The interval is over items and seeds, or Student's over seeds if they do not store equally many
+    items, at least two; there is none if a value is a bound. One seed has the metric's own
+    interval, if any; a metric of pairs of seeds has the mean over pairs.
     """
     if metric.of_pairs:
         pairs = metric.pair_values(models)

@@ -72,8 +72,8 @@ def read_headline_numbers(
     """Return a model's headline numbers: phase/metric → value, and phase.metric → count.
 
     Keys are such as ``finetune/accuracy`` and ``finetune.active_parameters``.
-    items: those of the method, and of the dense method to which some numbers are relative; others
-    belong to an earlier model. Results of other code are omitted.
+    items: method → the items whose results are of its present model, for the method and the dense
+    one, to which some numbers are relative. Results of other code are omitted.
     """
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}

@@ -116,7 +116,7 @@ def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
-    """Return compare.json without claims: method → phase → metric → mean, limits, kind and seeds.
+    """Return compare.json without claims: method → phase → metric → mean, interval and seeds.
 
     Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
     ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
