@@ -204,7 +204,7 @@ def committed_at(root: Path, *paths: Path) -> str | None:
 
 
 def date_questions(study: Round) -> list[DatedQuestion]:
-    """Return the claims and questions of a round's result with their commits, in its order.
+    """Return the claims and questions of a round's result with their commits, in file order.
 
     The project must be in a repository that ``has_whole_history``.
     """
