@@ -104,7 +104,7 @@ class PageTable(NamedTuple):
 
     @property
     def upright(self) -> bool:
-        """Whether the columns' names are printed vertically: words are, numbers are not."""
+        """True if the columns' names are printed vertically: words are, numbers are not."""
         return self.small and any(len(name) > 2 for name in self.columns[1:])
 
 
@@ -115,12 +115,12 @@ class Picture(NamedTuple):
 
     @property
     def raster(self) -> bool:
-        """Whether the figure is smaller as PNG than as SVG."""
+        """True if the figure is smaller as PNG than as SVG."""
         return getattr(self.figure, "raster", False)
 
     @property
     def wide(self) -> bool:
-        """Whether the figure needs the page's full width for its texts to be legible."""
+        """True if the figure needs the page's full width for its texts to be legible."""
         return self.figure.get_figwidth() > WIDE
 
 
