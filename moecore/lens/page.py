@@ -142,7 +142,7 @@ def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
 
 
 def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
-    """Return a table cell with the value, its interval and the value expected by chance."""
+    """Return a table cell with value, interval and chance level; a dash if ``value`` is None."""
     if value is None:
         return NONE
     note = "" if chance is None else f"chance {form.value(chance)}"

@@ -93,7 +93,7 @@ def differences_from(
 def find_leader(
     metric: Column, models: Mapping[str, Seeds], values: Mapping[str, float]
 ) -> str | None:
-    """Return the method with the best value, if significantly better than each other, or None."""
+    """Return the method that is significantly better than every other after Holm, or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)

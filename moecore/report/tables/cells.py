@@ -72,7 +72,7 @@ class NumberFormat(NamedTuple):
         return self.difference(number).lstrip(f"+{MINUS}±")
 
     def interval(self, low: float, high: float) -> str:
-        """Return the limits as text, such as 90.5 – 91.9, without a unit."""
+        """Return two limits as text, such as 90.5 – 91.9, without a unit."""
         both = Interval((low + high) / 2, low, high)
         return f"{self._text(low, both)} – {self._text(high, both)}"
 
