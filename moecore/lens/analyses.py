@@ -34,10 +34,10 @@ from moecore.statistics.intervals import Interval
 
 
 class TokenLabels:
-    """Labels of the tokens of some items, read once; ``remarks`` give the reason of omissions."""
+    """Labels of the tokens of a trace's items; ``remarks`` explain what is omitted."""
 
     def __init__(self, trace: Trace, items: np.ndarray) -> None:
-        """``items``: their indices (N,)."""
+        """Read the labels of ``items``, item indices (N,)."""
         self.layers = trace.card.layers
         self.items = len(items)
         self.values: dict[str, Tensor] = {}
@@ -59,9 +59,10 @@ class TokenLabels:
             self.remarks.append("purity: found one label; allowed: two or more")
 
     def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
-        """Return kind → labels of a layer's tokens, (N or 1, T or 1), −1 where unknown.
+        """Return name of a labelling → labels of a layer's tokens, (N or 1, T or 1), −1 if unknown.
 
-        previous_experts: first experts of the previous layer's tokens, (N, T').
+        Names: position, word, label (of the trace), layer_before (``previous_experts``: the first
+        experts of the previous layer's tokens, (N, T')). number: of the layer.
         """
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
@@ -84,7 +85,7 @@ CONTEXT = 4  # words before and after an example
 
 
 class TopTokens(NamedTuple):
-    """The tokens with the highest keys of each expert, at most one per item, best first, (K, E)."""
+    """The K tokens with the highest keys of each expert, one per item, best first; (K, E) each."""
 
     keys: Tensor  # −1: no token
     items: Tensor
@@ -93,7 +94,7 @@ class TopTokens(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A token that chose an expert, with its picture or its words."""
+    """A token that chose an expert, with its crop of the picture or its words."""
 
     token: FavouritePatch  # with the index of a patch in the finest layer
     crop: Tensor | None  # uint8 (C, h, w); None without pictures
@@ -103,10 +104,10 @@ class Example(NamedTuple):
 def update_top_tokens(
     top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
 ) -> TopTokens:
-    """Return the ``EXAMPLES`` best of ``top`` and of new items (N,), which follow earlier ones.
+    """Return per expert the ``EXAMPLES`` tokens with the highest keys in ``top`` and in new items.
 
-    An item gives each expert its patch with the highest key (N, T, E or 1), keys ≥ 0; among equal
-    keys the first one wins.
+    An item offers each expert the token with the highest key among those that chose it; the earlier
+    one wins ties. keys: (N, T, E or 1), ≥ 0; items: indices (N,), higher than those in ``top``.
     """
     chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
     highest, patches = chosen_keys.max(dim=1)
@@ -121,7 +122,7 @@ def update_top_tokens(
 def read_examples(
     trace: Trace, top: TopTokens, layout: TokenLayout, fine: TokenLayout
 ) -> list[list[Example]]:
-    """Read the examples of each expert of a layer; ``fine`` is the layout of the finest layer."""
+    """Return each expert's examples in a layer, best first; fine: layout of the finest layer."""
     experts: list[list[Example]] = [[] for _ in range(top.keys.shape[1])]
     items = top.items[top.keys >= 0].unique().numpy()
     if not len(items):
@@ -150,7 +151,7 @@ def read_examples(
 
 
 def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
-    """Return the words of tokens, or their numbers without a vocabulary."""
+    """Return the word of each token number; without a vocabulary the number as text."""
     vocabulary = trace.card.vocabulary
     return [vocabulary[token] if vocabulary else str(token) for token in tokens]
 
@@ -163,7 +164,7 @@ ROLES = expert_roles.ExpertRoles()
 
 
 class LayerNumbers(NamedTuple):
-    """Quantities of one layer."""
+    """Measured quantities of one layer."""
 
     quantities: dict[str, Interval]  # by name
     chances: dict[str, float]  # expectation under chance, by name of a quantity
@@ -174,7 +175,7 @@ class LayerNumbers(NamedTuple):
 
 
 class TraceNumbers(NamedTuple):
-    """Quantities of a trace."""
+    """Measured quantities of a trace: averaged over layers, and per layer."""
 
     items: int  # number of analysed items
     mean: dict[str, Interval]  # each quantity's mean over the layers that have it
@@ -184,20 +185,20 @@ class TraceNumbers(NamedTuple):
 
 
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return load, entropies and confidence by item; k is the most experts that a token chose."""
+    """Return metric → value per item (N,): load, entropies and confidence of the routing."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
     k = int(chosen.sum(dim=-1).max())
     return layer_metrics.measure_layer_use_by_image(record, None, k)
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
-    """Return a record with probabilities instead of logits, for metrics that read no logits."""
+    """Return a record whose logits are the probabilities, for metrics that read no logits."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
 def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return the share of the choices beyond the experts' capacity, by item."""
+    """Return "dropped" → (N,), whose mean is the share of choices over the experts' capacity."""
     dropped, choices = (
         mask.flatten(1).sum(dim=1).double().numpy() for mask in (chosen & (combine == 0), chosen)
     )
@@ -205,7 +206,7 @@ def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[s
 
 
 def coverage_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return the share of the choices of the most used quarter of the experts, by item."""
+    """Return "coverage" → (N,), with mean: share of choices of the most used quarter of experts."""
     counts = chosen.sum(dim=1).double()
     most_used = counts.sum(dim=0).topk(quarter_of_experts(chosen.shape[-1])).indices
     share = linearize_ratio(counts[:, most_used].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
@@ -225,7 +226,7 @@ def analyse_trace(
     against: Trace | None = None,
     analyses: Sequence[Analysis] = ANALYSES,
 ) -> TraceNumbers:
-    """Return the quantities of all layers, with 95 % intervals over items, and chance.
+    """Return all quantities per layer and averaged, with 95 % intervals over items, and chance.
 
     Information about positions, words, labels and the previous layer's expert is compared with
     permutations. It is omitted for too few items.
@@ -278,10 +279,10 @@ def analyse_layer(
     analyses: Sequence[Analysis],
     context: expert_roles.RoleInputs,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
-    """Return a layer's numbers, and values (N,) of the quantities that have one per item.
+    """Return a layer's quantities, and name → (N,) for those that have one value per item.
 
-    labels: kind → (N or 1, T or 1), −1 where unknown; theirs: the layer in another trace; context:
-    choices of the previous layer.
+    labels: see ``TokenLabels.by_kind``; theirs: the same layer in the other trace, or None;
+    context: choices of the previous layer.
     """
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
@@ -323,7 +324,7 @@ def analyse_layer(
 def average_quantities(
     layers: Sequence[LayerNumbers], values_by_layer: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
-    """Return each quantity's mean over its layers; p values, ``p_…``, are not averaged."""
+    """Return name → mean over the layers that have it; p values, ``p_…``, are left out."""
     mean = {}
     for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
         by_item = [values[name] for values in values_by_layer if name in values]
@@ -336,7 +337,7 @@ def average_quantities(
 
 
 def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
-    """Raise UserError if layers, tokens or labels differ, or there are too few items to match."""
+    """Raise UserError if the traces differ in layers, tokens or labels, or items are too few."""
     if against.shape != trace.shape:
         shape = f"items, and (tokens, experts) of layers, {against.shape}"
         raise UserError.at(against.folder, found=shape, allowed=trace.shape)
@@ -349,16 +350,17 @@ def check_same_items(trace: Trace, against: Trace, indices: np.ndarray) -> None:
 
 
 def item_mean(values: np.ndarray) -> Interval:
-    """Return the mean of values (N,) and its interval over items, if there are several."""
+    """Return the mean of values (N,) with its 95 % interval over items; one item has no limits."""
     if len(values) == 1:
         return Interval(float(values[0]))
     return crossed_difference(values[None]).interval()
 
 
 def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return the purity of tokens' first experts (N, T) by item (N,), and with permuted labels.
+    """Return the purity by item (N,), and its mean with permuted labels.
 
-    −1: no expert; an unknown label (N, 1 or T).
+    Purity: share of tokens with the most common label of their expert. first: the tokens' first
+    experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     """
     chosen = first.numpy()
     kinds = labels.expand(first.shape).numpy() + 1
@@ -371,9 +373,10 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
 def compare_matched(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
-    """Match experts on a random half of the items, and compare them on the other half.
+    """Match two traces' experts on a random half of the items, and compare them on the other half.
 
-    Returns partners (E,), agreement by item of the other half, and agreement by chance.
+    Returns each expert's partner in ``theirs`` (E,), and name → agreement by item of the other
+    half, and by chance.
     """
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])

@@ -84,7 +84,7 @@ WITHOUT_INTERVAL = {  # name → reason
 def write_lens_page(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
-    """Analyse a trace (see ``analyse_trace``), print its quantities, and write its pages.
+    """Analyse a trace (see ``analyse_trace``), print its quantities, write ``page`` and explorer.
 
     The explorer is written next to ``page``; if the trace has none, an old explorer is removed.
     """
@@ -110,7 +110,7 @@ def write_lens_page(
 
 
 def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
-    """Return the metrics of all layers' quantities, each p value after its information."""
+    """Return name → label, format and note of the quantities of any layer, in the page's order."""
     by_name = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
     names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
     without_p = [name for name in names if not name.startswith("p_")]
@@ -125,7 +125,7 @@ def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
 
 
 def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
-    """Return a table with one row per quantity: all layers together, then each layer."""
+    """Return a table with a row per quantity, and a column for all layers together and each one."""
     columns = [(numbers.mean, numbers.chances)]
     columns += [(layer.quantities, layer.chances) for layer in numbers.layers]
     lines = []
@@ -142,7 +142,7 @@ def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
 
 
 def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
-    """Return a cell with the value, its expectation under chance, and its interval."""
+    """Return a table cell with value, interval and chance level; a dash if ``value`` is None."""
     if value is None:
         return NONE
     note = "" if chance is None else f"chance {form.value(chance)}"
@@ -150,7 +150,7 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
 
 
 def print_numbers(numbers: TraceNumbers) -> None:
-    """Print the mean quantities with their intervals, and their expectations under chance."""
+    """Print per quantity the mean over layers, its interval and the value expected by chance."""
     for name, metric in quantity_metrics(numbers).items():
         if interval := numbers.mean.get(name):
             form = NumberFormat.of(metric.form, [interval])
@@ -163,7 +163,7 @@ def print_numbers(numbers: TraceNumbers) -> None:
 
 
 def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
-    """Return the page; ``explorer`` is the address of the explorer, if there is one."""
+    """Return the HTML of a trace's page; explorer: relative address of its explorer, or empty."""
     words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_loads(numbers), "Load of the experts")
@@ -191,7 +191,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
 
 
 def draw_loads(numbers: TraceNumbers) -> Figure:
-    """Draw each expert's share of its layer's choices; the darkest cell has the largest share."""
+    """Draw a heatmap, layers × experts: the share of a layer's choices that each expert gets."""
     experts = max(len(layer.load) for layer in numbers.layers)
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
@@ -207,7 +207,7 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
 
 
 def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
-    """Return the first words of the trace with their experts in the layers of these tokens."""
+    """Return the trace's first words, each with its experts per layer; [] without words."""
     first = np.arange(min(trace.items, ceil(MAX_WORDS / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
     if tokens is None or not trace.card.vocabulary:
@@ -239,7 +239,7 @@ CAPTION = (
 
 
 def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
-    """Yield names and figures of a trace with pictures: one of all layers, then one per layer."""
+    """Yield (name, figure): one of all layers, then one per layer; nothing without pictures."""
     items = evenly_spaced_indices(trace.items, EXAMINED)
     pictures = trace.beside("pictures", items)
     if pictures is None:
@@ -267,14 +267,14 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
 
 
 def typical_patches(use: expert_gallery.ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
-    """Return (item, patch) of an expert's patches with the highest probability, one per item."""
+    """Return (item, patch) where an expert's probability is highest, one per item, best first."""
     highest = use.highest[:, expert]
     order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
     return [(item, int(use.patch[item, expert])) for item in order if highest[item] >= 0]
 
 
 def draw_experts_of_patches(trace: Trace) -> Figure:
-    """Draw a few images, and below them, per layer, the expert with most weight in each patch."""
+    """Draw ``IMAGES`` images; below each, a row per layer with the main expert of every patch."""
     items = evenly_spaced_indices(trace.items, IMAGES)
     pictures = trace.beside("pictures", items)
     assert pictures is not None, "only called for a trace with pictures"

@@ -38,7 +38,7 @@ def record_trained_model(folder: Path, data: Path, out: Path, items: int | None 
 
 
 def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterator[Batch]:
-    """Yield batches of test items with tokens, labels (of words: their kinds) and pictures."""
+    """Yield (inputs, item tensors) of up to ``items`` test items: tokens, labels and pictures."""
     task, truth = model.image.task, model.image.truth
     indices = evenly_spaced_indices(len(data.test.labels), items)
     labels = torch.as_tensor(data.test.labels[indices])
@@ -59,9 +59,9 @@ def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterato
 
 
 def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    """Return images (N, C, H, W) in [0, 1] as bytes with 1 or 3 channels and sides ≤ ``SIDE``.
+    """Return images (N, C, H, W) in [0, 1] as uint8 with 1 or 3 channels and sides ≤ ``SIDE``.
 
-    Sides are multiples of the ``grid`` of patches (rows, columns).
+    Sides become multiples of the ``grid`` of patches (rows, columns).
     """
     pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1]
     pairs = zip(pixels.shape[2:], grid, strict=True)
@@ -90,7 +90,7 @@ def record_python_file(path: Path, out: Path) -> int:
 
 
 def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
-    """Yield the batches of a file as pairs; UserError for other types, and for errors in it."""
+    """Yield (inputs, item tensors) per batch of a user's file; UserError for any error in it."""
     with errors_in_file(path):
         for batch in batches:
             pair = batch if isinstance(batch, tuple) else (batch, {})
@@ -103,7 +103,7 @@ def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
 
 @contextmanager
 def errors_in_file(path: Path | None) -> Iterator[None]:
-    """Raise any error of a user's file as a UserError with its line; None: leave errors alone."""
+    """Inside the ``with``, raise errors as UserError with the line of ``path``; None: unchanged."""
     try:
         yield
     except UserError:
@@ -124,7 +124,10 @@ def record_batches(
     layouts: Any = (),
     file: Path | None = None,
 ) -> int:
-    """Write the trace ``out`` of a model in evaluation mode; return the number of items."""
+    """Run a model on batches and write the trace ``out``; return the number of items.
+
+    adapters: see ``moecore.trace``; vocabulary, layouts: see ``write_trace``; file: for errors.
+    """
     items = 0
     with write_trace(out, name, vocabulary, layouts) as trace, eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:
@@ -140,7 +143,7 @@ def record_batches(
 
 
 def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens among the arguments of a transformers model; UserError for padding."""
+    """Return {"tokens": input_ids} of a model's arguments, or {}; UserError for padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and not mask.all():
         allowed = "1; cut texts to parts of one length, without padding"
@@ -152,7 +155,7 @@ def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_python_globals(path: Path) -> dict[str, Any]:
-    """Return the names that a Python file defines; it may import modules of its folder."""
+    """Run a Python file and return its global names → values; it may import from its folder."""
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         text = path.read_text(encoding="utf-8")

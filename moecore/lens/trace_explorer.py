@@ -39,7 +39,7 @@ NOT_EXPLORABLE = (
 
 
 class ExploredLayer(NamedTuple):
-    """The experts of one MoE layer, and their examples: most probable, and random ones."""
+    """The experts of one MoE layer, each with its most probable tokens and random ones."""
 
     profiles: list[expert_gallery.ExpertProfile]
     places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None for texts
@@ -47,10 +47,10 @@ class ExploredLayer(NamedTuple):
 
 
 class TraceExplorer:
-    """Counts and examples of a trace for which ``can_explore`` is true."""
+    """Counts and examples of a trace that passes ``can_explore``, for the explorer page."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
-        """Read up to ``items`` items, evenly spread; None: all."""
+        """Read up to ``items`` items, evenly spread (None: all), and explore every layer."""
         self.trace = trace
         places = evenly_spaced_indices(trace.items, items)
         ends = np.cumsum([chunk.items for chunk in trace.card.chunks])
@@ -70,7 +70,7 @@ class TraceExplorer:
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
     def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
-        """Return the explorer's result with up to ``items`` items, and ``examples`` per expert."""
+        """Return the page's data: up to ``items`` items, ``examples`` of each kind per expert."""
         trace, fine = self.trace, self.fine
         places = np.sort(spread_places(trace.items, items))
         if self.is_text:
@@ -151,7 +151,7 @@ class TraceExplorer:
     def _profiles(
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[expert_gallery.ExpertProfile]:
-        """Return the profiles of experts from load (E,), places and uses (see ``add_uses``)."""
+        """Return each expert's load, labels, words and peak; load: (E,); uses: see ``add_uses``."""
         counts = torch.from_numpy(self.numbers["tokens"])
         common = (counts >= expert_gallery.RARE).nonzero().flatten()
         shares_by_word = uses["tokens"][1:][common].double() / counts[common, None]
@@ -180,7 +180,7 @@ class TraceExplorer:
 
 
 class ExploredTrace(NamedTuple):
-    """A trace on the page, with its analysis."""
+    """A trace on the explorer page, with its measured quantities."""
 
     explorer: TraceExplorer
     numbers: analyses.TraceNumbers
@@ -189,7 +189,7 @@ class ExploredTrace(NamedTuple):
 def page_data(
     side: ExploredTrace, name: str, pool: dict[str, int], items: int, examples: int
 ) -> dict[str, Any]:
-    """Return the page's data of a trace; packed texts are indices into ``pool``."""
+    """Return a trace's part of the page's data; texts become their indices in ``pool``."""
     explorer = side.explorer
     roles = [layer.roles for layer in side.numbers.layers]
     answers = explorer_page.roles_answers(roles, min(examples, explorer_page.PARTNERS))
@@ -208,7 +208,7 @@ def page_data(
 def render_traces(
     ours: ExploredTrace, head: explorer_page.PageHead, theirs: ExploredTrace | None = None
 ) -> str:
-    """Return the page of one trace, or of two compared ones; large pages show fewer items."""
+    """Return the HTML of one trace, or of two compared ones; a large page shows fewer items."""
     trace = ours.explorer.trace
     names = [trace.card.model]
     sides = [ours]
@@ -247,14 +247,14 @@ def render_traces(
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:
-    """Return whether all layers have the same tokens, or grids of patches of one picture."""
+    """Return whether all layers have the same tokens, or grids of patches over the same picture."""
     layouts = [layer.layout() for layer in layers]
     rows = {layout for layout in layouts if len(layout.grid) == 1}
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
 def count_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Count each number from 0 in an item tensor, (V,); empty if the trace does not have it."""
+    """Return how often each number ≥ 0 occurs in item tensor ``name``, (V,); empty if missing."""
     counts = np.zeros(0, int)
     for places in parts:
         values = trace.beside(name, places)
@@ -266,9 +266,10 @@ def count_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.nd
 
 
 def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add chosen (N, T, E) to uses (1 + V, E): row 1 + n for tokens of number n, row 0 unknown.
+    """Add to ``uses`` (1 + V, E), in place, how often tokens of each number chose each expert.
 
-    Numbers (N,) or (N, T) of another layer's tokens are ignored.
+    Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
+    Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
     """
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):
         of_tokens = numbers.view(len(numbers), -1).expand(chosen.shape[:2])
@@ -277,7 +278,7 @@ def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
 
 
 def gallery_of_layer(layer: ExploredLayer, number: int) -> expert_gallery.LayerGallery:
-    """Return a layer's experts with up to ``number`` words, and examples of each kind."""
+    """Return a layer's experts as page data, with ``number`` words and examples of each kind."""
     examples = [probable[:number] + random[:number] for probable, random in layer.examples]
     experts = []
     for profile, of_expert in zip(layer.profiles, examples, strict=True):

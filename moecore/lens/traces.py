@@ -44,7 +44,7 @@ MAX_SIDE = 256  # pixels of a picture
 
 
 class LayerShape(Config):
-    """Sizes of one MoE layer."""
+    """Sizes of one MoE layer, as stored in ``trace.json``."""
 
     experts: int = Field(ge=1)
     tokens: int = Field(ge=1)  # per item
@@ -58,13 +58,13 @@ class LayerShape(Config):
         return self
 
     def layout(self, size: Sequence[int] = ()) -> TokenLayout:
-        """Return the layout of the tokens in pictures of ``size`` pixels."""
+        """Return how tokens lie in pictures of ``size`` (height, width) pixels; (): no pictures."""
         grid = self.grid or (self.tokens - self.special,)
         return TokenLayout(self.special, grid, tuple(size))
 
 
 def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
-    """Raise ValueError unless special tokens and the grid, if any, are together all tokens."""
+    """Raise ValueError unless ``special`` tokens and the grid's cells, if any, are all tokens."""
     if special >= tokens or (grid and special + prod(grid) != tokens):
         raise ValueError(
             f"found {special} special tokens and a grid {tuple(grid)}; allowed: together the "
@@ -73,7 +73,7 @@ def check_layout(tokens: int, special: int, grid: Sequence[int]) -> None:
 
 
 class ChunkFile(Config):
-    """One file, with some of the items."""
+    """One safetensors file of a trace, with some of the items."""
 
     file: str = Field(pattern=r"^[\w.-]+$")
     items: int = Field(ge=1)
@@ -91,7 +91,7 @@ class TraceCard(Config):
 
 
 def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
-    """Raise UserError for a token outside a vocabulary of ``size`` words; 0: no vocabulary."""
+    """Raise UserError for a token outside 0 … size − 1; size 0: no check; place: in the message."""
     wrong = tokens[(tokens < 0) | (tokens >= size)]
     if size and wrong.numel():
         allowed = f"0 to {size - 1}, the words of the vocabulary: is it of another tokenizer?"
@@ -99,7 +99,7 @@ def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
 
 
 def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
-    """Raise UserError for non-finite values and for negative probabilities."""
+    """Raise UserError for non-finite probabilities or weights, and for negative probabilities."""
     wrong = ~probs.isfinite() | (probs < 0)
     if wrong.any():
         allowed = "finite numbers, not below 0"
@@ -113,7 +113,7 @@ def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
 def check_item_tensor(
     name: str, values: Any, items: int, layers: Sequence[LayerShape], place: str
 ) -> None:
-    """Raise UserError for a wrong type or shape; T may be the number of tokens of any layer."""
+    """Raise UserError unless an item tensor's name is known, and its dtype and shape fit it."""
     if name not in ITEM_TENSORS:
         raise UserError.at(place, found=name, allowed=", ".join(ITEM_TENSORS))
     if not isinstance(values, Tensor):
@@ -134,7 +134,7 @@ def check_item_tensor(
 
 
 def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], place: str) -> None:
-    """Raise UserError unless pictures are small, bytes (items, 1 or 3, H, W) and whole patches."""
+    """Raise UserError unless pictures are uint8 (items, 1 or 3, H, W), H and W grid multiples."""
     size = values.shape[2:]
     fits = values.ndim == 4 and len(values) == items and values.shape[1] in (1, 3)
     if not fits or values.dtype != torch.uint8 or max(size) > MAX_SIDE:
@@ -152,7 +152,7 @@ REMEDY = "record the trace again"
 
 
 class LayerRouting(NamedTuple):
-    """Routing of one MoE layer: fields of a RoutingRecord, for N items.
+    """Routing of one MoE layer for N items: three fields of a RoutingRecord.
 
     Attributes:
         chosen: bool (N, T, E), before capacity.
@@ -258,7 +258,7 @@ class Trace:
     def _read_parts(
         self, names: list[str], items: np.ndarray | None
     ) -> Iterator[tuple[Path, list[Tensor]]]:
-        """Yield each file that has any of the items, with the tensors ``names`` of its items."""
+        """Yield each file's path and the tensors ``names`` of those ``items`` that it has."""
         items = np.arange(self.items) if items is None else items
         first = 0
         for chunk in self.card.chunks:
@@ -280,7 +280,7 @@ class Trace:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file inside the ``with``; UserError for a damaged or truncated one."""
+    """Open a safetensors file for the ``with``; UserError if missing, damaged or truncated."""
     try:
         check_header_size(path)
         with safe_open(path, framework="pt") as file:
@@ -290,7 +290,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_trace_card(path: Path) -> TraceCard:
-    """Read ``trace.json``; UserError if it is missing, invalid, or of another format."""
+    """Return the content of the ``trace.json`` at ``path``; UserError if missing or invalid."""
     try:
         return TraceCard.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -307,7 +307,7 @@ def read_trace_card(path: Path) -> TraceCard:
 
 
 def decode_layer_routing(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:
-    """Decode experts and weights (N, T, S), the inverse of ``encode_experts_and_weights``."""
+    """Return dense routing (N, T, E) from experts (−1: none) and their weights, (N, T, S)."""
     number = probs.shape[-1]
     # Empty slots, −1, are written into one additional column, which is cut off.
     columns = experts.long().where(experts >= 0, number)
@@ -370,7 +370,7 @@ class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
     def __init__(self, folder: Path, words: int = 0, layouts: Sequence[Sequence[Any]] = ()) -> None:
-        """Write to an existing folder; ``words`` is the size of the vocabulary, or 0."""
+        """Write to ``folder``; words: size of the vocabulary or 0; layouts: see ``write_trace``."""
         self.folder = folder
         self.words = words
         self.layouts = layouts
@@ -429,7 +429,7 @@ class TraceWriter:
     def _check_batch(
         self, item_tensors: Mapping[str, Any], records: Sequence[RoutingRecord]
     ) -> list[LayerShape]:
-        """Return the layers; UserError for a batch that differs from earlier ones or in itself."""
+        """Return the layers' shapes; UserError if the batch does not fit itself or earlier ones."""
         for number, record in enumerate(records):
             check_record(record, f"trace: {number}")
         sizes = [tuple(record.probs.shape[1:]) for record in records]
@@ -457,7 +457,7 @@ class TraceWriter:
 def arrange_layers(
     sizes: Sequence[tuple[int, ...]], layouts: Sequence[Sequence[Any]]
 ) -> list[LayerShape]:
-    """Return layers of (tokens, experts) with the layouts of ``write_trace``."""
+    """Return a LayerShape per (tokens, experts) of ``sizes``; layouts: see ``write_trace``."""
     layouts = list(layouts) or [(0, ())]
     if len(layouts) == 1:
         layouts = layouts * len(sizes)
@@ -480,7 +480,7 @@ def arrange_layers(
 
 
 def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Return chosen experts, int16 (B, T, S), by decreasing weight, then −1, and their weights."""
+    """Return each token's experts, int16 (B, T, S), by decreasing weight, then −1, and weights."""
     chosen = record.chosen
     combine = record.combine.detach()
     if ((combine != 0) & ~chosen).any():

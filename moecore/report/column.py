@@ -1,4 +1,7 @@
-"""Columns of metrics: planned names before a run, values after it."""
+"""Columns of metrics: planned names before a run, values after it.
+
+The places of a value say where it was measured, such as in layer 2 or at an epsilon of 8/255.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +23,7 @@ CEILING = "told"  # routed by the true kinds of generated data
 
 
 class PlannedMetric(NamedTuple):
-    """A column's properties before a run, see ``Metric``."""
+    """What is known of a column before a run; the fields are as in ``Metric``."""
 
     form: str
     better: str
@@ -33,7 +36,7 @@ class PlannedMetric(NamedTuple):
 
 
 class PlannedPhase(NamedTuple):
-    """A phase before a run."""
+    """A phase before a run: the settings and the score that it will have."""
 
     study: Any  # params.yaml
     score: str  # as in column names: "accuracy", "mae" or "nats"
@@ -55,7 +58,7 @@ class PlannedPhase(NamedTuple):
 
 
 class ColumnContext(NamedTuple):
-    """What the columns of a measurement depend on, in addition to the result that they read."""
+    """What a measurement's columns depend on in addition to the result that they read."""
 
     task: Task
     results: Sequence[Found]  # of all models of a phase
@@ -66,7 +69,7 @@ class ColumnContext(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A value read from one kind of results, and how it is shown."""
+    """A metric as a column: how it is read from one kind of results, and how it is shown."""
 
     name: str  # a key of compare.json, which claims refer to
     label: str
@@ -89,7 +92,7 @@ class Column(NamedTuple):
     of_pairs: bool = False
 
     def read(self, model: Measured) -> Interval | None:
-        """Return the value of one model, or None."""
+        """Return the value of one model; None if not measured, or if the metric compares seeds."""
         result = model.of(self.kind)
         if result is None or self.of_pairs:
             return None
@@ -99,7 +102,7 @@ class Column(NamedTuple):
         return value
 
     def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
-        """Return the values (S, S) of all pairs of S ≥ 2 models; None if a result is missing."""
+        """Return the values (S, S) of all pairs of S ≥ 2 seeds; None if a result is missing."""
         results = list_without_none(model.of(self.kind) for model in models)
         if len(results) < max(2, len(models)):
             return None
@@ -125,19 +128,19 @@ class Column(NamedTuple):
         return any(result is not None and self.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """Return one value per item (N,), whose mean is the value, or None."""
+        """Return one value per item (N,), whose mean is the column's value; None if not stored."""
         result = model.of(self.kind)
         if result is None or self.read_items is None:
             return None
         return self.read_items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
-        """Return which images (N,) bool the share counted, or None."""
+        """Return bool (N,), the images that the share counts; None if not stored."""
         return None if self.read_hits is None else self.read_hits(model)
 
 
 def find_moe_baseline(models: Models) -> str:
-    """Return ``vmoe``, else the first method with MoE layers, the ceiling last; "" if none has."""
+    """Return ``vmoe``, else the first method with MoE layers (``told`` last); "" if none has."""
     if BASELINE in models:
         return BASELINE
     routed = [method for method, seeds in models.items() if any(map(has_experts, seeds.values()))]
@@ -145,12 +148,12 @@ def find_moe_baseline(models: Models) -> str:
 
 
 def references(models: Models) -> list[str]:
-    """Return the baseline MoE and the dense method, as far as the study has them."""
+    """Return the names of the baseline MoE and the dense method, if the study has them."""
     return [name for name in dict.fromkeys((find_moe_baseline(models), DENSE)) if name in models]
 
 
 def has_experts(model: Measured) -> bool:
-    """Return whether its routing was measured, or a token uses only a part of its parameters."""
+    """Return whether a model's routing was measured, or a token uses a part of its parameters."""
     outcome = model.outcome
     is_sparse = outcome is not None and outcome.active_parameters != outcome.parameters
     return is_sparse or model.of(Routing) is not None
@@ -177,17 +180,17 @@ def has_routers(phase: PlannedPhase) -> bool:
 
 
 def score_slug(score: Score) -> str:
-    """Return the score's part of column names; precision at 1 is called accuracy, too."""
+    """Return the score's part of column names, such as mae; "accuracy" for all shares."""
     return "accuracy" if score.form == "share" else score.name
 
 
 def score_title(score: Score) -> str:
-    """Return the score as labels begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
+    """Return the score's name at the start of labels: Accuracy, Cross-entropy, MAE."""
     return "MAE" if score.name == "mae" else score.label.capitalize()
 
 
 def unit_suffix(score: Score) -> str:
-    """Return the unit as labels append it: ", years"."""
+    """Return ", years" for a score in years, to append to a label; "" without a unit."""
     return score.unit and f", {score.unit}"
 
 
@@ -219,7 +222,7 @@ MEANINGS = {  # of scores
 
 
 class MetricColumns(NamedTuple):
-    """Columns of all metrics of a measurement."""
+    """The columns of all metrics of a measurement, or of a part of one."""
 
     stage: str  # the measurement's name
     kind: type[MeasuredPart]
@@ -227,7 +230,7 @@ class MetricColumns(NamedTuple):
     fill_in: FillIn | None = None  # for words that depend on several places, or the kind of score
 
     def columns(self, context: ColumnContext) -> list[Column]:
-        """Return for each metric its mean and its places; the details of means come last."""
+        """Return all columns: per metric its mean, then its places; details of means come last."""
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self.kind.metrics.items():
@@ -249,7 +252,7 @@ class MetricColumns(NamedTuple):
         ]
 
     def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
-        """Return a metric with the column's name and words at these places."""
+        """Return the metric with the name, label and note of its column at these places."""
         if self.fill_in is not None:
             return self.fill_in(key, metric, score, at)
         words = "".join(map(self.kind.place_words, at.values()))
@@ -317,7 +320,7 @@ class MetricColumns(NamedTuple):
         )
 
     def foreseen(self, phase: PlannedPhase) -> dict[str, PlannedMetric]:
-        """Return column name → its properties before a run."""
+        """Return column name → its properties, for all columns that a phase will have."""
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
         places = self._planned_places(phase)
@@ -359,7 +362,7 @@ class MetricColumns(NamedTuple):
 
 
 def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
-    """Return (key, metric) of a metric and, if it has one, of its value by chance."""
+    """Return (key, metric) pairs: the metric and, if it has one, its value expected by chance."""
     if not metric.chance:
         return [(key, metric)]
     name = metric.name or (f"{key}_{{}}" if metric.over else key)
@@ -400,13 +403,13 @@ def mean_column(
 
 
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
-    """Return a column's name: the metric's followed by its places, unless ``name`` has a {}."""
+    """Return the name of a metric's column: key and places, or ``metric.name`` filled with them."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
     return name.replace("{score}", score).replace("{}", "_".join(map(place_slug, places)))
 
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
-    """Fill in the task's score and the baseline's name; other {words} stay."""
+    """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
     words = {
         "": "",
         "score": score_title(score),
@@ -422,7 +425,7 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
-    """Return the places of a metric's columns, in the order of the results."""
+    """Return the distinct places (name → place) of a metric's values, in the results' order."""
     places: dict[tuple[Place, ...], At] = {}
     for result in results:  # of ``metric.last``: the last place of the first result with the others
         of_result = {

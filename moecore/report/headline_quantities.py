@@ -13,7 +13,7 @@ from moecore.statistics.intervals import Interval
 
 
 class HeadlineColumn(NamedTuple):
-    """A column of the headline numbers, and where it is shown."""
+    """A metric among the headline numbers, and the tables in which it is shown."""
 
     name: str  # a key of compare.json
     short: str = ""  # name in the table of all methods; "" to leave it out
@@ -86,7 +86,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
 class QuantityByMethod(NamedTuple):
-    """A quantity with its value for each method that has one."""
+    """A main quantity of a phase, such as the score: its cell for each method that has one."""
 
     words: str  # phrase within a sentence; for steadiness with {} for the values
     column: Column
@@ -100,7 +100,7 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def leader(self) -> str | None:
-        """The method that is better than all others beyond chance, or None."""
+        """The method that is significantly better than all others, or None."""
         return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
@@ -111,20 +111,20 @@ class QuantityByMethod(NamedTuple):
 
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
-        """The scores of dense and told where both were trained, else {}."""
+        """The scores of dense and told, by name, if both were trained; {} for other quantities."""
         if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def ends(self) -> tuple[str, str]:
-        """Return the methods with the smallest and the largest value, except the ceiling."""
+        """Return the methods with the smallest and the largest value; ``told`` only if alone."""
         methods = [method for method in self.cells if method != CEILING] or self.cells
         values = {method: self.interval(method).value for method in methods}
         return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
 
 
 class PhaseQuantities(NamedTuple):
-    """The main quantities of a phase; None if not measured."""
+    """Score, score under attack, steadiness of routing and cost in a phase; None: not measured."""
 
     score: QuantityByMethod | None
     attacked: QuantityByMethod | None
@@ -135,7 +135,7 @@ class PhaseQuantities(NamedTuple):
 def phase_quantities(
     phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
-    """Return the quantities of a phase, without its controls except the ceiling."""
+    """Return the four main quantities of a phase; ``controls`` are left out, except told."""
     columns = {metric.name: metric for metric in compared.metrics}
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
@@ -189,7 +189,7 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
 
 
 def shown_attack(phase: Phase) -> str:
-    """Return the worst case, if measured, else the last attack; "" without attacks."""
+    """Return the attack of the headline: the worst case, else the last attack; "" without any."""
     names = robustness.names_of_attacks(phase)
     if names and any(result.all("worst") for result in phase.results(Robustness)):
         return robustness.WORST
@@ -197,7 +197,7 @@ def shown_attack(phase: Phase) -> str:
 
 
 def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
-    """Return the columns of a phase's first table and of MLflow's parent runs.
+    """Return those of ``columns`` that a phase's first table and MLflow's parent runs show.
 
     For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     column of each kind, with the most words swapped.

@@ -25,7 +25,7 @@ INK = "#333"
 
 
 def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -> dict[str, str]:
-    """Return path below reports/ → content."""
+    """Return path below reports/ → text of all files: pages, claims, CSVs, metrics and plots."""
     phases = list(results.phases.values())
     files = {
         "index.html": render_report(
@@ -43,7 +43,7 @@ def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -
 
 
 def plot_svg_files(results: Results) -> dict[str, str]:
-    """Return path below reports/ → SVG of trainings, scores under attack, and model sizes."""
+    """Return path below reports/ → SVG plots: trainings, scores under attack, and model sizes."""
     pictures = {}
     for phase in results.phases.values():
         trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
@@ -67,7 +67,7 @@ NUMBERS = ("mae", "corr", "slope", "intercept")
 
 
 def training_csv(results: Results) -> str:
-    """Return a CSV of all logged points of trainings: step, epoch, losses and scores."""
+    """Return a CSV with a row per logged training step: step, epoch, losses and scores."""
     names = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
     scores = [f"{split}_{name}" for name in names for split in ("train", "validation")]
 
@@ -79,7 +79,7 @@ def training_csv(results: Results) -> str:
 
 
 def robustness_csv(results: Results) -> str:
-    """Return a CSV of all attacks: attack, epsilon, score with its limits."""
+    """Return a CSV with a row per model, attack and epsilon: the score with its limits."""
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
@@ -92,7 +92,7 @@ def robustness_csv(results: Results) -> str:
 
 
 def table_s1_csv(results: Results) -> str:
-    """Return a CSV of all predictions of ages: mae, corr, slope, intercept with limits."""
+    """Return a CSV with a row per kind of age prediction: mae, corr, slope, intercept, limits."""
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:

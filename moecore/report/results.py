@@ -33,7 +33,7 @@ PICTURES = "moecore.report.pictures"  # folder of the modules with a constant PI
 
 
 class Pictures(NamedTuple):
-    """A measurement's pictures and blocks in addition to its charts: PICTURES of a module."""
+    """What a module's constant PICTURES adds to a measurement's charts: pictures and blocks."""
 
     stage: str  # name of the measurement ("routing") or of a part ("routing.roles")
     figures: Draw = lambda result: iter(())
@@ -49,7 +49,7 @@ class Pictures(NamedTuple):
 
 
 class Display(NamedTuple):
-    """What the report shows of a measurement, of a part of one, or of another stage."""
+    """What the report shows of a measurement, a part of one, or another stage."""
 
     stage: str  # folder of the results below artifacts/measured; "" for trainings
     kind: type[base.MeasuredPart]
@@ -68,7 +68,7 @@ class Display(NamedTuple):
         return self.pictures.applies(task)
 
     def read(self, path: Path, stage: str) -> Found | base.Skipped | None:
-        """Return the values, why they were skipped, or None for a part that is not set."""
+        """Return the values, or ``Skipped`` with the reason; None: a part without settings."""
         result = self.pictures.read(path, stage)
         if not self.within or isinstance(result, base.Skipped):
             return result
@@ -80,7 +80,7 @@ class Display(NamedTuple):
         return result
 
     def blocks(self, phase: Phase) -> list[Block]:
-        """Return the charts, the pictures, and the reasons for what was not measured."""
+        """Return the page's blocks: charts and pictures of all methods, and reasons for gaps."""
         page = self.kind.page
         pictures = self.pictures
         drawn: list[Picture] = []
@@ -96,7 +96,7 @@ class Display(NamedTuple):
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:
-        """Return the column of the summary line: the page's, else the first with a direction."""
+        """Return the column of the block's summary: the page's, or the first that can be better."""
         name = self.kind.page.about
         context = column_context(phase, self.kind)
         metric = self.kind.metrics.get(name)
@@ -107,7 +107,7 @@ class Display(NamedTuple):
 
 
 def list_displays() -> list[Display]:
-    """Return all displays in the order of the page; UserError for a faulty module."""
+    """Return what all measurements and stages show, in page order; UserError: a faulty module."""
     try:
         declared = collect_constants_named(PICTURES, "PICTURES")
         declared += collect_constants_named(PICTURES, "SHOWN")
@@ -125,7 +125,7 @@ def list_displays() -> list[Display]:
 
 
 def list_measurements_with_values() -> list[str]:
-    """Return the measurements that put values; ValueError for a faulty module."""
+    """Return the names of measurements that store values; ValueError for a faulty module."""
     own = list_allowed_modules(lambda file: "(Measurement):" in file.read_text(encoding="utf-8"))
     names = [*base.builtin_measurements(), *own]
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
@@ -149,7 +149,7 @@ def first_seed_pictures(
 def pictures_by_name(
     phase: Phase, kind: type[base.MeasuredPart], figures: Draw
 ) -> dict[str, list[Picture]]:
-    """Return figure name → the figure of each method's first seed; [] for an unknown name."""
+    """Return figure name → pictures of each method's first seed; [] for an unknown name."""
     pictures = defaultdict(list)
     for method, result in phase.first(kind).items():
         for name, figure in figures(result):
@@ -168,7 +168,7 @@ def draw_method_curves(
     label: str = "",
     limits: charts.Limits = charts.EVERYWHERE,
 ) -> list[Picture]:
-    """Return a chart with a line per method over its seeds; [] if no method has points.
+    """Return [a chart with a line per method, averaged over seeds], or [] if no method has points.
 
     read: returns x → value of a result; words: start of the caption; label: "" for the title.
     """
@@ -191,7 +191,7 @@ ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Size
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
 ) -> Results:
-    """Read all result files of ``run`` below ``root``.
+    """Read all results of the run's phases, methods and seeds from the files below ``root``.
 
     settings: text of params.yaml; stages: of the study's dvc.yaml. Raises UserError for a file that
     is missing, damaged, or was written by other code.
@@ -231,7 +231,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
 
 
 def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
-    """Return the card and task of a phase's data; UserError for a missing or damaged file."""
+    """Return card.json and the task of a phase's data; UserError if damaged or missing."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:
@@ -251,7 +251,10 @@ def read_model(
     displays: Iterable[Display],
     measurements: Collection[str] = (),
 ) -> Measured:
-    """Return all results of a model, ``vmoe/0``; ``measurements`` are of the stage ``measure``."""
+    """Return a model's results of all ``displays``, and why others were skipped.
+
+    model: method/seed, such as ``vmoe/0``; measurements: those of the stage ``measure``.
+    """
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in displays:

@@ -23,13 +23,13 @@ UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model does no
 
 
 class Measured(NamedTuple):
-    """Results of one model by their type."""
+    """Results of one model, by their type."""
 
     results: Kinds = NOTHING
     skipped: tuple[str, ...] = ()  # measurements that do not apply, and why
 
     def of(self, kind: type[MeasuredPart]) -> Found | None:
-        """Return the values of a measurement or a part, or None."""
+        """Return the values of a measurement, or of a part of one; None if it has none."""
         return self.results.get(kind)
 
     @property
@@ -43,7 +43,7 @@ Models = Mapping[str, Mapping[int, Measured]]  # method → seed → model
 
 
 class Phase(NamedTuple):
-    """The models of one phase, and the data that they were trained and measured on."""
+    """The models of one phase, and the data on which they were trained and measured."""
 
     name: str
     card: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 
     @property
     def first_seed(self) -> str:
-        """Caption's end for a picture of one of several seeds."""
+        """End of the caption of a picture of one model: " First seed." if there are several."""
         return " First seed." if self.seeds > 1 else ""
 
     @property
@@ -68,7 +68,7 @@ class Phase(NamedTuple):
         return list_without_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
-        """Return method → the values of all its seeds; [] if a seed has none."""
+        """Return method → the results of its seeds, in order; [] if any seed has none."""
         results = {}
         for method, seeds in self.models.items():
             of_seeds = list_without_none(model.of(kind) for model in seeds.values())
@@ -76,13 +76,13 @@ class Phase(NamedTuple):
         return results
 
     def first(self, kind: type[MeasuredPart]) -> dict[str, Found]:
-        """Return method → the values of its first seed, for methods that have them."""
+        """Return method → the result of its first seed; methods without one are left out."""
         results = {name: next(iter(seeds.values())).of(kind) for name, seeds in self.models.items()}
         return {method: result for method, result in results.items() if result is not None}
 
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
-        """Method → outcomes of all its seeds; [] if one is missing."""
+        """Method → outcomes of the trainings of its seeds; [] if any is missing."""
         return {
             method: [outcome_of(trained) for trained in seeds]
             for method, seeds in self.of(Trained).items()
@@ -94,7 +94,7 @@ class Phase(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results of a study."""
+    """All results of a study."""
 
     phases: Mapping[str, Phase]
     settings: str = ""  # the text of params.yaml
@@ -120,7 +120,7 @@ class Results(NamedTuple):
 
     @property
     def without_experts(self) -> frozenset[str]:
-        """Dense methods, in a study that also has methods with experts."""
+        """Methods without a router, in a study that also has methods with one."""
         dense = {name for name, settings in self._settings.items() if "router" not in settings}
         if dense < set(self._settings):
             return frozenset(dense)
@@ -128,7 +128,7 @@ class Results(NamedTuple):
 
     @property
     def schedules(self) -> dict[str, GroupSparsity]:
-        """Methods whose group sparsity has a changing σ → its settings."""
+        """Method → its group sparsity settings, for methods with MoGE's Gaussian filter."""
         return {
             name: sparsity
             for name, settings in self._settings.items()
@@ -139,7 +139,7 @@ class Results(NamedTuple):
 
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
-        """Settings of the compared methods that are in params.yaml."""
+        """Method → its section of params.yaml, for the compared methods."""
         methods = parse_methods_section(self.settings)
         return {name: methods[name] or {} for name in self.methods if name in methods}
 

@@ -29,14 +29,14 @@ SEEDS = "seeds"
 
 
 class VarianceSource(NamedTuple):
-    """The part of a mean difference's variance that is due to the choice of seeds or items."""
+    """Variance of a mean difference that is due to the choice of seeds, or to that of items."""
 
     variance: float  # of the mean
     freedom: int  # degrees of freedom of the variance
 
 
 class Difference(NamedTuple):
-    """A mean difference and the sources of its variance."""
+    """A mean difference, and the sources of its variance, from which intervals and p follow."""
 
     value: float
     sources: tuple[VarianceSource, ...]  # seeds, items, both, or () for none
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
     items: int  # 0 for values without items
 
     def half(self, level: float = LEVEL) -> float | None:
-        """Return half the width of the interval; None without an interval.
+        """Return half the width of the mean's interval, or None if there is no variance source.
 
         half² = t²(S − 1)·A + t²(n − 1)·B, with A = var(seed means)/S and B = var(item means)/n
         (Cochran and Cox's weighting of two variances). Exact where A or B is 0. Otherwise
@@ -62,7 +62,7 @@ class Difference(NamedTuple):
         return Interval(self.value, *limits)
 
     def p_at(self, distance: float) -> float | None:
-        """Return the two-sided p for a tested value at ``distance`` ≥ 0, or None."""
+        """Return the two-sided p of a value ``distance`` from the mean, or None without sources."""
         if not self.sources:
             return None
         if distance <= 0:
@@ -87,7 +87,7 @@ class Difference(NamedTuple):
         return 2 * math.exp(log_tail)
 
     def _half_width(self, tail: float) -> float:
-        """Return half the width of the interval with probability ``tail`` outside on each side."""
+        """Return half the width of the interval that leaves probability ``tail`` on each side."""
         squares = [
             source.variance * float(stdtrit(source.freedom, tail)) ** 2
             for source in self.sources
@@ -97,12 +97,12 @@ class Difference(NamedTuple):
 
     @property
     def p(self) -> float | None:
-        """Two-sided p of no difference; None without an interval."""
+        """Two-sided p of no difference; None without a variance source."""
         return self.p_at(abs(self.value))
 
     @property
     def smallest(self) -> float | None:
-        """The smallest difference that this design detects with 80 % power at 5 %."""
+        """The difference that this design detects with 80 % power at the 5 % level, or None."""
         # (t(0.975) + t(0.8)) · standard error, each t with the degrees of freedom of its source.
         half_at_level = self.half(LEVEL)
         half_at_power = self.half(2 * POWER - 1)
@@ -112,9 +112,9 @@ class Difference(NamedTuple):
 
 
 def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
-    """Return one value per person, (M,), with the same mean as the values (N,) of all images.
+    """Return one value per person, (M,), whose mean is that of the values (N,) of all images.
 
-    people: (N,), the person of each image. Without it, or with one image per person: the values.
+    people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
     """
     values = np.asarray(values, np.float64)
     images = indices_by_person(people)
@@ -127,12 +127,12 @@ def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
 
 
 def encode_item_values(values: np.ndarray, people: People = None) -> str:
-    """Encode the values (N,) of images for a result, one per item (``linearize_by_person``)."""
+    """Encode the values (N,) of images as text, one value per person (``linearize_by_person``)."""
     return pack_numbers(linearize_by_person(values, people))
 
 
 def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return values (N,) of images, whose mean is r = Σ above / Σ below: r + (a − r·b)/mean b."""
+    """Return r + (above − r·below) / mean(below), (N,), whose mean is r = Σ above / Σ below."""
     ratio = above.sum() / below.sum()
     return ratio + (above - ratio * below) / below.mean()
 
@@ -165,8 +165,8 @@ def headroom_recovered(
 ) -> Difference | None:
     """Return (scores − floor) / (ceiling − floor) of the means over seeds and items, each (S, n).
 
-    Delta method. None where the interval of ceiling − floor includes 0, because the interval of the
-    ratio is then unbounded (Fieller).
+    With its sources of variance by the delta method. None where the interval of ceiling − floor
+    includes 0, because the interval of the ratio is then unbounded (Fieller).
     """
     headroom = crossed_difference(ceiling - floor).interval()
     if headroom.low is None or headroom.low <= 0:
@@ -175,7 +175,7 @@ def headroom_recovered(
 
 
 def paired_seed_difference(differences: Sequence[float]) -> Difference:
-    """Return the mean of one difference per seed, for values without items: times, sizes."""
+    """Return the mean of the differences, one per seed (for times or sizes), and its variance."""
     values = np.asarray(differences, np.float64)
     if values.ndim != 1 or not len(values):
         shape = f"differences of shape {values.shape}"
@@ -189,7 +189,7 @@ def paired_seed_difference(differences: Sequence[float]) -> Difference:
 
 
 class PairedHits(NamedTuple):
-    """The numbers of images that both models, one model or neither gets right."""
+    """Numbers of images that both models, one model or neither predicts correctly."""
 
     both: int
     first_only: int
@@ -198,7 +198,7 @@ class PairedHits(NamedTuple):
 
 
 def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
-    """Return the 2 × 2 table of two models' hits, (N,) bool each."""
+    """Count the images that both models, one or neither predicts correctly, from hits (N,) bool."""
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
     if first.shape != second.shape or first.ndim != 1 or not len(first):
@@ -210,7 +210,7 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Return the exact two-sided p of McNemar's test (1947) of equal shares of right images."""
+    """Return McNemar's exact two-sided p (1947) from the images that only one model gets right."""
     from scipy.stats import binomtest  # slow to import
 
     if first_only == second_only == 0:
@@ -253,9 +253,9 @@ def paired_bootstrap(
     level: float = 0.95,
     people: People = None,
 ) -> Interval:
-    """Return the mean difference of two models' values (N,) with its paired bootstrap interval.
+    """Return the mean of first − second, values (N,) of two models, with its bootstrap interval.
 
-    Images are drawn, or with ``people`` (N,) whole people. Raises ValueError where the shapes
+    Resamples draw images, or with ``people`` (N,) whole people. Raises ValueError where the shapes
     differ or there are no images.
     """
     first = np.asarray(first, dtype=float)
@@ -283,7 +283,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
-    """Return the distances of Wilson's lower and upper limit from the share."""
+    """Return share − lower limit and upper limit − share of Wilson's interval."""
     value, low, high = wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value

@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
-    """Return a share with Wilson's score interval (1927), valid for small counts, 0 and 1."""
+    """Return successes / count with Wilson's score interval (1927); valid for shares of 0 and 1."""
     from scipy.stats import binomtest  # slow to import
 
     limits = binomtest(successes, count).proportion_ci(level, "wilson")
@@ -39,7 +39,7 @@ def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
 
 
 def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the mean over seeds with Student's t interval; one seed gives no limits."""
+    """Return the mean of one value per seed with Student's t interval; one seed gives no limits."""
     if len(values) == 0:
         raise ValueError("mean_over_seeds: no values")
     mean = math.fsum(values) / len(values)
@@ -71,10 +71,10 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def seed_pseudo_values(values: np.ndarray) -> np.ndarray:
-    """Return the jackknife's pseudo-values (S,): S · mean over pairs − (S − 1) · mean without it.
+    """Return per seed S · mean over all pairs − (S − 1) · mean over pairs without the seed, (S,).
 
-    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is Student's t interval of the
-    pseudo-values. Methods are compared seed by seed with them (Tukey, 1958).
+    The jackknife's pseudo-values; methods are compared seed by seed with them (Tukey, 1958).
+    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is their Student's t interval.
     """
     seeds = len(values)
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
@@ -119,7 +119,7 @@ def bootstrap_interval(
 
 
 def indices_by_person(people: People) -> list[np.ndarray] | None:
-    """Return the indices of each person's images; None unless a person has several images."""
+    """Return each person's image indices, in ascending order; None if nobody has several images."""
     if people is None:
         return None
     _, person_of_image = np.unique(people, return_inverse=True)
@@ -156,7 +156,7 @@ def reflected_interval(
     lowest: float = -math.inf,
     highest: float = math.inf,
 ) -> Interval:
-    """Return the basic bootstrap interval of ``value``, clipped to [lowest, highest]."""
+    """Return the basic bootstrap interval of ``value`` from resampled ``estimates``, clipped."""
     # Not the percentile interval: the ECE is biased upward on finite samples, and a resample adds
     # the bias again. The reflection removes it, so the interval of an ECE may lie below its value.
     low, high = np.quantile(estimates, [(1 - level) / 2, (1 + level) / 2])
@@ -182,7 +182,7 @@ class Estimate(Config):
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    """Return the squared coefficient of variation var/mean² of (E,) values, one per expert.
+    """Return the squared coefficient of variation var/mean² of values (E,), one per expert.
 
     0 if all are equal, E − 1 if one expert has everything.
     """
@@ -193,7 +193,7 @@ def squared_cv(values: Tensor) -> Tensor:
 def permuted_orders(
     images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
-    """Yield ``number`` random permutations (N,) of the images.
+    """Yield ``number`` random permutations (N,) of the indices of the images.
 
     With people (N,), whole people are permuted, among people with equally many images.
     """
@@ -211,7 +211,7 @@ def permuted_orders(
 
 
 def first_half(images: int, people: People = None) -> np.ndarray:
-    """Return a mask (N,) bool of every second image, or of every second person's images."""
+    """Return a mask (N,) bool: True for every second image, or for every second person's images."""
     if people is None or indices_by_person(people) is None:
         return np.arange(images) % 2 == 0
     return np.unique(people, return_inverse=True)[1] % 2 == 0

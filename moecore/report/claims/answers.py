@@ -36,7 +36,7 @@ class DeclaredClaims(Config):
 
 
 class Answer(NamedTuple):
-    """A claim or question of a study, and its entry in compare.json, if any."""
+    """A claim or question of a round, with its numbers in compare.json, if it was run."""
 
     study: str
     command: str  # that runs the round
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
     @property
     def words(self) -> Mapping[str, str]:
-        """Return verdict → text, where that is not the verdict's name."""
+        """Verdict → printed text, where that is not the verdict's name."""
         if isinstance(self.claim, sections.Question):
             return VERDICTS | ANSWERS
         if self.claim.margin:
@@ -57,13 +57,13 @@ class Answer(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return the verdict's text; "not run yet" without an entry."""
+        """The printed text of the verdict; "not run yet" without numbers."""
         verdict = self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
 
     @property
     def verdict_holm(self) -> str:
-        """Return the verdict's text, with Holm's correction where there is one."""
+        """The printed text of the verdict, after Holm's correction if there is one."""
         verdict = self.entry.get("verdict_holm")
         if verdict:
             return self.words.get(verdict, verdict)
@@ -71,7 +71,7 @@ class Answer(NamedTuple):
 
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return the result of each round, and all answers, with Holm's correction paper by paper."""
+    """Return round → result, and all answers, with Holm's correction per paper over all rounds."""
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
@@ -116,7 +116,10 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
 def judge_again(
     entry: Mapping[str, Any], claim: sections.Claim | sections.Question, good: str = ""
 ) -> dict[str, Any]:
-    """Return an entry of the same quantity with the uncorrected verdict on ``claim``."""
+    """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``.
+
+    entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
+    """
     difference = evaluation.difference_from_json(entry)
     verdict = evaluation.judge_difference(difference, claim, good)
     p = evaluation.p_of(difference, claim, good)
@@ -127,7 +130,7 @@ def judge_again(
 
 
 def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Drop claims with the quotation and effect of an earlier, preferably run, study's claim."""
+    """Return the claims without those that repeat another study's quotation and effect."""
     studies: dict[tuple[Any, ...], str] = {}
     for answer in sorted(claims, key=lambda answer: not answer.entry):
         studies.setdefault(_fact_key(answer.claim), answer.study)
@@ -140,7 +143,7 @@ def _fact_key(claim: sections.Claim | sections.Question) -> tuple[Any, ...]:
 
 
 class RequiredSampleSizes(NamedTuple):
-    """The smallest sufficient number of seeds, and of items, with the other number as it is."""
+    """The smallest number of seeds that suffices with the items as they are, and vice versa."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
     items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
@@ -183,7 +186,7 @@ def needed_sample(
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per open claim or question, those with the shortest training first."""
+    """Return a line per open claim or question: its difference and the sample that it needs."""
     claims = [answer for answer in answers if isinstance(answer.claim, sections.Claim)]
     families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
     lines = []
@@ -199,7 +202,7 @@ def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[s
 def _describe_plan(
     answer: Answer, compared: Mapping[str, Any], tests: int
 ) -> tuple[tuple[int, float], str]:
-    """Return sort key and line of an answer; tests: number of tested claims of its paper."""
+    """Return sort key and line of an open answer; tests: number of tested claims of its paper."""
     difference = evaluation.difference_from_json(answer.entry)
     row = build_claim_row(answer.entry)
     if not difference.sources:
@@ -232,7 +235,7 @@ def _describe_comparison(answer: Answer) -> str:
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
-    """Return the difference with the variances of a sample of this size.
+    """Return the difference with its variances scaled to this number of seeds and of items.
 
     A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     """
@@ -247,7 +250,7 @@ def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
 
 
 def _describe_ways(difference: Difference, sample: RequiredSampleSizes, minutes: float) -> str:
-    """Return the sufficient seeds or items as text; minutes: of training per seed."""
+    """Return the sufficient seeds or items as text; minutes: training time per seed."""
     ways = []
     if sample.seeds is not None:
         more = sample.seeds - difference.seeds

@@ -38,7 +38,7 @@ STEP_TIME = "training_step_ms"
 
 
 class Evidence(Config):
-    """A claim or question of a study: see ``Comparison`` for the keys."""
+    """A claim or question of a study that an answer cites: see ``Comparison`` for the keys."""
 
     study: str = Field(description="round of a question, such as tgr/table_3 or moge/swin.2")
     data: str = Field(description="what it is about, for readers")
@@ -50,7 +50,7 @@ class Evidence(Config):
 
 
 class ReaderQuestion(Config):
-    """A question of readers."""
+    """A question that readers ask, with the answer and its evidence."""
 
     question: str
     answer: str = Field(description="one line; {metric method - other @phase} is a number")
@@ -83,7 +83,7 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Return yes, no or open, with Holm's correction; "" if the question is another."""
+        """Yes, no or open, with Holm's correction; "" if the question has another answer."""
         if self.asked.question.partition(" ")[0] not in YES_OR_NO:
             return ""
         entry = self.answers[0].entry
@@ -92,7 +92,7 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def one_line(self) -> str:
-        """Return the word and the text."""
+        """The word, if any, and the text of the answer as a Markdown sentence."""
         if not self.word:
             return f"{self.text[0].upper()}{self.text[1:]}."
         return f"**{self.word.capitalize()}**: {self.text}."
@@ -101,7 +101,7 @@ class AnsweredQuestion(NamedTuple):
 def answer_readers(
     root: Path, studies: Studies, answers: Sequence[Answer]
 ) -> tuple[list[str], dict[Path, str]]:
-    """Return the table of questions for pipelines/README.md, and path → text of docs/answers.md.
+    """Return the Markdown lines of the table of questions, and path → text of docs/answers.md.
 
     Both are empty for a project without pipelines/answers.yaml. Raises UserError if that file is
     invalid, or cites what no study has answered.
@@ -136,7 +136,7 @@ def answer_readers(
 def find_answers(
     document: Document, index: int, asked: ReaderQuestion, answers: Sequence[Answer]
 ) -> list[Answer]:
-    """Return the answers that question ``index`` cites; UserError for one without a result."""
+    """Return the answer to each evidence of question ``index``; UserError if one has no result."""
     by_comparison: dict[tuple[str, ...], Answer] = {}
     for answer in answers:
         if answer.entry:  # of a claim and a question about the same numbers the claim counts
@@ -158,7 +158,7 @@ def _comparison_key(asked: Comparison | Evidence) -> tuple[str, ...]:
 
 
 def describe_evidence(evidence: Evidence, answer: Answer) -> str:
-    """Return a list item: data, effect with interval, verdict, and a link to the study."""
+    """Return a Markdown list item: data, difference with interval, verdict, link to the study."""
     row = build_claim_row(answer.entry)
     limits = f" [{row.difference_limits}]" if row.difference_limits else ""
     other = f"{evidence.against_metric} of " if evidence.against_metric else ""
@@ -168,13 +168,13 @@ def describe_evidence(evidence: Evidence, answer: Answer) -> str:
 
 
 def link_to_study(round_name: str, folder: str = "../pipelines/") -> str:
-    """Return a link to the section of a README; folder: from the page to pipelines/."""
+    """Return a Markdown link to a round's section of its README; folder: path to pipelines/."""
     paper, _, question = round_name.partition(".")[0].partition("/")
     return f"[{round_name}]({folder}{paper}/README.md#{question})"
 
 
 def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
-    """Yield the lines of the questions' sections."""
+    """Yield the Markdown lines of a section per question: answer and evidence."""
     for question in answered:
         yield f"## {question.asked.question}\n"
         yield f"{question.one_line}\n"
@@ -184,7 +184,7 @@ def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
 
 
 def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
-    """Return each method against its baseline, from the study with most seeds, in pretraining."""
+    """Return the lines of a Markdown table: each method's differences from its baseline."""
     rows = []
     for row in methods:
         cells = [_difference_in_widest_study(row, metric, studies) for metric in METRICS]
@@ -194,7 +194,7 @@ def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:
 
 
 def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -> str:
-    """Return ``+1.3 pp [+0.9 to +1.7]`` with its study, bold if significant."""
+    """Return ``+1.3 pp [+0.9 to +1.7], <link>`` of the study with most seeds; bold: significant."""
     candidates = []
     for study, compared in studies.items():
         cell = _pretrained_cell(compared, row.method, metric)
@@ -212,7 +212,7 @@ def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
-    """Return the time of a training step over the baseline's, with its study."""
+    """Return ``1.20 × <link>``, step time over the baseline's, of the study with most seeds."""
     candidates = []
     for study, compared in studies.items():
         ours = _pretrained_cell(compared, row.method, STEP_TIME)

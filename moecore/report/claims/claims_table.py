@@ -37,7 +37,7 @@ ASKED_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
 
 
 class ClaimRow(NamedTuple):
-    """The texts of a claim or question; "" for a missing value."""
+    """The printed texts of a claim or question; "" for a missing value."""
 
     verdict: str  # holds, differs or open
     verdict_holm: str  # with Holm's correction
@@ -52,7 +52,7 @@ class ClaimRow(NamedTuple):
     excludes: str  # set if the interval excludes the effect of a claim that does not hold
 
     def holm_note(self, verdict_texts: Mapping[str, str]) -> str:
-        """Return the verdict with Holm's correction if it is another, else ""."""
+        """Return "open with Holm's correction" if the correction changes the verdict, else ""."""
         if self.verdict_holm in ("", self.verdict):
             return ""
         verdict = verdict_texts.get(self.verdict_holm, self.verdict_holm)
@@ -60,7 +60,7 @@ class ClaimRow(NamedTuple):
 
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
-    """Return the row of an entry of ``claims`` or ``questions`` in compare.json."""
+    """Return the texts of one claim or question; entry: of a section of compare.json."""
     ours = interval_from_json(entry["method"])
     theirs = interval_from_json(entry["against"])
     difference = entry["difference"]
@@ -158,5 +158,5 @@ def _claim_line(evaluated_claim: evaluation.EvaluatedClaim) -> TableRow:
 
 
 def fasten_unit(text: str) -> str:
-    """Return the text with no line break between a number and its unit."""
+    """Return the text with no-break spaces between numbers and their units."""
     return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))

@@ -22,7 +22,7 @@ SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compar
 
 
 class EvaluatedClaim(NamedTuple):
-    """A claim or question with what was measured; ``difference`` is method − against."""
+    """A claim or question with its measured values, their difference and the verdict."""
 
     claim: Claim | Question
     metric: Column
@@ -60,7 +60,7 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
 
 
 def describe_missing_metric(asked: Comparison, results: Results) -> str:
-    """Return which method lacks the metric of a comparison; "" if both have theirs."""
+    """Return "<method> has no <metric>" for the first missing side of a comparison, or ""."""
     phase = results.phases[asked.phase]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     sides = (asked.method, asked.metric), (asked.against, asked.against_metric or asked.metric)
@@ -73,7 +73,7 @@ def describe_missing_metric(asked: Comparison, results: Results) -> str:
 def split_questions(
     evaluated: Sequence[EvaluatedClaim],
 ) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
-    """Return the claims, and the questions."""
+    """Return (claims, questions): the papers' claims, and the remaining questions."""
     sides: dict[type, list[EvaluatedClaim]] = {Claim: [], Question: []}
     for answer in evaluated:
         sides[type(answer.claim)].append(answer)
@@ -83,7 +83,7 @@ def split_questions(
 def correct_by_paper(
     comparisons: Sequence[Claim | Question], ps: Sequence[float | None]
 ) -> list[float | None]:
-    """Return each p with Holm's correction over the tested claims of its paper; else None."""
+    """Return one p per comparison, with Holm's correction over the claims of a paper; else None."""
     families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
     for place, (claim, p) in enumerate(zip(comparisons, ps, strict=True)):
         if isinstance(claim, Claim) and p is not None:
@@ -96,7 +96,7 @@ def correct_by_paper(
 
 
 def judge_difference(difference: Difference, asked: Comparison, good: str = "") -> str:
-    """Return "holds", "differs" or "open"; "open" without an interval.
+    """Return the verdict on a claim: "holds", "differs" or "open"; "open" without an interval.
 
     higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
     equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
@@ -117,7 +117,7 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
 
 
 def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:
-    """Return the verdict's p-value, below 5 % exactly if the verdict is not open.
+    """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open.
 
     A direction has a two-sided test. With a margin the test is one-sided if the difference lies on
     the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
@@ -132,7 +132,10 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
 def verdict_gap_and_level(
     difference: Difference, asked: Comparison, good: str
 ) -> tuple[float, float]:
-    """Return the distance from 0 or the margin (negative beyond it), and the interval's level."""
+    """Return the difference's distance from 0 or the margin (< 0 beyond it), and the test's level.
+
+    good: whether "higher" or "lower" is better for the metric.
+    """
     if asked.margin is None:
         return abs(difference.value), LEVEL_OF_INTERVALS
     gap = _distance_to_margin(difference, asked, good)
@@ -149,9 +152,9 @@ def _distance_to_margin(difference: Difference, asked: Comparison, good: str) ->
 def compare_json_claims(
     evaluated: Sequence[EvaluatedClaim], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries ``claims`` and ``questions`` of compare.json, without empty ones.
+    """Build the sections ``claims`` and ``questions`` of compare.json: text of a claim → numbers.
 
-    study: params.yaml as plain data, whose digest each entry then has.
+    An empty section is left out. study: params.yaml as plain data, whose digest each claim has.
     """
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for answer in evaluated:
@@ -166,7 +169,7 @@ def compare_json_claims(
 
 
 def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
-    """Return the entry of a claim or question in compare.json, without the settings' digest."""
+    """Return the numbers of a claim or question in compare.json, without the settings' digest."""
     claim, metric, ours, theirs, difference, verdict, p, _, p_holm = evaluated_claim
     return {
         "asked": claim.model_dump(mode="json", exclude_none=True),
@@ -180,7 +183,7 @@ def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
 def verdict_to_json(
     difference: Difference, form: str, verdict: str, p: float | None, p_holm: float | None
 ) -> dict[str, Any]:
-    """Return the part of an entry of compare.json that follows from the difference."""
+    """Return difference, verdict, p-values and detectable difference as compare.json has them."""
     cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
     cell["items"] = difference.items
     if difference.sources:
@@ -197,7 +200,7 @@ def verdict_to_json(
 
 
 def difference_from_json(entry: Mapping[str, Any]) -> Difference:
-    """Return the difference of an entry that ``verdict_to_json`` wrote."""
+    """Return the ``Difference`` that ``verdict_to_json`` stored in a claim of compare.json."""
     stored = entry["difference"]
     pairs = zip(stored.get("variances", ()), stored.get("freedoms", ()), strict=True)
     sources = tuple(VarianceSource(*pair) for pair in pairs)
@@ -206,7 +209,7 @@ def difference_from_json(entry: Mapping[str, Any]) -> Difference:
 
 
 def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
-    """Return the verdict at a corrected p; "" without one."""
+    """Return the verdict, or "open" if the corrected p is 5 % or more; "" if p_holm is None."""
     if p_holm is None:
         return ""
     return verdict if p_holm < LEVEL else "open"

@@ -48,14 +48,14 @@ STATES = {
 
 
 def write_claims_page(root: Path = Path()) -> Path:
-    """Write docs/claims.md below ``root``; raises UserError where a file is damaged."""
+    """Write docs/claims.md below ``root``, return its path; UserError if a source is damaged."""
     target = root / CLAIMS_PAGE
     write_whole(target, render_claims_page(root))
     return target
 
 
 def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = None) -> str:
-    """Return the text of docs/claims.md; rounds: of the project's questions, if they are read."""
+    """Return the text of docs/claims.md; rounds: all rounds of questions, None to read them."""
     if rounds is None:
         rounds = load_rounds(root)
     commands = {study.name: study.command for study in rounds}
@@ -109,7 +109,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
 
 
 def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies) -> str:
-    """Return ``vmoe 55.0 %, prc 57.1 %`` for each metric that the study measured."""
+    """Return metrics that no claim judges as text: "`test_mae`: vmoe 5.1, prc 5.3; …", or ""."""
     compared = studies.get(printed.study, {})
     texts = []
     for metric in printed.metrics:
@@ -149,7 +149,10 @@ def paper_item_state_and_rows(
     studies: Studies,
     commands: Mapping[str, str],
 ) -> tuple[str, list[list[str]]]:
-    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md."""
+    """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
+
+    claims: those of this table; studies: round → result; commands: round → command to run it.
+    """
     values = [
         (column, text)
         for column in row.columns
@@ -233,7 +236,7 @@ def describe_answer(answer: Answer) -> AnswerTexts:
 
 
 def _answer_cells(answer: Answer) -> list[str]:
-    """Return the cells ``here``, ``difference``, ``verdict`` and ``study``."""
+    """Return an answer's cells in docs/claims.md: here, difference, verdict and study."""
     texts = describe_answer(answer)
     statement = texts.statement
     if isinstance(answer.claim, Claim):
@@ -244,7 +247,7 @@ def _answer_cells(answer: Answer) -> list[str]:
 
 
 def answers_table(answers: Sequence[Answer]) -> str:
-    """Return the table of a round's claims and questions in a README."""
+    """Return a Markdown table with a row per claim or question of one round, for a README."""
     described = [describe_answer(answer) for answer in answers]
     overs = {texts.over for texts in described if texts.over}
     shared = overs.pop() if len(overs) == 1 else ""
@@ -261,7 +264,7 @@ def answers_table(answers: Sequence[Answer]) -> str:
 
 
 def write_study_pages(root: Path = Path()) -> list[Path]:
-    """Write pipelines/README.md and its folders' tables, all or none; may raise UserError."""
+    """Write the READMEs of pipelines/ and its folders, all or none; return their paths."""
     pages = render_study_pages(root)
     for path, text in pages.items():
         write_whole(root / path, text)
@@ -269,7 +272,7 @@ def write_study_pages(root: Path = Path()) -> list[Path]:
 
 
 def render_study_pages(root: Path) -> dict[Path, str]:
-    """Return path → text of pipelines/README.md and of the READMEs of its folders."""
+    """Return path → text of pipelines/README.md, docs/answers.md and the READMEs of its folders."""
     questions = load_questions(root)
     rounds = [study for question in questions for study in question.rounds]
     studies, answers = evaluate_results(rounds)
@@ -313,7 +316,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
 
 
 def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence[Answer]) -> str:
-    """Return a README with the tables between its markers; UserError for an unknown round."""
+    """Return a README with new tables between its markers; UserError for an unknown round."""
 
     def table(match: re.Match[str]) -> str:
         name = match["study"]
@@ -331,7 +334,7 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
 
 
 def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
-    """Return the table of a folder: question, answer, and the command that runs it."""
+    """Return the Markdown lines of a folder's table: question, answer, and command to run it."""
     rows = []
     for question in questions:
         folder, _, name = question.name.partition("/")
@@ -346,7 +349,7 @@ def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
 
 
 def _count_verdicts(answers: Sequence[Answer]) -> str:
-    """Return the verdicts on a folder's claims, with Holm's correction, and questions, counted."""
+    """Return sentences that count the verdicts on claims, with Holm's correction, and questions."""
     claims: Counter[str] = Counter()
     questions: Counter[str] = Counter()
     for answer in answers:

@@ -52,7 +52,10 @@ SHORT = 8  # characters of a printed commit
 def pack_items(
     evaluated: Sequence[evaluation.EvaluatedClaim], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the items of the claims as tensors; those above ``MOST_BYTES`` are named on stderr."""
+    """Return name → tensor of the claims' item values, for items.safetensors.
+
+    Claims that would exceed ``MOST_BYTES`` are left out and named on stderr. numbers: compare.json.
+    """
     tensors = {RESULT: _result_digest(numbers)}
     for answer in evaluated:
         names = _value_names(answer.claim.model_dump())
@@ -68,7 +71,10 @@ def pack_items(
 
 
 def verify_kept_items(results: Path) -> int:
-    """Return how many differences follow from a result's items; UserError if one does not."""
+    """Return how many stored differences their items reproduce; UserError if one is not.
+
+    results: the JSON of a round; without items next to it the number is 0.
+    """
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return 0
@@ -97,7 +103,7 @@ def verify_kept_items(results: Path) -> int:
 
 
 def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the tensors of a comparison's two sides."""
+    """Return the names of the two sides' tensors, ``phase/metric/method``; asked: a comparison."""
     phase, metric = asked["phase"], asked["metric"]
     other = asked.get("against_metric") or metric
     return f"{phase}/{metric}/{asked['method']}", f"{phase}/{other}/{asked['against']}"
@@ -136,7 +142,7 @@ def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.n
 
 
 def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
-    """Return whether a difference equals an entry's, within fp16, in its value and its limits."""
+    """Return whether a claim's ``entry`` has this difference and its limits, to within fp16."""
     stored = entry["difference"]
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
@@ -156,7 +162,7 @@ def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
 
 
 def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
-    """Return the sha256 (32,) of the claims and questions, without variances."""
+    """Return the sha256, uint8 (32,), of compare.json's claims and questions without variances."""
     judged: dict[str, dict[str, Any]] = {section: {} for section in evaluation.SECTIONS.values()}
     for section, entries in judged.items():
         for name, entry in numbers.get(section, {}).items():
@@ -167,7 +173,7 @@ def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
 
 
 class DatedQuestion(NamedTuple):
-    """A claim or question, with the commits of the question and of the answer."""
+    """A claim or question, with the git commits that first asked and that answered it."""
 
     words: str
     asked: str  # "" for no commit
@@ -184,12 +190,12 @@ class DatedQuestion(NamedTuple):
 
 
 def has_whole_history(folder: Path) -> bool:
-    """Return whether ``folder`` is in a git repository that is no shallow clone."""
+    """Return whether ``folder`` is in a git repository that is not a shallow clone."""
     return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
 
 
 def committed_at(root: Path, *paths: Path) -> str | None:
-    """Return the last commit of a project if its files equal the present ones, else None."""
+    """Return the hash of HEAD if it has these files as they are now, else None."""
     for path in paths:
         committed = run_git(root, "show", f"HEAD:./{path.as_posix()}")
         if not committed or committed != (root / path).read_text(encoding="utf-8").strip():
@@ -198,7 +204,7 @@ def committed_at(root: Path, *paths: Path) -> str | None:
 
 
 def date_questions(study: Round) -> list[DatedQuestion]:
-    """Return the claims and questions of a round's result, in the order of its file.
+    """Return the claims and questions of a round's result with their commits, in file order.
 
     The project must be in a repository that ``has_whole_history``.
     """
@@ -240,7 +246,7 @@ def date_questions(study: Round) -> list[DatedQuestion]:
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
-    """Return whether a record's commit has the question, and is older than the answer."""
+    """Return whether the record's commit contains the question and precedes that of the answer."""
     commit = record.get("commit")
     answered = record["answered"]
     if not commit or commit == answered:
@@ -253,7 +259,7 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
 
 @lru_cache
 def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
-    """Return the verdict keys of all claims and questions in a committed file."""
+    """Return the keys (``_verdict_key``) of all claims and questions in a file of a commit."""
     data = _read_committed(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
     references = [reference for part in parts for reference in part.get(papers.ASKS) or ()]
@@ -263,7 +269,7 @@ def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, 
 
 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the claims that a question refers to by name, from the papers' files of the commit."""
+    """Yield the values of the papers' claims that a question names, from the commit's files."""
     for reference in asks:
         folder, name, changes = papers.split_asked(reference)
         file = papers.PIPELINES / folder / papers.PAPER_FILE
@@ -281,7 +287,7 @@ def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
 
 
 def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the claims, then the questions, of a file as plain data, with defaults."""
+    """Yield the claims, then the questions, of parsed params.yaml, with default values added."""
     for section in ("claims", "questions"):
         yield from (DEFAULTS | comparison for comparison in data.get(section) or ())
 
@@ -291,7 +297,7 @@ def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def run_git(folder: Path, *arguments: str) -> str:
-    """Return git's output; "" if it fails or is not installed."""
+    """Return the output of a git command; "" if it fails or git is not installed."""
     ended = _start_git(folder, arguments)
     if ended is not None and ended.returncode == 0:
         return ended.stdout.strip()

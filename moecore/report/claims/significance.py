@@ -33,7 +33,7 @@ WORDS = {
 
 
 class TestedDifference(NamedTuple):
-    """A method minus another, with its interval, and the p-value of the test between them."""
+    """A method minus another with its interval, and the p-value of the paired test of the two."""
 
     difference: Interval
     p: float
@@ -43,17 +43,17 @@ class TestedDifference(NamedTuple):
     only: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of compare.json."""
+        """Return the entry ``against`` of compare.json: difference, limits, p-values and test."""
         (value, low, high), p, holm, test, only = self
         entry = {"difference": value, "low": low, "high": high, "p": p, "p_holm": holm}
         return entry | {"test": test} | dict(zip(("only_first", "only_second"), only, strict=False))
 
 
 def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Return the test that these results allow; "" if neither direction is better.
+    """Return the test that the results allow; "" if neither higher nor lower values are better.
 
     Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if all
-    have hits, else "intervals".
+    have hits (which images are right), else "intervals".
     """
     if not metric.better:
         return ""
@@ -71,7 +71,7 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
 def differences_from(
     metric: Column, models: Mapping[str, Seeds], reference: str
 ) -> dict[str, TestedDifference]:
-    """Return the tests of every other method against ``reference``; {} if none is possible.
+    """Return method → its tested difference from ``reference``; {} if no test is possible.
 
     models: methods with the metric; those with a value that is only a bound are not tested. Holm's
     correction is over these tests. Raises UserError for different images or seeds.
@@ -103,7 +103,7 @@ def find_leader(
 
 
 def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:
-    """Return ours minus theirs, both (S, N): over items and seeds; or (S,): over seeds."""
+    """Return the mean of ours − theirs: over items and seeds for (S, N), over seeds for (S,)."""
     if ours.ndim == 1:
         return paired_seed_difference((ours - theirs).tolist())
     return crossed_difference(ours - theirs)
@@ -112,9 +112,9 @@ def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Differ
 def paired_values(
     ours: Seeds, metric: Column, theirs: Seeds, against_metric: Column, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return both sides' values: (S, N) of seeds and items, or (S,) without items.
+    """Return both sides' values, paired by seed: (S, N) of seeds and items, or (S,) without items.
 
-    Raises UserError for different items, or if only some results have items.
+    place: key in messages. Raises UserError for different items, or if only some results have any.
     """
     sides = [(metric.items(ours[seed]), against_metric.items(theirs[seed])) for seed in ours]
     arrays = [items for pair in sides for items in pair if items is not None]

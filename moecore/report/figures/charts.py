@@ -26,7 +26,7 @@ AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the a
 
 
 class End(NamedTuple):
-    """Where a curve ends."""
+    """Where a curve ends, with its name and line style."""
 
     name: str
     x: float
@@ -47,7 +47,7 @@ Curves = Mapping[str, Sequence[Point]]  # name → points; one without points ha
 
 
 class ChartSpec(NamedTuple):
-    """The words of a chart, and how its vertical axis is printed."""
+    """The texts of a chart, and how its vertical axis is printed."""
 
     title: str
     x: str
@@ -58,7 +58,7 @@ class ChartSpec(NamedTuple):
 
 
 def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
-    """Return a value with its limits, cut to ``limits``; without limits the band is a line."""
+    """Return a point with a band from its interval, cut to ``limits``; no limits: no width."""
     if interval.limits is None:
         return Point(x, interval.value, interval.value, interval.value)
     low, high = interval.limits
@@ -68,7 +68,7 @@ def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHER
 def points_over_seeds(
     seeds: Sequence[Mapping[float, float | None]], limits: Limits = EVERYWHERE
 ) -> list[Point]:
-    """Return a point per x that has a value in all seeds; each seed maps x to a value."""
+    """Return a point per x with a value in all seeds, its interval as band; seeds: x → value."""
     points = []
     for x in next(iter(seeds), {}):
         values = list_without_none(of_seed.get(x) for of_seed in seeds)
@@ -78,7 +78,7 @@ def points_over_seeds(
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
-    """Describe the bands of ``points_over_seeds``."""
+    """Return a sentence on the bands of ``points_over_seeds``; seeds: method → its seeds."""
     has_bands = any(len(of_method) > 1 for of_method in seeds.values())
     if has_bands:
         return "Bands: 95 % intervals over seeds."
@@ -86,7 +86,7 @@ def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:
-    """Draw a line and a band per curve, with one colour per name; return where they end."""
+    """Draw a line and a band per curve, in a colour per name; return the curves' last points."""
     ends = []
     for index, (name, points) in enumerate(curves.items()):
         if not points:
@@ -100,7 +100,7 @@ def draw_curves(axes: Axes, curves: Curves) -> list[End]:
 
 
 def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Name curves at their ends, or in a legend; height: of the final axes in inches."""
+    """Write the names at the curves' ends, or many in a legend; height: of final axes in inches."""
     if 0 < len(ends) <= DIRECT:
         label_ends(axes, ends, height)
     else:
@@ -109,7 +109,7 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
 
 @drawing.styled_drawing
 def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
-    """Draw all curves in one panel, which includes 0."""
+    """Draw all curves with bands in one panel, whose vertical axis includes 0."""
     figure = drawing.empty_figure(4.8, spec.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
@@ -129,7 +129,7 @@ def curves_chart(curves: Curves, spec: ChartSpec) -> Figure:
 
 @drawing.styled_drawing
 def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
-    """Draw panels of one scale, up to three in a row, with one legend below them."""
+    """Draw a panel per title with equal axes, up to three in a row, and one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure = drawing.empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
@@ -154,7 +154,7 @@ def panels_chart(panels: Mapping[str, Curves], spec: ChartSpec) -> Figure:
 
 
 class Labels(NamedTuple):
-    """The words around a table."""
+    """The texts around a heatmap."""
 
     title: str
     rows: Sequence[str]
@@ -172,7 +172,7 @@ def draw_heatmap(
     size: tuple[float, float],
     caption: str = "",
 ) -> Figure:
-    """Draw a coloured table.
+    """Draw a table of coloured cells with texts.
 
     values: (rows, columns) from 0 to 1, NaN has no colour; texts: of the same shape, "" for none;
     size: width and height in inches.
@@ -197,7 +197,7 @@ def draw_heatmap(
 
 
 def percent_annotations(values: np.ndarray, minimum: float = 0.0) -> np.ndarray:
-    """Return shares as text, 0.123 → 12; "" for NaN and below ``minimum``."""
+    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``."""
     texts = np.char.mod("%.0f", 100 * values)
     return np.where(values >= minimum, texts, "")
 
@@ -211,7 +211,7 @@ def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
 
 
 def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]:
-    """Return a point per epsilon: the mean over seeds, or a single seed's interval."""
+    """Return a point per epsilon of one attack: the mean over seeds, or one seed's interval."""
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for values in zip(*seeds, strict=True):
@@ -231,7 +231,7 @@ REACHES = (7, 14, 24, 38, 55, 75)  # pixels between a point and its name
 
 
 def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
-    """Write names right of the final axes, with thin lines; height: of the axes in inches."""
+    """Write names right of the axes, with lines to the curves' ends; height: of axes in inches."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end.y)
     heights = [(end.y - low) / (high - low) for end in ends]
@@ -252,7 +252,7 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
 
 
 def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
-    """Move rising heights the least, to lie ``distance`` apart, from 0 to 1 if they fit."""
+    """Return ascending heights moved as little as possible to be ``distance`` apart, in [0, 1]."""
     steps = distance * np.arange(len(heights))
     return np.clip(isotonic_regression(heights - steps).x, 0, 1 - steps[-1]) + steps
 
@@ -302,13 +302,13 @@ def label_points(
 
 
 def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
-    """Return the cost of a place: names and points count most, then whiskers, then distance."""
+    """Return the cost of a name in ``box``: area outside ``frame``, weighted overlaps, reach."""
     outside = box.width * box.height - _shared(box, frame)
     return 20 * outside + sum(weight * _shared(box, other) for other, weight in obstacles) + reach
 
 
 def _shared(first: Bbox, second: Bbox) -> float:
-    """Return the area that two boxes share."""
+    """Return the area that two boxes share, in square pixels."""
     overlap = Bbox.intersection(first, second)
     return 0.0 if overlap is None else overlap.width * overlap.height
 

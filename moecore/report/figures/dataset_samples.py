@@ -12,7 +12,7 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """Draw ``shots`` training images per class, one row for each of MOST_CLASSES.
+    """Draw ``shots`` training images of each of up to MOST_CLASSES classes, a row per class.
 
     For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
     that are not classes: the first images.
@@ -43,7 +43,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
 
 
 def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
-    """Middle slices of ``shots`` training volumes from youngest to oldest; flags have a *."""
+    """Draw middle slices of ``shots`` training volumes by age; * marks those with quality flags."""
     volumes = prepared.train.images
     ages = prepared.train.labels
     subjects = prepared.subjects("train")
@@ -67,7 +67,7 @@ def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
 
 
 def middle_slices(volume: np.ndarray) -> list[np.ndarray]:
-    """Return the middle slice across each axis of a volume (D, H, W) in RAS order; fp32."""
+    """Return the middle slice across each axis of a volume (D, H, W) in RAS order, fp32."""
     volume = volume.astype(np.float32)
     return [volume.take(length // 2, axis).T[::-1] for axis, length in enumerate(volume.shape)]
 

@@ -62,7 +62,7 @@ STYLE = {
 
 
 class StyledFigure(Figure):
-    """A figure that has our style whenever it is drawn: only then are ticks made and coloured."""
+    """A figure that is always drawn in ``STYLE``, because ticks are made and coloured only then."""
 
     caption = ""
     raster = False  # made of images: smaller as PNG than as SVG
@@ -73,7 +73,7 @@ class StyledFigure(Figure):
 
 
 def finish_layout(figure: Figure) -> Figure:
-    """Compute the layout, so that printing the canvas draws the figure once, not twice."""
+    """Return the figure with its layout computed, so that printing draws it once, not twice."""
     with matplotlib.rc_context(STYLE):
         if engine := figure.get_layout_engine():
             engine.execute(figure)
@@ -82,7 +82,7 @@ def finish_layout(figure: Figure) -> Figure:
 
 
 def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Decorate a figure function: our style inside, matplotlib's settings unchanged outside."""
+    """Decorate a figure function to run with ``STYLE``; outside, matplotlib's settings stay."""
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -92,7 +92,7 @@ def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) -> Figure:
-    """Return the figure that ``draw`` makes while matplotlib's settings are ours."""
+    """Return the figure of ``draw(*args)``, called with matplotlib's settings at ``STYLE``."""
     with matplotlib.rc_context(STYLE):
         return draw(*args, **kwargs)
 
@@ -100,7 +100,7 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
 def empty_figure(
     width: float, height: float, caption: str = "", raster: bool = False
 ) -> StyledFigure:
-    """Return an empty figure in inches on the Agg canvas; it needs not be closed."""
+    """Return an empty figure of this size in inches on the Agg canvas; it needs not be closed."""
     figure = StyledFigure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.caption = caption
@@ -109,7 +109,7 @@ def empty_figure(
 
 
 def line_look(index: int) -> dict[str, Any]:
-    """Return colour, marker and dash of the line with this index; the first 28 are distinct."""
+    """Return colour, marker and line style of the line with this index; the first 28 differ."""
     return {
         "color": PALETTE[index % 7],
         "marker": MARKERS[index % 8],
@@ -118,14 +118,14 @@ def line_look(index: int) -> dict[str, Any]:
 
 
 def expert_colours(number: int) -> list[str]:
-    """Return a colour per expert: the palette for up to 8, else steps of cividis."""
+    """Return ``number`` colours, one per expert: the palette up to 8, else steps of cividis."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     return [to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
 
 
 def add_legend_below(figure: Figure, axes: Axes) -> Legend:
-    """Add a legend below the panels and increase the figure's height, so that it hides no curve."""
+    """Add a legend below the panels, for which the figure's height grows; return it."""
     handles, labels = axes.get_legend_handles_labels()
     widest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches, with the handle
     rows = math.ceil(len(labels) / max(1, int(figure.get_figwidth() / widest))) or 1
@@ -141,13 +141,13 @@ def add_legend_below(figure: Figure, axes: Axes) -> Legend:
 
 
 def set_percent_axis(axes: Axes, label: str) -> None:
-    """Format the vertical axis of shares as percent; 0.775 is 77.5%, not 78%."""
+    """Label the vertical axis and print its shares as percent; 0.775 is 77.5%, not 78%."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
 def set_epoch_axis(axes: Axes) -> None:
-    """Format the horizontal axis of epochs, with ticks at whole numbers."""
+    """Label the horizontal axis "Epoch", with ticks at whole numbers."""
     axes.set_xlabel("Epoch")
     first, last = axes.get_xlim()
     if last - first < 1:  # one epoch: matplotlib would print 1.975 and 2.025 around it
@@ -171,7 +171,7 @@ PRINTED = 100  # patches, at most, that get their number
 
 
 class Tile(NamedTuple):
-    """One picture."""
+    """One picture of a sheet, optionally with a colour and a text per patch."""
 
     pixels: np.ndarray  # (H, W), (H, W, 3) or (H, W, 4), ready to be shown
     tint: np.ndarray | None = None  # (rows, columns, 4): a colour a patch
@@ -179,7 +179,7 @@ class Tile(NamedTuple):
 
 
 class SheetLabels(NamedTuple):
-    """The words around the pictures."""
+    """The texts around the pictures of a sheet."""
 
     title: str
     rows: Sequence[str]
@@ -192,7 +192,7 @@ class SheetLabels(NamedTuple):
 def sheet(
     tiles: Sequence[Sequence[Tile]], frame: SheetLabels, width: float, height: float
 ) -> Figure:
-    """Draw rows of pictures, ``width`` × ``height`` inches each."""
+    """Draw rows of pictures, ``width`` × ``height`` inches each, with the texts of ``frame``."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
@@ -221,7 +221,7 @@ def sheet(
 
 
 def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
-    """Draw a picture in the square that begins at (column, row)."""
+    """Draw a picture into the axes' unit square that begins at (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)
     style: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
@@ -241,7 +241,7 @@ def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
 
 
 def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
-    """Return the brightness of a patch below its text, from 0 to 1."""
+    """Return the brightness, from 0 to 1, of the patch at (y, x) of rows × columns patches."""
     height, width = tile.pixels.shape[:2]
     down = slice(y * height // rows, (y + 1) * height // rows)
     across = slice(x * width // columns, (x + 1) * width // columns)
@@ -253,18 +253,18 @@ def _brightness(tile: Tile, y: int, x: int, rows: int, columns: int) -> float:
 
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
-    """Return an image (C, H, W) uint8 for display: three channels in colour, else the first."""
+    """Return an image (C, H, W) as (H, W, 3) if C ≥ 3, else its first channel (H, W)."""
     return image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
 
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """Return the colour of each patch's expert, half transparent; none without an expert (−1)."""
+    """Return the half-transparent colour (rows, columns, 4) of each patch's expert; −1: none."""
     palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
     return palette[grid]
 
 
 def heat_colours(values: np.ndarray, largest: float) -> np.ndarray:
-    """Return values from 0 to ``largest`` as colours (…, 4); NaN is transparent."""
+    """Return values from 0 to ``largest`` as RGBA colours (…, 4); NaN is transparent."""
     colours = colormaps["magma"](np.nan_to_num(values) / max(largest, 1e-12))
     colours[~np.isfinite(values)] = 0
     return colours

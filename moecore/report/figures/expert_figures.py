@@ -26,8 +26,8 @@ def draw_expert_grids_by_class(
 ) -> Figure:
     """Draw the mean probability of each expert on the experts' grid, a column per class.
 
-    maps: a model, layer or epoch → (K, E), None for a class without images, whose panel is empty;
-    all with the same E. Each row has one scale, from 0 to its largest value.
+    maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class without
+    images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     """
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
@@ -51,7 +51,7 @@ def draw_expert_grids_by_class(
 
 @drawing.styled_drawing
 def expert_load(layers: list[tuple[float, ...]]) -> Figure:
-    """Draw each expert's share of the choices in each MoE layer; the dotted line is balance."""
+    """Draw bars of each expert's share of the choices, a panel per MoE layer; dotted: balance."""
     caption = "Share of the choices. Dotted: balance."
     figure = drawing.empty_figure(4.8, 0.5 + 1.2 * len(layers), caption)
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
@@ -69,7 +69,7 @@ def expert_load(layers: list[tuple[float, ...]]) -> Figure:
 
 
 def expert_overlays(stored: Overlays) -> Figure:
-    """Draw images with the expert of each patch in colour and number; the first row without."""
+    """Draw a row of images, then a row per MoE layer with each patch's expert in colour."""
     images = stored.images()
     colours = drawing.expert_colours(stored.experts)
     tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
@@ -83,7 +83,7 @@ def expert_overlays(stored: Overlays) -> Figure:
 
 
 def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
-    """Draw two crops of one image; patches with the same number show the same."""
+    """Draw two crops of one image; patches with equal numbers show the same part of it."""
     grids = [parse_expert_grid(rows) for rows in pair.numbers]
     colours = drawing.expert_colours(grids[0].size)
     tiles = [
@@ -99,7 +99,7 @@ def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
 
 
 def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> drawing.Tile:
-    """Return an image (C, H, W) with the colour and the number of each patch's expert."""
+    """Return a tile: an image (C, H, W), its patches coloured and numbered by expert (``grid``)."""
     return drawing.Tile(
         drawing.displayable_image(image),
         drawing.patch_expert_colours(grid, colours),
@@ -113,9 +113,8 @@ def image_and_caption_experts(
 ) -> Figure:
     """Draw a row per image: its patches and a caption's words in the colours of their experts.
 
-    Experts are those of the last MoE layer; a dense tower has no colours.
-
-    captions: an image → layers of the text tower; experts: of one of its layers.
+    Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
+    layers of the text tower, each (word, expert) pairs; experts: number in a text layer.
     """
     images = stored.images()
     size = (SIDE + WIDE, SIDE * len(images) + 0.05)
@@ -137,7 +136,7 @@ def image_and_caption_experts(
 
 
 def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
-    """Write words one after another, in as many lines as they need."""
+    """Write (word, expert) pairs beside the image in ``row``, in as many lines as they need."""
     start, line = 0.0, 0
     for word, expert in words:
         text = word
@@ -160,7 +159,7 @@ LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 @drawing.styled_drawing
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
-    """Draw how many times an even share each expert had, over the steps, layer by layer."""
+    """Draw each expert's load over the training steps, 1 for an even share, a panel per layer."""
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
     figure = drawing.empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)

@@ -28,7 +28,7 @@ Looks = Mapping[str, Mapping[str, Any]]
 
 
 def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Picture]:
-    """Yield score against score under attack, then steadiness and cost method by method."""
+    """Yield pictures: score against score under attack; then steadiness and cost per method."""
     looks = {
         method: {key: drawing.line_look(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
@@ -64,7 +64,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 @drawing.styled_drawing
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
-    """Draw a point per method, and a name and thin whiskers for each of ``methods_to_label``."""
+    """Draw a point per method: score against score under attack; named points have whiskers."""
     form = score.column.form
     figure = drawing.empty_figure(5.0, 4.3)
     axes = figure.subplots()
@@ -98,7 +98,7 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
 
 @drawing.styled_drawing
 def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
-    """Draw a panel per quantity, a row per method: a point with its whisker, or no point."""
+    """Draw a panel per quantity with a row per method: its value with a whisker, or "none"."""
     methods = [name for name in looks if any(name in quantity.cells for quantity in quantities)]
     width = max(5.0, 1.4 + 1.55 * len(quantities))  # titles do not touch
     figure = drawing.empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
@@ -137,13 +137,13 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
 
 
 def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
-    """Draw dashed lines at the score without routing, and at that of routing by the truth."""
+    """Draw dashed lines at the scores of dense and told, if both were trained."""
     for interval in score.floor_and_ceiling.values():
         axes.axvline(interval.value, color=drawing.GUIDE, linewidth=1, linestyle="--", zorder=1)
 
 
 def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
-    """Return the methods whose points are named: of many floor, ceiling and each axis' best."""
+    """Return the methods whose points get a name: all if few, else dense, told and the best."""
     named = set().union(*(quantity.cells for quantity in quantities))
     if len(named) <= NAMED:
         return named
@@ -156,7 +156,7 @@ def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
 
 
 def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
-    """Print each value above its point, on the side with more room."""
+    """Print each method's value above its point, on the side with more room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
     for place, method in enumerate(methods):
@@ -173,7 +173,7 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
 
 
 def panel_title(quantity: QuantityByMethod) -> str:
-    """Return a short title, in two lines."""
+    """Return a quantity's title for a narrow panel, in lines of at most about ``WIDE`` letters."""
     name = quantity.column.name
     if name.startswith("routing_change"):
         return "Routing: overlap\nunder attack"
@@ -185,7 +185,7 @@ def panel_title(quantity: QuantityByMethod) -> str:
 def limits_with_margin(
     ends: Sequence[float], form: str, from_zero: bool = False
 ) -> tuple[float, float]:
-    """Return limits around ``ends``, with a margin; of shares a little beyond 0 and 1."""
+    """Return an axis' limits: ``ends`` with a margin, for shares at most just beyond 0 and 1."""
     low, high = min(ends), max(ends)
     margin = ROOM * ((high - low) or abs(high) or 1.0)
     first = low if from_zero and low >= 0 else low - margin
@@ -195,12 +195,12 @@ def limits_with_margin(
 
 
 def limits_or_value(interval: Interval) -> tuple[float, float]:
-    """Return the limits; without limits, the value twice."""
+    """Return the interval's limits, or its value twice if it has none."""
     return interval.limits or (interval.value, interval.value)
 
 
 def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
-    """Return an interval as it is drawn: parameters and FLOPs in millions."""
+    """Return a method's interval in the unit drawn: parameters and FLOPs in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)
     return Interval(interval.value * scale, *(limit * scale for limit in interval.limits or ()))

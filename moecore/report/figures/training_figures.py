@@ -24,7 +24,7 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 
 @drawing.styled_drawing
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Draw loss and validation score over epochs, a line per seed; perplexities of texts."""
+    """Draw loss, or perplexity, and validation score over epochs; trained: method → its seeds."""
     figure = drawing.empty_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task
@@ -60,7 +60,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
 
 
 def _plot(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float, float] | None:
-    """Plot a logged value over the epochs; return the last point, or None."""
+    """Plot the logged value ``name`` over epochs; return its last point (x, y), or None."""
     logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
     logged = logged.reshape(-1, 2)
     epochs, values = logged[np.isfinite(logged).all(axis=1)].T
@@ -72,7 +72,7 @@ def _plot(axes: Axes, result: Outcome, name: str, style: Mapping) -> tuple[float
 
 @drawing.styled_drawing
 def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
-    """Draw σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
+    """Draw σ of MoGE's filter over the iterations for several γ, the method's bold (figure 3)."""
     caption = (
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
         f"{settings.exponent:g}; T = {ITERATIONS:,} iterations (MoGE, figure 3)."
@@ -94,7 +94,7 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
-    """Return a point per epoch over a method's seeds; [] if a seed has no such list.
+    """Return a point per epoch, the mean over a method's seeds; [] if a seed has no values.
 
     name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
     """
@@ -110,7 +110,7 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
 
 @drawing.styled_drawing
 def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]) -> Figure:
-    """Draw a panel per key of AGREEMENTS: key → method → points (TGR, figure 3; OLMoE, §5.1)."""
+    """Draw a panel per key of AGREEMENTS (TGR, figure 3); curves: key → method → points."""
     figure = drawing.empty_figure(9.8, 3.9)
     panels = figure.subplots(1, len(AGREEMENTS), sharex=True, sharey=True)
     named = []
@@ -127,7 +127,7 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]
 
 
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
-    """Draw the share of each true class (rows) that was predicted as each class (columns)."""
+    """Draw the share of each true class (row) predicted as each (column); counts: images (K, K)."""
     shares = row_shares(counts)
     names = classes
     texts = charts.percent_annotations(shares, 0.005)
@@ -139,13 +139,13 @@ def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) ->
 
 
 def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return counts (K, K) as shares of each row; a class without images has zeros."""
+    """Return counts (K, E) as shares of their row's sum; rows without counts are zero."""
     table = np.asarray(counts, dtype=float)
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
 
 def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
-    """Describe the class that most prefers one expert, in the last MoE layer and epoch."""
+    """Return a phrase on the class that most prefers one expert; first: method → outcome."""
     strongest = (0.0, "")
     for method, result in first.items():
         for layers in list(result.class_maps.values())[-1:]:

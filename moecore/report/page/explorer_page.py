@@ -42,12 +42,12 @@ QUESTIONS = {
 
 
 def display_of(kind: type[MeasuredPart]) -> Display:
-    """Return how the page shows results of this type."""
+    """Return the display (what the report shows) of results of this type."""
     return next(display for display in list_displays() if display.kind is kind)
 
 
 def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
-    """Return why a measurement was skipped; "" where it was not."""
+    """Return why a measurement was skipped for a model; "" if it was not skipped."""
     start = f"{display_of(kind).title}: "
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
@@ -55,7 +55,7 @@ def skip_reason(measured: Measured, kind: type[MeasuredPart]) -> str:
 def expert_answers(
     measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return facts about the experts of each MoE layer, and lines for what was not measured."""
+    """Return "layers": facts about experts per MoE layer, and "open": what was not measured."""
     facts: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         facts = roles_answers(read_layers(roles))
@@ -77,7 +77,7 @@ def expert_answers(
 
 
 def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
-    """Return per layer each expert's partners, what the choices tell, and the router's margin."""
+    """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
         shares = [
@@ -98,7 +98,7 @@ def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[di
 
 
 def open_questions(measured: Measured) -> list[str]:
-    """Return which measurements did not apply, and which to add in params.yaml."""
+    """Return sentences on measurements that do not apply, and on settings that add others."""
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
         display = display_of(kind)
@@ -120,13 +120,13 @@ def open_questions(measured: Measured) -> list[str]:
 def list_partners(
     shares: Sequence[Sequence[float]], most: int = PARTNERS
 ) -> list[list[tuple[int, float]]]:
-    """Return each expert's most frequent partners with P(partner | expert); shares: (E, E)."""
+    """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
 def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
-    """Return how much worse the score is without each expert of a layer."""
+    """Return a sentence per expert of a layer on the score lost without it; intervals: losses."""
     form = NumberFormat.of(score.form, intervals)
     return [
         f"Without it the {score.label} is worse by "
@@ -139,7 +139,7 @@ def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
 def best_by_token(
     regret: Found, images: Sequence[int]
 ) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
-    """Return per layer and image: token → its better experts, and the loss they would save."""
+    """Return per layer and image: token → (the better experts, the loss that they would save)."""
     layers = []
     for choices in regret.facts["best"]:
         rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
@@ -163,7 +163,7 @@ NO_EXPERTS = "There is nothing to explore: no method of this study has experts."
 
 
 class PageHead(NamedTuple):
-    """The top of the page: a question, how to read the page, and a link."""
+    """The top of the explorer page: a question, how to read the page, and a link."""
 
     question: str
     words: str
@@ -182,7 +182,7 @@ HEAD = PageHead(
 
 
 def explorer(results: Results) -> str:
-    """Return the whole page; the same results give the same text."""
+    """Return the HTML of the routing explorer: images, and how each model's experts handle them."""
     phases = [
         phase
         for phase in results.phases.values()
@@ -204,19 +204,19 @@ def render_explorer(
     head: PageHead,
     missing: str = "",
 ) -> str:
-    """Return the page; phases: of ``explorer_phase_data``, or their JSON as a packed text."""
+    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(missing=missing, data=data, head=head)
 
 
 def has_explorer_images(results: Results) -> bool:
-    """Return whether the explorer was measured for any model."""
+    """Return whether any model of any phase has results of the explorer."""
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
 class ExploredModel(NamedTuple):
-    """A model and its name in the page's list."""
+    """A model and its name in the explorer's list."""
 
     name: str  # the method; from the second seed on also the seed
     is_first: bool  # whether it is the method's first seed
@@ -236,7 +236,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
 
 
 def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
-    """Return a phase's data for the page; packed texts become indices in ``pool``, which grows."""
+    """Return a phase's data for the page; packed texts become their indices in ``pool``."""
     models = list_explored_models(phase)
     return {
         "name": phase.name,
@@ -255,7 +255,7 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
 def explored_model_data(
     explored: ExploredModel, phase: Phase, pool: dict[str, int]
 ) -> dict[str, Any]:
-    """Return a model's data, or why there is none; after the first seed only clean images."""
+    """Return a model's data for the page or why it has none; later seeds have only clean images."""
     name, is_first, measured = explored
     measurement = measured.of(Explorer)
     if measurement is None:
@@ -287,7 +287,7 @@ def explored_model_data(
 
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
-    """Return pairs of models, and the second's match of each of the first's experts per layer."""
+    """Return (first, second, matches) per pair of models: per layer each expert's match."""
     choices = {
         model.name: [decode_choices(layer) for layer in read_encoded_choices(roles)]
         for model in models
@@ -302,13 +302,13 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
 
 
 def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
-    """Return the match in ``theirs`` of each expert of ``ours``; both (images, tokens, experts)."""
+    """Return each expert's match in ``theirs``; both sides: choices (images, tokens, experts)."""
     sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
     return match_experts(indicator_correlation(*sides)).tolist()
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:
-    """Return ``value`` with every packed text replaced by its index in ``pool``."""
+    """Return ``value`` with the texts of ``PACKED`` keys replaced by their indices in ``pool``."""
     if isinstance(value, dict):
         return {name: intern_texts(inner, pool, name) for name, inner in value.items()}
     if isinstance(value, list):

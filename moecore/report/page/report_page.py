@@ -45,7 +45,7 @@ NAMED = 20  # classes, at most, whose names are listed
 def render_report(
     results: Results, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
 ) -> str:
-    """Return the whole page; the same results give the same text.
+    """Return the HTML of a study's report; the same results give the same text.
 
     Args:
         results: Of all stages of a study.
@@ -125,7 +125,7 @@ def main_finding(
 
 
 def report_introduction(results: Results) -> str:
-    """Return which methods were compared, on which data, and what was measured."""
+    """Return sentences that name the number of methods and seeds, the data and the measurements."""
     methods = results.methods
     phases = list(results.phases.values())
     if not phases:
@@ -148,7 +148,7 @@ def report_introduction(results: Results) -> str:
 
 
 def card_facts(phase: Phase) -> list[view.TableRow]:
-    """Return a row per fact of the data card that `prepare` wrote."""
+    """Return a table row per fact about the phase's data, from the card.json of `prepare`."""
     card = phase.card
     if phase.task.kind == "regression":
         facts = cohort_facts(card)
@@ -188,7 +188,7 @@ def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def template_environment() -> Environment:
-    """Return the environment of the templates, which escapes all text."""
+    """Return the Jinja environment of the page's templates, which escapes all text."""
     environment = Environment(
         loader=PackageLoader("moecore.report"),
         autoescape=True,
@@ -201,14 +201,14 @@ def template_environment() -> Environment:
 
 
 def render_picture(picture: view.Picture) -> Markup | str:
-    """Return the markup of an SVG, or the data URI of a PNG."""
+    """Return a picture as SVG markup, or as the data URI of a PNG."""
     if picture.raster:
         return png(picture.figure)
     return Markup(svg(picture.figure, picture.label))
 
 
 def svg(figure: Figure, label: str) -> str:
-    """Return the figure as one <svg> element without size, metadata or external references."""
+    """Return the figure as one <svg> element without size; label: for screen readers, unique."""
     buffer = io.StringIO()
     # The label, for screen readers, also salts the ids: it is unique within a page.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
@@ -224,7 +224,7 @@ def svg(figure: Figure, label: str) -> str:
 
 
 def png(figure: Figure) -> str:
-    """Return the figure as a data URI of a PNG."""
+    """Return the figure as a PNG in a data URI."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         finish_layout(figure).set_dpi(110)

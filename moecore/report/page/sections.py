@@ -42,7 +42,7 @@ ERRORS = (
 def describe_phase_findings(
     phase: Phase, title: str, quantities: PhaseQuantities, dense: Collection[str]
 ) -> str:
-    """Return the main results of a phase in a few sentences after its title."""
+    """Return sentences on a phase's routing and best method; dense: methods without experts."""
     parts = [_routing(phase, quantities)]
     both = list_without_none((quantities.score, quantities.attacked))
     if len(quantities.score.cells if quantities.score else phase.models) == 1:
@@ -61,7 +61,7 @@ def describe_phase_findings(
 
 
 def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
-    """Return how many claims hold, and which, and how many questions are answered."""
+    """Return sentences that count the claims that hold, and the questions by answer."""
     claims, questions = split_questions(evaluated)
     sentences = _describe_verdicts(claims) if claims else []
     words = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
@@ -74,7 +74,7 @@ def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
 
 
 def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
-    """Return how many claims hold, naming up to ``NAMED`` per verdict, and how many with Holm."""
+    """Return sentences that count claims by verdict, naming up to ``NAMED`` each, and with Holm."""
     parts = []
     for name, (singular, plural) in VERDICTS.items():
         judged = [claim for claim in claims if claim.verdict == name]
@@ -103,7 +103,7 @@ def _describe_verdicts(claims: Sequence[EvaluatedClaim]) -> list[str]:
 
 
 def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
-    """Return what decides on experts, and how steady its choices are."""
+    """Return a phrase on how steady the router's choices are, or why that is not known."""
     steady = quantities.steady
     if steady is None:
         if not find_moe_baseline(phase.models):
@@ -120,7 +120,7 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
 
 
 def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
-    """Return which method is significantly better than all others, if one is."""
+    """Return a phrase on the method that is significantly better than all others, or the range."""
     better, best, as_good = SCORES.get(quantity.column.form, ERRORS)
     leader = quantity.leader
     condition = quantity.words
@@ -134,13 +134,13 @@ def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
-    """Return ``79.1 % (76.0 – 82.2)``; an error has its unit."""
+    """Return a method's value as text, such as ``79.1 % (76.0 – 82.2)``; an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
 
 
 def format_value_range(quantity: QuantityByMethod) -> str:
-    """Return ``55.0 to 79.1 %``, or ``55.0 %`` for equal texts; an error has its unit."""
+    """Return the range over methods as text, such as ``55.0 to 79.1 %``; an error has its unit."""
     low, high = (
         quantity.format.value(quantity.interval(method).value) for method in quantity.ends()
     )
@@ -160,7 +160,7 @@ CONTROL = "trained on shuffled labels, or with routing that is not learned"
 
 
 def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> Section:
-    """Return the numbers of a phase, then a folded block per measurement."""
+    """Return a phase's section of the page: its main table, then a folded block per measurement."""
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
@@ -200,7 +200,7 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
 
 
 def sigma_schedule_block(results: Results) -> Block:
-    """Return pictures of σ of MoGE's filter in training; equal schedules share a picture."""
+    """Return a block that plots σ of MoGE's filter in training; equal schedules share a plot."""
     different = {
         (schedule.sigma_start, schedule.sigma_end, schedule.exponent): method
         for method, schedule in reversed(results.schedules.items())
@@ -214,7 +214,7 @@ def sigma_schedule_block(results: Results) -> Block:
 
 
 def inapplicable_block(phase: Phase) -> Block:
-    """Return the measurements that do not apply, and why, once per method."""
+    """Return a block that lists, per method, measurements that do not apply, with reasons."""
     methods_by_reason = {
         f"{method}, {reason}.": method
         for method, seeds in phase.models.items()
@@ -230,7 +230,7 @@ def inapplicable_block(phase: Phase) -> Block:
 def describe_marks(
     results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
-    """Return what a mark in the table means; "" where nothing can be marked."""
+    """Return sentences on what a mark in the table means; "" if no metric can be tested."""
     used = used_tests(results, phase, compared.metrics)
     if not used:
         return ""
@@ -265,19 +265,19 @@ def phase_title(phase: Phase) -> str:
 
 
 def pluralize(count: int, word: str) -> str:
-    """Return ``1 seed`` or ``2 seeds``."""
+    """Return the count with the word in singular or plural: ``1 seed``, ``2 seeds``."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return ``a, b and c``."""
+    """Return the names as one text: ``a, b and c``."""
     if len(names) == 1:
         return names[0]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
-    """Return the line of a folded block: the method that leads by a test, else the range."""
+    """Return a line on a column: the method that leads by a test, else the range; "" if empty."""
     having = cells_by_method(column.name, cells)
     compared = {name: cell for name, cell in having.items() if name not in controls}
     quantity = QuantityByMethod("", column, compared)

@@ -40,7 +40,7 @@ ENDINGS = {"_worst_case": "worst case"}
 
 
 def find_explaining_word(column: str) -> str:
-    """Return the key of ``WORDS`` that explains a column, or "" if there is none."""
+    """Return the key of ``WORDS`` that explains a column of this name, or ""."""
     words = [word for beginning, word in BEGINNINGS.items() if column.startswith(beginning)]
     words += [word for ending, word in ENDINGS.items() if column.endswith(ending)]
     return next(iter(words), "")
@@ -71,7 +71,7 @@ class TableRow(NamedTuple):
 
 
 class ColumnHead(NamedTuple):
-    """Additions to a column's name."""
+    """What a table shows with a column's name."""
 
     title: str = ""  # shown while the pointer is on it
     better: str = ""  # "higher", "lower", or "" where neither is better
@@ -94,7 +94,7 @@ class PageTable(NamedTuple):
 
     @property
     def named(self) -> Sequence[tuple[str, ColumnHead]]:
-        """Return the columns' names with their additions."""
+        """Pairs of a column's name and its head; heads are empty if the table has none."""
         heads = self.heads or [ColumnHead()] * len(self.columns)
         return list(zip(self.columns, heads, strict=True))
 
@@ -104,7 +104,7 @@ class PageTable(NamedTuple):
 
     @property
     def upright(self) -> bool:
-        """Return whether the columns' names are vertical: words are, numbers are not."""
+        """True if the columns' names are printed vertically: words are, numbers are not."""
         return self.small and any(len(name) > 2 for name in self.columns[1:])
 
 
@@ -115,12 +115,12 @@ class Picture(NamedTuple):
 
     @property
     def raster(self) -> bool:
-        """Return whether the figure is smaller as PNG than as SVG."""
+        """True if the figure is smaller as PNG than as SVG."""
         return getattr(self.figure, "raster", False)
 
     @property
     def wide(self) -> bool:
-        """Return whether its texts would be too small in half of the page."""
+        """True if the figure needs the page's full width for its texts to be legible."""
         return self.figure.get_figwidth() > WIDE
 
 
@@ -146,7 +146,7 @@ class Block(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of the page, with a link in the page's bar."""
+    """A part of the page, with a link in the bar at its top."""
 
     id: str
     title: str
@@ -156,7 +156,7 @@ class Section(NamedTuple):
 
 
 class PhaseOverviewCharts(NamedTuple):
-    """The methods of one phase in a few pictures, on the first screen."""
+    """Pictures that compare the methods of one phase, on the first screen."""
 
     id: str
     title: str
@@ -182,7 +182,7 @@ def method_rows_table(
     controls: Collection[str] = (),
     notes: Callable[[Column], Sequence[str]] = lambda column: (),
 ) -> PageTable:
-    """Return a table of methods (rows) and metrics (columns); ``notes`` are below their names."""
+    """Return a table of methods (rows) and metrics (columns); notes: column → lines below it."""
     items = [
         format_column(column, [row[column.name] for row in cells.values()]) for column in columns
     ]
@@ -199,7 +199,7 @@ def method_rows_table(
 
 
 def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
-    """Return a table of metrics (rows), grouped by paper, and methods (columns)."""
+    """Return a table of metrics (rows, grouped by paper) and methods (columns)."""
     lines = []
     paper = ""
     for column in columns:
@@ -212,7 +212,7 @@ def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
 
 
 def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
-    """Return the cells of a column with equal decimals; a dash for a missing value."""
+    """Return a table cell per value, all with equal decimals; a dash for a missing value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
     for cell in cells:
@@ -233,7 +233,7 @@ def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
-    """Return a table of percentages in colour; rows: name → share per column, or None."""
+    """Return a coloured table of percentages; rows: name → share per column, None: empty cell."""
     lines = []
     for name, shares in rows.items():
         cells = [
@@ -245,7 +245,7 @@ def percent_grid(
 
 
 def format_paper_number(value: float, column: Column) -> str:
-    """Return a paper's number with the digits that the paper prints."""
+    """Return a paper's number as text, in the column's unit and with up to four figures."""
     match column.form:
         case "share":
             return f"{100 * value:.4g} %"

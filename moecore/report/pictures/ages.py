@@ -36,7 +36,7 @@ COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
-    """Return whether ages are predicted; softmaxes over classes are calibrated in another way."""
+    """Return whether a task predicts ages, whose calibration this module shows."""
     return task.needs_classes("label_smoothing") is not None
 
 
@@ -78,7 +78,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
 
 
 def table_s1(phase: Phase) -> PageTable:
-    """Return raw, pooled and per-sex predictions of all methods, as means over seeds."""
+    """Return a table of methods × kinds of prediction (raw, corrected, …): errors and age bias."""
     pairs = [(method, prediction) for method in phase.models for prediction in PREDICTIONS]
     columns = []
     for name in NUMBERS:
@@ -132,7 +132,7 @@ def pad_against_age(facts: Facts) -> Figure:
 
 @drawing.styled_drawing
 def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figure:
-    """Draw the MAE as predicted and corrected in each group; groups: "sex", … → rows."""
+    """Draw the MAE, raw and corrected, of each group; groups: "sex", "decade", … → its rows."""
     widths = [len(rows) + 1 for rows in groups.values()]
     caption = "95 % intervals over participants."
     figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
@@ -146,7 +146,7 @@ def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figu
 def add_title_and_legend(
     figure: Figure, panels: np.ndarray, title: str, label: str, facts: Facts
 ) -> Figure:
-    """Add a title that marks simulated data, and one legend."""
+    """Add a title that marks simulated data, a legend and the first panel's axis label."""
     panels[0].set_ylabel(label)
     drawing.add_legend_below(figure, panels[0])
     if facts["simulated"]:
@@ -174,7 +174,7 @@ def _draw_groups(axes: Axes, rows: Sequence[Facts]) -> None:
 def new_prediction_panels(
     points: Facts, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
-    """Return a figure, a panel per kind of prediction, and the predictions by kind."""
+    """Return a figure, a panel for raw and one for corrected ages, and name → predictions (N,)."""
     predictions = {
         name: np.asarray(points[name], float) for name in PANELS if points[name] is not None
     }

@@ -17,7 +17,7 @@ from moecore.tasks.base import Task
 
 
 def applies(task: Task) -> bool:
-    """Return whether classes are predicted; ages are calibrated in another way."""
+    """Return whether a task predicts classes, whose calibration this module shows."""
     return task.needs_classes("label_smoothing") is None
 
 
@@ -26,7 +26,7 @@ def figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield the diagrams of all methods, with the temperatures."""
+    """Yield a block with the reliability diagrams before and after calibration, all methods."""
     first = phase.first(ClassCalibration)
     temperatures = [
         f"{method} {value.value:.2f}" + (" (at its limit)" if result.facts["at_limit"] else "")

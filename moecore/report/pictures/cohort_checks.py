@@ -61,7 +61,7 @@ def figures(result: Found) -> Figures:
 
 
 def cohort_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield single tissues, ageing, rescans, region experts, and what was not checked."""
+    """Yield blocks: region experts on other volumes; single tissues, ageing and rescans."""
     reasons: dict[str, str] = {}
     mixtures = []
     for method, result in phase.first(CohortChecks).items():
@@ -94,7 +94,7 @@ def metric_cells(models: Models, metric: str, form: str = "number") -> list[Page
 
 
 def tissue_error_table(phase: Phase) -> PageTable | None:
-    """Return errors with single tissues of model and probe, and the rescans' difference."""
+    """Return a table of errors in years per method (``ERRORS``); None if none was measured."""
     cells = {label: metric_cells(phase.models, metric) for label, metric in ERRORS.items()}
     having = {label: items for label, items in cells.items() if set(items) != {NONE}}
     if not having:
@@ -107,7 +107,7 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
 
 
 def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
-    """Return a group of rows per method with region experts, and a row per kind of volumes."""
+    """Return a table of region experts' agreement per method and volumes; None without any."""
     lines = []
     measured = phase.of(CohortChecks)
     for method, seeds in phase.models.items():
@@ -126,7 +126,7 @@ def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
 
 
 def mixture_table(result: Found, method: str) -> PageTable:
-    """Return a row per pair of tissues, and a column per remaining share of the second."""
+    """Return a table of agreement: a row per pair of tissues, a column per share of the second."""
     shares = result.all("mixture_agreement")
     chances = result.all("mixture_permuted")
     remaining: list[Any] = sorted({value.at["left"] for value in shares})
@@ -151,7 +151,7 @@ def mixture_table(result: Found, method: str) -> PageTable:
 
 @drawing.styled_drawing
 def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
-    """Draw predicted age over age, with a line per subject and the identity."""
+    """Draw predicted age over simulated age, a line per subject, and the identity."""
     ages, predictions = ageing["ages"], ageing["predictions"]
     rising = rising_step_share(np.array(predictions))
     figure = drawing.empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")

@@ -13,7 +13,7 @@ from moecore.report.study_results import Phase
 
 
 def figures(result: Found) -> Figures:
-    """Yield the table as a heatmap, for a run's page."""
+    """Yield a heatmap of errors by corruption and severity, with its name."""
     grid = corruption_by_severity_table(result)
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]

@@ -23,7 +23,7 @@ WORDS = (
 
 
 def figures(result: Found) -> Figures:
-    """Yield the experts' information by layer, and each layer's coactivation and similarity."""
+    """Yield (name, heatmap): information by layer, then coactivation and similarity per layer."""
     layers = expert_roles.read_layers(result)
     if any(layer.labels for layer in layers):
         yield "expert_information", draw_expert_information(layers)
@@ -47,7 +47,7 @@ def figures(result: Found) -> Figures:
 
 
 def draw_expert_information(layers: Sequence[expert_roles.RolesLayer]) -> Figure:
-    """Draw the information of experts about each label, a row per layer."""
+    """Draw a heatmap of how much experts reveal about each label of a token, a row per layer."""
     names = [name for name in expert_roles.LABELS if any(name in layer.labels for layer in layers)]
     shares = np.full((len(layers), len(names)), np.nan)
     texts = np.full(shares.shape, "", dtype=object)
@@ -72,7 +72,7 @@ def expert_pair_table(
     caption: str,
     minimum: float = 0.0,
 ) -> Figure:
-    """Draw a share per pair of experts, (E, E'), with percentages from ``minimum`` on."""
+    """Draw a heatmap of one share per pair of experts, (E, E'); shares ≥ ``minimum`` as text."""
     values = np.array(pairs, dtype=float)
     texts = percent_annotations(values, minimum)
     if max(values.shape) > NUMBERED:
@@ -82,7 +82,7 @@ def expert_pair_table(
 
 
 def seed_table(phase: Phase) -> Iterator[Block]:
-    """Yield a table of the methods with choices of several seeds."""
+    """Yield a block with a table of metrics that compare the experts of a method's seeds."""
     context = column_context(phase, expert_roles.ExpertRoles)
     columns = MetricColumns("routing", expert_roles.ExpertRoles, "roles").columns(context)
     columns = [column for column in columns if column.of_pairs]

@@ -10,7 +10,7 @@ from moecore.report.results import Figures, Pictures
 
 
 def figures(result: Found) -> Figures:
-    """Yield a line per order of removal, and per way to use a token's remaining choices."""
+    """Yield (name, chart): loss over removed experts, and over the rank of a dropped choice."""
     label = "Loss, 95 % intervals over images"
     spec = ChartSpec("Removing experts", "Experts removed from every layer", label)
     curves = loss_curves(result, ORDERS, "lost_without", "removed")
@@ -22,7 +22,10 @@ def figures(result: Found) -> Figures:
 
 
 def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
-    """Return label of each of ``names`` → the points of the metric."""
+    """Return label → points of the metric over the values of ``over``, such as "removed".
+
+    names: end of the metric's name → label of its curve.
+    """
     return {
         label: [
             point_from_interval(float(value.at[over]), value.interval)

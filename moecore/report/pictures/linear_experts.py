@@ -41,9 +41,9 @@ def theorem_failure_blocks(result: Found) -> Iterator[Block]:
 
 @styled_drawing
 def ratio_over_angle(curves: Mapping[int, Mapping[float, float]], targets: str) -> Figure:
-    """Draw max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle with 1/√E.
+    """Draw max ‖w_i*‖ / ‖w*‖ over the angle per E, and over E at the largest angle with 1/√E.
 
-    curves: experts → angle → ratio.
+    curves: number of experts E → angle in degrees → ratio.
     """
     figure = empty_figure(8.2, 3.8, "Means over draws.")
     over_angle, over_experts = figure.subplots(1, 2)

@@ -20,7 +20,7 @@ def figures(result: Found) -> Figures:
 
 @styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> Figure:
-    """Draw a point per token and MoE layer: ‖∇f(x)‖₂ and the router's term over the bound.
+    """Plot ‖∇f(x)‖₂ and the router's term against lemma 1's bound, a point per token and layer.
 
     If the lemma holds, all points of the upper panel lie on or below the diagonal.
     """

@@ -23,7 +23,7 @@ def figures(result: Found) -> Figures:
 
 
 def images_and_words(phase: Phase) -> Iterator[Block]:
-    """Yield a table of words' experts per method and layer, then pictures."""
+    """Yield a block of tables of words' experts per method and layer, and a block of pictures."""
     results = phase.first(Retrieval)
     grids = []
     for method, result in results.items():
@@ -43,7 +43,7 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
 
 
 def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
-    """Return a row per word and a column per expert, shaded by the share of occurrences."""
+    """Return a table of words × experts: percent of a word's occurrences with that first expert."""
     experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
     lines = [
         TableRow(

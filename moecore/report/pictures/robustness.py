@@ -26,9 +26,9 @@ Audited = Mapping[str, Any]  # an ``AuditLine``
 
 
 def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
-    """Return a metric with its name and words at an attack and an epsilon, as ``FillIn``.
+    """Return ``metric`` with the name and texts of its column at an attack, epsilon and layer.
 
-    The worst case has no attack, and planned names have no largest epsilon.
+    score: as in column names. The worst case has no attack, planned names no largest epsilon.
     """
     attack = str(at.get("attack", WORST))
     epsilon = at.get("epsilon", 0.0)
@@ -71,7 +71,7 @@ def attacked_name(score: str, attack: str) -> str:
 
 
 def attacks_of(result: Found) -> list[str]:
-    """Return the attacks that were run on the model; routing attacks need experts."""
+    """Return the names of the attacks that were run on the model, in their order."""
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
 
 
@@ -81,14 +81,14 @@ def names_of_attacks(phase: Phase) -> list[str]:
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
-    """Return the values of an attack, or of the worst case, by epsilon; [] if not run."""
+    """Return the scores under an attack or the worst case, by epsilon; [] if it was not run."""
     if attack == WORST:
         return result.all("worst")
     return [value for value in result.all("attacked") if value.at["attack"] == attack]
 
 
 def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float, float]:
-    """Return ε in 1/255 → routing change of a MoE layer (from 1), or the mean of all layers (0)."""
+    """Return ε in 1/255 → routing change; layer: MoE layer from 1, 0 for the mean of all."""
     return {
         float(value.at["epsilon"]) * PIXEL: value.value
         for value in result.all("routing_change_layer" if layer else "routing_change")
@@ -106,7 +106,7 @@ def figures(result: Found) -> Figures:
 
 
 def draw_under_attack(phase: Phase) -> Iterator[Picture]:
-    """Yield the score over epsilon for each attack and the worst case, and the routing change."""
+    """Yield pictures over epsilon: scores per attack and worst case, then routing changes."""
     attacks = names_of_attacks(phase)
     for attack in attacks:
         yield draw_attack_curve(phase, attack)
@@ -151,7 +151,7 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
 
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
-    """Draw the routing change of each MoE layer; [] without MoE layers."""
+    """Return [a picture of the routing change over epsilon, a panel per MoE layer], or []."""
     seeds = phase.of(Robustness)
     changes = [result.all("routing_change_layer") for result in phase.results(Robustness)]
     number = max((int(value.at["layer"]) for values in changes for value in values), default=0)
@@ -178,7 +178,7 @@ def change_chart_spec(attack: str) -> charts.ChartSpec:
 
 
 def draw_attacked_images(phase: Phase) -> list[Picture]:
-    """Draw example images under the strongest attack, of the baseline and the dense model."""
+    """Return pictures of example images under attack, for the baseline and the dense model."""
     pictures = []
     first = phase.first(Robustness)
     for method in references(phase.models):
@@ -221,7 +221,7 @@ def audit_block(phase: Phase) -> Block:
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
-    """Return the worst verdict of all seeds on a question, with its text."""
+    """Return a cell with the worst verdict of all seeds on one check of the attacks."""
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))

@@ -38,7 +38,7 @@ def figures(result: Found) -> Figures:
 
 
 def loads_and_patches(phase: Phase) -> Iterator[Block]:
-    """Yield load and patches of methods with MoE layers, and agreement with a teacher."""
+    """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
     by_name = pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
     results = phase.first(Routing)
@@ -59,7 +59,7 @@ def loads_and_patches(phase: Phase) -> Iterator[Block]:
 
 
 def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
-    """Say how often adjacent patches share their expert in the last layer; "" without patches."""
+    """Return a phrase: how often adjacent patches share an expert of the last layer; or ""."""
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]

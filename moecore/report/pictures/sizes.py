@@ -50,7 +50,7 @@ def describe_reproduction(result: Found) -> str:
 
 
 def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
-    """Return model → metric → ours, the paper's, and the relative difference."""
+    """Return model → metric → "ours", "paper" and "difference" (relative), where both are known."""
     comparisons: dict[str, dict[str, dict[str, float]]] = {}
     for model in result.facts["models"]:
         comparisons[model["name"]] = {}
@@ -64,7 +64,7 @@ def size_differences(result: Found) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def find_paper_numbers(model: Model) -> PaperModelNumbers:
-    """Return the paper's numbers of a model; KeyError for an unknown name."""
+    """Return the paper's numbers of a model, empty if none; KeyError for an unknown reference."""
     name = model["reported"]
     if name:
         return COSTS[name]
@@ -72,7 +72,7 @@ def find_paper_numbers(model: Model) -> PaperModelNumbers:
 
 
 def find_size(result: Found, model: Model, metric: str) -> float | None:
-    """Return a number in the metric's unit; None if the model was not built."""
+    """Return a model's value of a metric, in its unit; None if the model was not built."""
     value = result.find(metric, model=model["name"])
     if value is None:
         return None
@@ -82,7 +82,7 @@ def find_size(result: Found, model: Model, metric: str) -> float | None:
 
 
 def size_table(result: Found) -> PageTable:
-    """Return a row per model: each number, with the paper's and the difference below it."""
+    """Return a table with a row per model: each size, below it the paper's and the difference."""
     lines = [
         TableRow(
             PageCell(model["name"], note=find_paper_numbers(model).source.partition(":")[0]),
@@ -96,7 +96,7 @@ def size_table(result: Found) -> PageTable:
 
 
 def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
-    """Return our number, with the paper's and the difference below it."""
+    """Return a cell with our size, and below it the paper's and the relative difference."""
     value = find_size(result, model, metric)
     paper = find_paper_numbers(model).values.get(metric)
     note = "" if paper is None else f"paper {format_size(paper, metric)}"
@@ -123,7 +123,7 @@ def format_size(value: float, metric: str) -> str:
 
 @styled_drawing
 def draw_paper_deviations(result: Found) -> Figure:
-    """Draw ours / paper's − 1 for all numbers, a row per model."""
+    """Draw the relative difference of our sizes from the papers', a row per model."""
     comparisons: Mapping[str, Mapping[str, Any]] = {
         name: numbers for name, numbers in size_differences(result).items() if numbers
     }
@@ -152,7 +152,7 @@ def draw_paper_deviations(result: Found) -> Figure:
 def terminal_size_rows(
     compared: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[Sequence[str]]:
-    """Return the entry ``sizes`` of compare.json as rows of text, the head first."""
+    """Return rows of texts, the head first; compared: the entry ``sizes`` of compare.json."""
     rows: list[Sequence[str]] = [("model", *(metric.label for metric in METRICS.values()))]
     for name, numbers in compared.items():
         texts = []

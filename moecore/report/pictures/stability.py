@@ -56,7 +56,7 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
 
 
 def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figure:
-    """Draw patches' experts in one MoE layer, a row per sigma; tinted if the clean one differs."""
+    """Draw each patch's expert in one MoE layer, a row per σ; tinted where noise changed it."""
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():

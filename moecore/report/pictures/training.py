@@ -47,7 +47,7 @@ def class_routing_figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[view.Block]:
-    """Yield curves, settling of the routing, warnings, experts of tissues and classes."""
+    """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
         chart = training_figures.training_curves(outcomes)
@@ -95,7 +95,7 @@ def agreement_block(phase: Phase) -> view.Block:
 
 
 def confusion_block(phase: Phase) -> view.Block:
-    """Return each method's share of each true class that was predicted as each class."""
+    """Return a block with a confusion table per method, and the most frequent confusion."""
     tables = {
         method: training_figures.row_shares(result.confusion)
         for method, result in phase.first_outcomes.items()
@@ -120,7 +120,10 @@ def confusion_block(phase: Phase) -> view.Block:
 
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> view.PageTable:
-    """Return a method's table; shares: (true, predicted)."""
+    """Return a table of percentages, or of the main confusions if classes are many.
+
+    shares: of each true class (row) predicted as each class (column).
+    """
     if len(classes) <= training_figures.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return view.percent_grid("True, predicted", rows, classes)
@@ -135,7 +138,7 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> view.PageTabl
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """Yield the most frequent (share, true class, predicted class); shares: (true, predicted)."""
+    """Yield (share, true class, predicted class), largest first; shares: (true, predicted)."""
     wrong = shares * (1 - np.eye(len(shares)))
     order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
     for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
@@ -144,7 +147,7 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
 
 
 def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
-    """Yield the two best experts of each tissue at three epochs, and the last choices."""
+    """Yield a block with each tissue's two best experts over epochs, and the final choices."""
     probed = {
         method: result.region_routing
         for method, result in phase.first_outcomes.items()
@@ -162,7 +165,7 @@ def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
 
 
 def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> view.PageTable:
-    """Return a row per tissue, with two columns per epoch."""
+    """Return a table with a row per tissue: per epoch its experts, and those of random tokens."""
     columns = ["Tissue"]
     for probe in probes:
         columns += [f"Epoch {probe.epoch}", "Control"]
@@ -179,7 +182,7 @@ def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -
 
 
 def tissue_experts_cell(row: TissueRoutingRow | None) -> view.PageCell:
-    """Return the experts with their scores, and the share of tokens that choose them."""
+    """Return a cell with a tissue's experts, their scores, and shares of tokens that chose them."""
     if row is None:
         return view.NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
@@ -188,7 +191,7 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> view.PageCell:
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
-    """Draw the share of tokens of each tissue and control that choose each expert."""
+    """Draw a heatmap of the share of tokens that choose each expert, a row per tissue, control."""
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]

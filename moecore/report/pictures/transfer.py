@@ -23,7 +23,7 @@ def figures(result: Found) -> Figures:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield the matrix as numbers and in colour, with the verdict on the attacks."""
+    """Yield a block with scores of transferred attacks, as table and heatmap, and a verdict."""
     result: Found | None = phase.together.get(Transfer)
     if result is None:
         return
@@ -76,7 +76,7 @@ def transfer_cell(result: Found, source: str, target: str) -> PageCell:
 
 
 def draw_transfer_matrix(result: Found) -> Figure:
-    """Draw the scores in colour: dark for a high score, or a large error."""
+    """Draw a heatmap of the scores, attacked × scoring model; dark: high score or large error."""
     lines = transfer_table(result).lines
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
     texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]

@@ -21,7 +21,7 @@ NUMBERED = 20  # kinds; with more, the table has only colours
 
 
 def figures(result: Found) -> results.Figures:
-    """Yield a table per MoE layer of the kinds that each expert gets."""
+    """Yield (name, heatmap) per MoE layer: each expert's tokens by their true group, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = row_shares(counts)
         texts = percent_annotations(shares, 0.005)
@@ -36,7 +36,7 @@ def figures(result: Found) -> results.Figures:
 
 
 def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
-    """Return a method's share of true routing's gain (dense 0, told 1); None if unknown."""
+    """Return the method's share of the gain from dense (0) to told (1); None if unknown."""
     trained = phase.of(Trained)
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
@@ -50,7 +50,7 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
 
 
 def describe_routings_worth(phase: Phase, method: str) -> str | None:
-    """Describe a method's share of the gain of true routing; None without an interval."""
+    """Return a sentence on the method's share of told's gain over dense; None without interval."""
     share = share_of_routings_worth(phase, method)
     if share is None or (half := share.half()) is None:
         return None
@@ -62,7 +62,7 @@ def describe_routings_worth(phase: Phase, method: str) -> str | None:
 
 
 def purity_curves(phase: Phase) -> list[Picture]:
-    """Draw the purity after each epoch, under noise and under attack, a line per method."""
+    """Return charts of purity over epochs, noise and attacks' ε, a line per method."""
     caption = "Mean over MoE layers."
     pictures = results.draw_method_curves(
         phase,
@@ -85,7 +85,7 @@ def purity_curves(phase: Phase) -> list[Picture]:
 
 
 def truth_blocks(phase: Phase) -> Iterator[Block]:
-    """Yield each method's share of the gain of true routing, and the kinds of each expert."""
+    """Yield a block: each method's share of told's gain over dense, purity, and true groups."""
     sentences = list_without_none(
         describe_routings_worth(phase, method) for method in phase.first(Truth)
     )

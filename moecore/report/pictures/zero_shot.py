@@ -9,7 +9,7 @@ from moecore.report.study_results import Phase
 
 
 def class_share_table(phase: Phase) -> Iterator[Block]:
-    """Yield the share of correct images per class, a row per method's first seed."""
+    """Yield a block with the share of correct images per class, a row per method (first seed)."""
     facts = {method: result.facts for method, result in phase.first(ZeroShot).items()}
     first = next(iter(facts.values()))
     names = [row["name"] for row in first["classes"]]

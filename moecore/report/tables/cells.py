@@ -24,14 +24,14 @@ PIXEL = 255  # steps of a pixel's value in a picture file
 
 
 class NumberFormat(NamedTuple):
-    """How the numbers of a column are printed: share, count, seconds, bytes or number."""
+    """How the numbers of a column are printed: their form, and the number of decimals."""
 
     form: str = "number"
     places: int | None = None  # decimals; None: each number has its own
 
     @classmethod
     def of(cls, form: str, intervals: Iterable[Interval]) -> "NumberFormat":
-        """Return the format of a column with these values.
+        """Return the format in which these values of a column have equal decimals.
 
         Two figures of the median half width; without intervals, three figures of the median value,
         and one decimal of shares.
@@ -52,7 +52,7 @@ class NumberFormat(NamedTuple):
     def value(self, number: float) -> str:
         """Return 91.2 % for the share 0.912, 12,345, 1 min 15 s for 75 seconds, or 3.0 MiB.
 
-        What would be printed as 0, but is none, is "< 0.001".
+        A positive number that would be printed as 0 is "< 0.001".
         """
         text = self._text(number)
         if 0 < number and not text.strip("0."):
@@ -60,7 +60,7 @@ class NumberFormat(NamedTuple):
         return text + UNITS.get(self.form, "")
 
     def difference(self, number: float) -> str:
-        """Return a difference with its sign; shares in percentage points."""
+        """Return a difference as text with its sign; shares in percentage points."""
         text = self._text(abs(number))
         unit = {"share": " pp", "bytes": " MiB"}.get(self.form, "")
         if not re.search("[1-9]", text):
@@ -68,35 +68,38 @@ class NumberFormat(NamedTuple):
         return ("+" if number > 0 else MINUS) + text + unit
 
     def size(self, number: float) -> str:
-        """Return a difference without its sign."""
+        """Return a difference as text without its sign."""
         return self.difference(number).lstrip(f"+{MINUS}±")
 
     def interval(self, low: float, high: float) -> str:
-        """Return limits, such as 90.5 – 91.9, without a unit."""
+        """Return two limits as text, such as 90.5 – 91.9, without a unit."""
         both = Interval((low + high) / 2, low, high)
         return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
-        """Return the limits; "" without limits, or if every seed has the same count."""
+        """Return the limits as text; "" if there are none, or for equal limits of a count."""
         limits = interval.limits
         if limits is None or (self.form == "count" and limits[0] == limits[1]):
             return ""
         return self.interval(*limits)
 
     def value_with_limits(self, interval: Interval, brackets: str = "[]") -> str:
-        """Return 79.1 % [76.0 – 82.2], or the value alone."""
+        """Return the text 79.1 % [76.0 – 82.2]; the value alone without limits."""
         text = self.value(interval.value)
         if limits := self.limits(interval):
             text += f" {brackets[0]}{limits}{brackets[1]}"
         return text
 
     def difference_limits(self, interval: Interval) -> str:
-        """Return the limits of a difference, such as −0.6 to +1.7; "" where it has none."""
+        """Return the limits of a difference as text, such as −0.6 to +1.7; "" without limits."""
         edges = interval.limits or ()
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
     def _text(self, number: float, within: Interval | None = None) -> str:
-        """Return a number without its unit, with a real minus, and without one before 0."""
+        """Return a number as text without its unit; a minus is typographic, and 0 has none.
+
+        within: interval whose width sets the decimals if the format has none.
+        """
         if self.form == "seconds":
             return format_duration(round(number))
         places = self.places
@@ -109,12 +112,12 @@ class NumberFormat(NamedTuple):
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
-    """Return the decimals that print ``figures`` significant figures of ``size``."""
+    """Return the number of decimals that print ``figures`` significant figures of ``size``."""
     return min(MOST_DECIMALS[form], max(0, figures - 1 - math.floor(math.log10(size))))
 
 
 def format_duration(seconds: int) -> str:
-    """Return 1 h 02 min for 3725."""
+    """Return a duration as text, such as 1 h 02 min for 3725."""
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -125,7 +128,7 @@ def format_duration(seconds: int) -> str:
 
 
 def format_epsilon(value: float) -> str:
-    """Return how far an attack may move a pixel: 8/255 where it is such a fraction, else 0.05."""
+    """Return an attack's radius as text: 8/255 for a whole number of steps, else such as 0.05."""
     steps = value * PIXEL
     if abs(steps - round(steps)) < 1e-3:
         return f"{round(steps)}/{PIXEL}"
@@ -133,17 +136,17 @@ def format_epsilon(value: float) -> str:
 
 
 def keep_percent_on_line(text: str) -> str:
-    """Return the same words, in which no line begins with a percent sign or ends with "ε ="."""
+    """Return the text with no-break spaces before "%" and around "=" signs."""
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
 def shorten_epsilons(text: str) -> str:
-    """Return the same words with every ``ε = 0.0313725`` as ``ε = 8/255``."""
+    """Return the text with every ``ε = 0.0313725`` replaced by ``ε = 8/255``."""
     return re.sub(r"ε = (\d*\.\d+)", lambda match: f"ε = {format_epsilon(float(match[1]))}", text)
 
 
 class Cell(NamedTuple):
-    """One entry of the table."""
+    """A value in the table of methods and metrics, with the kind of its interval and its rank."""
 
     interval: Interval
     kind: str  # of its limits: BOTH, t, jackknife, wilson, bootstrap, quartiles or "" for none
@@ -158,11 +161,11 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with its interval over items and seeds.
+    """Return the mean of a metric over a method's seeds with its interval; None if any lacks it.
 
-    The interval is Student's over seeds if they do not store equally many items, at least two,
-    and there is none if a value is a bound. One seed has the metric's own interval, if any; a
-    metric of pairs of seeds has the mean over pairs.
+    The interval is over items and seeds, or Student's over seeds if they do not store equally many
+    items, at least two; there is none if a value is a bound. One seed has the metric's own
+    interval, if any; a metric of pairs of seeds has the mean over pairs.
     """
     if metric.of_pairs:
         pairs = metric.pair_values(models)
@@ -192,14 +195,14 @@ def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
 
 
 def method_cells_over_seeds(metric: Column, models: Models) -> dict[str, Cell | None]:
-    """Return method → its cell, or None."""
+    """Return method → its cell over seeds (``cell_over_seeds``), or None."""
     return {
         method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()
     }
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
-    """Return mean, seeds, form, and low, high, interval (its kind) if there are limits."""
+    """Return the entry of compare.json: mean, seeds, form; low, high, interval if it has limits."""
     value, low, high = cell.interval
     entry = {"mean": value, "low": low, "high": high, "interval": cell.kind}
     if not cell.kind:
@@ -208,14 +211,14 @@ def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
 
 
 def interval_from_json(cell: Mapping[str, Any]) -> Interval:
-    """Return the value and the limits of a cell of compare.json."""
+    """Return the value and the limits of a cell of compare.json as an ``Interval``."""
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
 
 
 def markdown_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---"
 ) -> list[str]:
-    """Return the lines of a table; rule: below the heads but the first, ``---:`` for numbers."""
+    """Return the lines of a Markdown table; rule: "---:" aligns all columns but the first right."""
     rules = ["---", *[rule] * (len(head) - 1)]
     texts = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows))
     return [f"| {text} |".replace("\n", " ") for text in texts]

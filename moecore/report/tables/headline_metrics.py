@@ -32,7 +32,7 @@ RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:
-    """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
+    """Return path below reports/ → JSON, metric → number: ``metrics/pretrain/vmoe-0.json`` etc."""
     numbers: dict[str, dict[str, float]] = {}
     if counted := results.alone.get(Sizes):
         numbers["sizes"] = {
@@ -69,11 +69,11 @@ def round_significant(value: float) -> float:
 def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the numbers of each measured phase's first table, and the counts.
+    """Return a model's headline numbers: phase/metric → value, and phase.metric → count.
 
-    A key is phase and metric, such as ``finetune/accuracy``.
-    items: those of the method, and of the dense method to which some numbers are relative; others
-    belong to an earlier model. Results of other code are omitted.
+    Keys are such as ``finetune/accuracy`` and ``finetune.active_parameters``.
+    items: method → the items whose results are of its present model, for the method and the dense
+    one, to which some numbers are relative. Results of other code are omitted.
     """
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -103,7 +103,7 @@ def read_headline_numbers(
 def read_current_results(
     study: Path, phase: str, model: str, displays: Iterable[Display], items: Collection[str]
 ) -> Measured:
-    """Return the results of a model, ``vmoe/0``, that ``items`` wrote."""
+    """Return the results of a model, such as ``vmoe/0``, whose paths are in ``items``."""
     results: dict[type[Config], Config] = {}
     for shown in displays:
         if Path(shown.stage, phase, model).as_posix() in items:
@@ -113,7 +113,7 @@ def read_current_results(
 
 
 def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
-    """Yield names and figures of a run, in the folder of a study.
+    """Yield (name, figure) of the results that one item of a stage wrote in the folder ``study``.
 
     item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
     written by an older version.

@@ -39,7 +39,7 @@ WORDS = (
 def paper_tables_block(
     columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
 ) -> view.Block:
-    """Return a small table per paper whose metrics any method has; one is shown at a time."""
+    """Return a block with a table per paper with any of the metrics; one is shown at a time."""
     grids = [
         table_of_paper(paper, columns, cells, controls)
         for paper in PAPERS
@@ -51,7 +51,7 @@ def paper_tables_block(
 def table_of_paper(
     paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
 ) -> view.PageTable:
-    """Return a paper's columns, of the methods that have any of them."""
+    """Return a paper's table: its metrics, methods that have any, and the paper's own numbers."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
     shown = [column for column in columns if column.name in names] + of_paper
@@ -79,7 +79,7 @@ def table_of_paper(
 
 
 def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[str]:
-    """Return the paper's numbers of one column: per model if they are few, else their range."""
+    """Return the paper's numbers of one column as texts: one per model if few, else their range."""
     name = column.name
     values = {model.model: model.values[name] for model in models if name in model.values}
     printed = {

@@ -32,14 +32,14 @@ NO_METHODS = ("asked", "claims", "questions", "data", "sizes")
 
 
 class ComparisonTable(NamedTuple):
-    """The metrics that any method has; a cell is None where a method has no such thing."""
+    """The metrics that any method has, and method → metric → cell; None where it is missing."""
 
     metrics: list[Column]
     cells: dict[str, dict[str, Cell | None]]
 
 
 def phase_result_columns(phase: Phase) -> list[Column]:
-    """Return all metrics in order: those of every paper, then paper by paper."""
+    """Return the columns of all metrics of a phase: those of no single paper, then by paper."""
     metrics = [
         column
         for shown in list_displays()
@@ -51,7 +51,7 @@ def phase_result_columns(phase: Phase) -> list[Column]:
 
 
 def build_table(results: Results, phase: Phase) -> ComparisonTable:
-    """Return every metric of every method; controls are never marked."""
+    """Return a phase's metrics and method → metric → cell; the best are marked, never controls."""
     columns = {
         metric: cells_with_best_marked(
             metric, phase.models, results.controls, results.without_experts
@@ -72,9 +72,9 @@ def cells_with_best_marked(
     controls: Collection[str] = (),
     unmarked: Collection[str] = (),
 ) -> dict[str, Cell | None]:
-    """Return the cell of every method, the best one marked if a test or the intervals show it.
+    """Return method → its cell; the best is marked if a test, or disjoint intervals, show it.
 
-    controls: ignored as best and as rivals; unmarked: rivals that are never marked.
+    controls: neither best nor compared; unmarked: compared, but not marked if best.
     """
     cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
@@ -92,7 +92,7 @@ def cells_with_best_marked(
 
 
 def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str | None:
-    """Return the method whose interval is beyond every other's, or None."""
+    """Return the method whose interval lies on the better side of every other's, or None."""
     sign = {"higher": 1, "lower": -1}.get(metric.better)
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if sign is None or len(cells) < 2 or None in limits.values():
@@ -104,7 +104,7 @@ def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str
 
 
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set[str]:
-    """Return the tests behind the marks of these metrics: keys of ``significance.WORDS``."""
+    """Return the tests that decided on marks of these metrics: keys of ``significance.WORDS``."""
     tests = set()
     for metric in metrics:
         cells = method_cells_over_seeds(metric, phase.models)
@@ -116,7 +116,7 @@ def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
-    """Return compare.json's content: method → phase → metric → mean, low, high, interval, seeds.
+    """Return compare.json without claims: method → phase → metric → mean, interval and seeds.
 
     Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
     ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
@@ -155,7 +155,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
 
 
 def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the stage ``compare`` wrote; UserError where the file is something else."""
+    """Return the content of the compare.json at ``path``; UserError if it is something else."""
     compared = read_json(path)
     entries = compared.values() if isinstance(compared, dict) else [compared]
     if not all(isinstance(entry, dict) for entry in entries):
@@ -166,7 +166,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
 def unfit_metric_problems(
     study: Study, stages: Collection[str], previews: Mapping[str, Card]
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield keys and problems: metrics that cannot answer claims, measurements that nothing shows.
+    """Yield (key in params.yaml, problem): metrics that cannot answer claims, unshown measurements.
 
     A metric cannot answer a claim or question if one of its methods will not have it.
     stages: of the study's dvc.yaml; previews: phase → its data, as far as known. Phases that the
@@ -205,7 +205,7 @@ def _lacking_methods(
     metrics: Mapping[str, PlannedMetric],
     previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
-    """Yield a key of a claim or question, and why that method will not have its metric."""
+    """Yield ("method" or "against", problem) if that method will not have the metric compared."""
     ours = ("method", comparison.method, comparison.metric)
     theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
     for key, method, name in (ours, theirs):
@@ -230,7 +230,7 @@ def _lacking_methods(
 def _metric_problems(
     comparison: Comparison, metrics: Mapping[str, PlannedMetric], seeds: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield a key of a claim or question, and why these metrics of its phase cannot answer it."""
+    """Yield (key of the comparison, problem) if these ``metrics`` of its phase cannot answer it."""
     for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:
             names = tuple(metrics)
@@ -260,7 +260,7 @@ def _metric_problems(
 def expected_metrics(
     study: Study, stages: Collection[str], phase: PhaseName
 ) -> dict[str, PlannedMetric]:
-    """Return the metrics that a phase will have, before anything has run."""
+    """Return name → properties of the metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     score = SCORES.get(task.model_fields["kind"].default, "accuracy")
     ahead = PlannedPhase(study, score, phase)

@@ -12,7 +12,7 @@ from moecore.study import papers
 
 
 class PaperModelNumbers(NamedTuple):
-    """One model of one paper. ``values``: name of our metric → the paper's number."""
+    """Numbers that a paper reports of one model. ``values``: name of our metric → number."""
 
     paper: str  # a key of PAPERS
     model: str

@@ -21,7 +21,7 @@ ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a row per phase and method: the headline values that any method has, with limits."""
+    """Return a row per phase and method: headline metric → value with limits as text."""
     methods = {name: phases for name, phases in compared.items() if name not in NO_METHODS}
     measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
     if not measured:
@@ -52,7 +52,7 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def claim_lines(
     claims: Mapping[str, Mapping[str, Any]], texts: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return a line per claim; texts: verdict → its text, if that is not its name."""
+    """Return a line per claim in compare.json; texts: verdict → its text, if not its name."""
     texts = texts or {}
     lines = []
     for name, entry in claims.items():
@@ -71,7 +71,7 @@ def claim_lines(
 
 
 def main(path: str = "reports/compare.json") -> None:
-    """Print a study's numbers; raises UserError where they are damaged, or of an older version."""
+    """Print a compare.json's headline numbers and claims; UserError if it is damaged or old."""
     compared = read_comparison(Path(path))
     try:
         print_summary(compared)
@@ -81,7 +81,7 @@ def main(path: str = "reports/compare.json") -> None:
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
-    """Print the headline, the data that are simulated, and the claims."""
+    """Print which data are simulated, the table of headline numbers, and the claims' verdicts."""
     from rich.console import Console
     from rich.table import Table
 
