@@ -199,8 +199,8 @@ def _publish_history(folder: Path, published: Path) -> None:
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
     """Yield the folder ``.state/<item>/<key>`` for checkpoints and history; removed after success.
 
-    key: a hash of all inputs, so that a stage continues only work with the same inputs. Raises
-    UserError if another process holds the folder.
+    item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
+    stage continues only work with the same inputs. Raises UserError if another process holds it.
     """
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
