@@ -66,7 +66,7 @@ class TextTowerMethod(Config):
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the text tower's parts; its layers are unknown here."""
+        """Return what parts of the text tower are checked against; the layers are unknown here."""
         if self.router is None or self.experts is None:
             return Surroundings()
         provided = self.router.provides | self.experts.provides | {"routing"}
@@ -81,7 +81,7 @@ class TextTowerMethod(Config):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> Misfits:
-    """Yield duplicate losses, also of the kinds ``before``, and a missing loss of the router."""
+    """Yield losses that occur twice, or in ``before``, and a missing loss that the router needs."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:
@@ -95,7 +95,7 @@ def list_loss_misfits(
 
 
 class TeacherRouter(Config):
-    """The router on the frozen teacher's features (TGR-MoE, §3.2)."""
+    """Settings of the router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
     features: Feature = Field("mlp_input", description="where the teacher's features are read")
     load: float = Field(
@@ -165,7 +165,7 @@ class Method(Config):
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the method's parts."""
+        """Return ``around`` with router, experts and losses, against which parts are checked."""
         return around._replace(
             router=self.router,
             experts=self.experts,
@@ -308,7 +308,7 @@ class Method(Config):
 
     @property
     def provided(self) -> frozenset[str]:
-        """Needs of regularizers that router and experts satisfy."""
+        """What regularizers may need, as far as router and experts provide it."""
         if self.router is None or self.experts is None:
             return frozenset()
         return self.router.provides | self.experts.provides | {"routing"}
