@@ -83,7 +83,7 @@ class Outcome(ExtraTestMetrics, Settling):
     routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
 
     def with_routing(self, settling: Settling) -> Self:
-        """Return a copy with the settling of the routing."""
+        """Return a copy with the fields of ``settling``."""
         return self.model_copy(update=dict(settling))
 
 
@@ -106,7 +106,10 @@ class TrainingLog(NamedTuple):
 def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Return the results of a trained model; UserError for predictions that are not finite."""
+    """Evaluate a trained model on validation and test data; add speed, memory and curve of ``log``.
+
+    Raises UserError if a test prediction is not finite.
+    """
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     training = {
@@ -126,7 +129,11 @@ def evaluate_trained_model(
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Return a model's results; UserError for bad predictions; streams: in which text is read."""
+    """Evaluate a model on validation and test data: scores, loss, intervals and parameters.
+
+    Raises UserError if a test prediction is not finite. seconds: spent on training. streams: number
+    of parts of a text that are read side by side.
+    """
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
         scores = text_block_scores(model, data.test.images, _label_tensor(data.test))

@@ -93,7 +93,7 @@ Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 
 
 def _default_decay(fields: Mapping[str, Any]) -> float:
-    """Return the default weight decay for the optimizer among the ``fields`` before it."""
+    """Return the default weight decay with the optimizer of the validated ``fields``."""
     optimizer = fields.get("optimizer")
     if optimizer is not None and not optimizer.decays:
         return 0.0
@@ -101,7 +101,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
-    """Yield a batch larger than the number of images; why: what the images are."""
+    """Yield a misfit if the batch is larger than ``images``, their number; why: what they are."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
@@ -247,7 +247,7 @@ class TeacherRouterFit(Config):
 
 
 def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
-    """Return generators for this rank's ``images``, equal to one generator for the whole batch."""
+    """Return generators for this rank's images that draw as one for the whole batch would."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator

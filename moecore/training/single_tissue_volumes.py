@@ -56,7 +56,7 @@ class TissueIsolationSchedule(NamedTuple):
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Return the batch with the experts of its reduced volumes' tokens."""
+        """Return ``batch`` with its tokens' experts, and the volumes that teach age, if not all."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not has_process_group() and bool((region == WHOLE).all()):
             return batch
@@ -82,7 +82,7 @@ class TissueIsolationSchedule(NamedTuple):
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Return the isolation of ``method`` on training volumes (``subset``); None without one."""
+    """Return which volumes ``method`` reduces to a tissue, and when; None if it reduces none."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None

@@ -111,7 +111,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and both values of each setting that differs and affects what weights compute."""
+    """Yield (name, our value, theirs) of each unequal setting that affects what weights compute."""
     free = getattr(ours, "free_settings", frozenset())
     for name in type(ours).model_fields:
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -167,7 +167,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 def cut_mlp(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how the MLPs are cut; for several pieces the router ``module`` gets equal rows."""
+    """Return how an MLP is cut into pieces; make rows of the router ``module`` equal per MLP."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):

@@ -88,7 +88,8 @@ def probs_of_paired_tokens(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T').
 
-    special: pair special tokens (CLS) with themselves, too.
+    A pair is one patch in two views. part: names the loss in messages. special: pair special tokens
+    (CLS) with themselves, too.
     """
     if step.batch.views != 2:
         raise UserError(

@@ -51,7 +51,7 @@ class ExpertUseSums:
         self.outputs[expert] = self.outputs[expert] + outputs.sum(dim=0).cpu()
 
     def average(self) -> ExpertUse:
-        """Return the means over all tokens, and over those that chose each expert (REAP)."""
+        """Return each expert's count, mean weighted length of outputs (REAP), and mean output."""
         reap = self.lengths / self.counts.clamp(min=1)
         return ExpertUse(self.counts, reap, torch.stack(self.outputs) / self.tokens)
 
@@ -80,7 +80,7 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
 def watch_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
-    """Call ``watch(name, layer, tokens, record)`` after each decision on tokens (B, T, d)."""
+    """Call ``watch(name, layer, tokens, record)`` inside, after each routing; tokens: (B, T, d)."""
 
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
@@ -118,17 +118,17 @@ class ExpertReduction(Config, ABC):
 
     @abstractmethod
     def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
-        """Return the reduced model; uses: by MoE layer."""
+        """Return a model with fewer experts; uses: name of each MoE layer → its experts' use."""
 
     def reduce_model(self, model: Model, split: Split) -> Model:
-        """Return the reduced model, by images of the training split; a dense model unchanged."""
+        """Return the model with fewer experts, by their use on ``split``; a dense one unchanged."""
         if model.moe is None:
             return model
         self.reduced_settings(model.moe)  # raises before images are processed
         return self.reduce_experts(model, measure_expert_use(model, split, self.images))
 
     def number_left(self, moe: MoESettings) -> int:
-        """Return M; UserError if that is all, or fewer than a token chooses."""
+        """Return the remaining experts' number; UserError if all, or fewer than a token chooses."""
         number = moe.experts.number
         min_experts = max(2, getattr(moe.router, "k", None) or 1)
         remaining = ceil(exact_fraction(self.left) * number)
@@ -158,7 +158,7 @@ def check_token_choice(moe: MoESettings, action: str) -> None:
 
 
 def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
-    """Return a model as ``model`` with another router and experts, with random weights."""
+    """Return a model like ``model`` with other settings of MoE layers and random weights."""
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 

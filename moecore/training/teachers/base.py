@@ -12,7 +12,7 @@ from moecore.training.settings import Training
 
 
 class Teacher(Part, ABC):
-    """The settings of a teacher, a family of parts."""
+    """Base class of the settings of a teacher, one class per kind."""
 
     training: Training | None = None  # in its stage; None: pretrained, the same for every seed
     data: Source | None = None  # its training data; None: data.pretrain
@@ -28,11 +28,11 @@ class Teacher(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return its model for such images; UserError if it has none."""
+        """Return the teacher's model for images like ``image``; UserError if it has none."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
         """Return its training data; work: the stage's folder, for data that it prepares itself."""
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError if ``build`` would because of the settings; without a download."""
+        """Raise UserError if ``build`` would because of the settings; downloads nothing."""

@@ -99,7 +99,7 @@ class OpenClip(Teacher):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """Return open_clip's weights under our names, in fp32; biases that CLIP lacks are 0."""
+    """Return open_clip's weights under moecore's names, in fp32; biases that CLIP lacks are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
