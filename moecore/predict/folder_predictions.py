@@ -182,7 +182,7 @@ def predict_ages(
 def new_age_rows(
     subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[prediction_table.PredictionRow]:
-    """Return rows of predictions.csv from volumes (N, 1, D, H, W) and uncalibrated ages (N,)."""
+    """Return flagged rows of predictions.csv of volumes (N, 1, D, H, W); raw: model's ages (N,)."""
     reference = calibration.reference
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
@@ -198,7 +198,7 @@ def new_age_rows(
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """Return ranges and calibrator in ``folder``; UserError if damaged, or of another model."""
+    """Return training ranges and calibrator in ``folder``; UserError if they fit another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"

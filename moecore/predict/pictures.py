@@ -293,7 +293,10 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
 
 
 def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return what turns an image embedding into a row: the nearest text, cosines with all texts."""
+    """Return what turns an image embedding into a row: the nearest text, cosines with all texts.
+
+    pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
+    """
 
     def row(side: Tensor) -> Row:
         cosines = cosine_matrix(side[None], texts.sides)[0]

@@ -69,7 +69,7 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 
 
 def _code_state() -> dict[str, Any]:
-    """Return ``commit``, and ``dirty``: whether files differ from it; both None without git."""
+    """Return ``commit``, and ``dirty``: whether sources differ from it; both None without git."""
     commit = _run_git("rev-parse", "HEAD")
     status = _run_git("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     if commit is None or status is None:
@@ -112,7 +112,7 @@ MAX_TIME = 1e12  # seconds since 1970; also refuses non-finite numbers
 
 
 def is_history_line(line: Any) -> bool:
-    """Return whether a value has the keys and types of a history's line."""
+    """Return whether a value has the keys and types of a line of history.jsonl."""
     if not isinstance(line, dict) or "t" not in line:
         return False
     for key, value in line.items():
@@ -131,7 +131,7 @@ def is_history_line(line: Any) -> bool:
 
 
 class GrowingHistory:
-    """A history that is read while it grows: every ``read`` reads only new lines."""
+    """A reader of a growing history.jsonl: every ``read`` parses only new lines."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, HISTORY_FILE)
@@ -168,7 +168,7 @@ class GrowingHistory:
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """Return the complete lines of a folder's history, oldest first."""
+    """Return the complete lines of a folder's history.jsonl as dicts, oldest first."""
     return GrowingHistory(folder).read()
 
 

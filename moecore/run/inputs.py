@@ -145,7 +145,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
-    """Return path → sha256 of all files of ``inputs``; of prepared data, only of their card."""
+    """Return path → sha256 of all files of ``inputs``; of prepared data, only of card.json."""
     files: list[Path] = []
     for path in map(Path, inputs):
         if not path.exists():

@@ -102,7 +102,7 @@ def hand_stage_to_launcher() -> None:
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Run the launcher's ``command``, ended with this process, and return its exit code."""
+    """Run ``command``, which starts ``ranks`` ranks and ends with this process; return its code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex

@@ -48,7 +48,7 @@ class Run:
         return self.header["uid"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one value per name; ValueError unless the step is larger than a name's last step.
+        """Log name → value; ValueError unless ``step`` is larger than each name's last step.
 
         Points of a killed process at this step or later are removed.
         """
@@ -68,7 +68,7 @@ class Run:
         )
 
     def routing(self, point: RoutingPoint) -> None:
-        """Log a point of a training's routing, after the values of the same step."""
+        """Log routing statistics, after the values of the same step."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
@@ -225,7 +225,7 @@ def record_resumable(
     method: str | None = None,
     seed: int | None = None,
 ) -> Iterator[tuple[Run, Path]]:
-    """Yield the record and the work folder of a stage that continues a killed process."""
+    """Yield the record and work folder of a stage that continues where a killed process ended."""
     item = {"phase": phase, "method": method, "seed": seed}
     read = read_stage_inputs(stage, params, inputs, phase, method)
     with (

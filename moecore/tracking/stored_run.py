@@ -130,7 +130,7 @@ class StoredRun:
             self.tags |= new
 
     def add_params(self, params: Mapping[str, Any]) -> None:
-        """Send the params with new names: MLflow never changes a param."""
+        """Send the params whose names the run does not have: MLflow never changes a param."""
         from mlflow.entities import Param
 
         new = {}

@@ -134,7 +134,7 @@ def describe_import(counts: Counter[str]) -> str:
 
 
 class Importer:
-    """Importer of the main pipeline and of every study's run folder, for repeated imports."""
+    """Imports the histories of the main pipeline and of every run folder, repeatedly."""
 
     def __init__(self) -> None:
         self.readers: dict[Path, GrowingHistory] = {}

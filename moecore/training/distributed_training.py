@@ -29,7 +29,7 @@ MAX_UNSHARDED = 8  # shards up to which parameters stay gathered between forward
 
 
 class DistributedTraining:
-    """The training of a job on this rank and all others."""
+    """One rank's part of a training: a copy of the model with sharded parameters."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """Shard a copy of ``job.model``, which must be equal on all ranks."""

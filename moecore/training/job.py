@@ -29,7 +29,7 @@ from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 
 
 class Objective(NamedTuple):
-    """The task's loss plus weighted regularizers."""
+    """The loss of a training: the task's plus weighted regularizers."""
 
     regularizers: Sequence[Regularizer] = ()
     label_smoothing: float = 0.0
@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     text: Sequence[Regularizer] = ()  # on the routing of captions
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
-        """Return name → term of the loss, unweighted, a scalar; ``penalty``: the routers' own."""
+        """Return name → unweighted term of the loss, a scalar; ``penalty``: routers' own losses."""
         output = step.output
         labels = step.batch.labels
         if self.distillation:
@@ -209,7 +209,7 @@ def build_training_job(
     isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
-    """Return the training of ``model`` on prepared data, or on a ``subset`` of training images.
+    """Return the job that trains ``model`` on prepared data, or on a ``subset`` of training images.
 
     permuted: the seed of a null control, whose training labels are permuted.
     """

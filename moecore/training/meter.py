@@ -62,7 +62,7 @@ class Meter:
 
     @contextmanager
     def memory(self, tensors: Iterable[Tensor], when: bool) -> Iterator[None]:
-        """Measure the peak memory inside, for the next point, if ``when`` is true."""
+        """Measure the block's peak memory, in bytes, if ``when``; ``take`` then returns it."""
         if not when:
             yield
             return
@@ -71,7 +71,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return name → mean, layer → routing since the last point; UserError if not finite."""
+        """Return name → mean, layer → totals since the last point; UserError if not finite."""
         size = current_ranks().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()
@@ -125,7 +125,7 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return ``meter.take`` with the learning rate; UserError if loss or weights are not finite."""
+    """Return what ``meter.take`` does, with learning_rate; UserError if weights are not finite."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.
@@ -139,7 +139,7 @@ def take_and_check_metrics(
 
 
 def check_finite_predictions(prediction: Tensor, split: str) -> None:
-    """Raise UserError if predictions (N, …) are not finite, which scores may hide."""
+    """Raise UserError if any of the predictions (N, …) is not finite, which scores may hide."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:
         raise UserError(

@@ -31,7 +31,7 @@ class TissueRoutingRow(Config):
 
 
 class EpochTissueRouting(Config):
-    """The rows of all tissues after one epoch."""
+    """The ``TissueRoutingRow`` of each tissue after one epoch."""
 
     epoch: int
     rows: tuple[TissueRoutingRow, ...]
@@ -46,7 +46,7 @@ class WatchedEpoch(Config):
 
 
 class Settling(Config):
-    """How the routing settles; agreements: shares of tokens with the same most probable expert."""
+    """How routing changes in training; agreements: shares of tokens with the same top-1 expert."""
 
     agreement_with_final: Agreement = ()  # after each epoch, on validation images
     agreement_consecutive: Agreement = ()  # between epochs
@@ -106,7 +106,7 @@ class TrainingLog(NamedTuple):
 def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Evaluate a trained model on validation and test data; add speed, memory and curve of ``log``.
+    """Evaluate a model on validation and test data, as an ``Outcome`` with the log of its training.
 
     Raises UserError if a test prediction is not finite.
     """
@@ -129,7 +129,7 @@ def evaluate_trained_model(
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Evaluate a model on validation and test data: scores, loss, intervals and parameters.
+    """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``.
 
     Raises UserError if a test prediction is not finite. seconds: spent on training. streams: number
     of parts of a text that are read side by side.

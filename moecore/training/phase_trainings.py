@@ -81,7 +81,7 @@ def build_pretraining(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the training of ``method`` from scratch, with the teacher in the folder ``guide``."""
+    """Return the job that trains ``method`` from scratch, with the teacher of folder ``guide``."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
     teacher = load_guide(guide, image)
@@ -117,7 +117,7 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the fine-tuning of the model in ``start``; UserError if the data do not fit."""
+    """Return the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = load_guide(guide, image)

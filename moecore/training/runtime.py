@@ -246,7 +246,7 @@ class CompiledBlocks:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the compiled blocks inside, except the first time."""
+        """Use the compiled blocks in the ``with`` block, except the first time."""
         blocks = self.blocks if self.begun else []
         self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):
@@ -278,7 +278,7 @@ class CompiledBlocks:
 
 
 def trace_file(title: str) -> Path | None:
-    """Return the file for the trace of a training, below $MOECORE_TRACE; None on other ranks."""
+    """Return the trace file of a training below $MOECORE_TRACE; None without, or on other ranks."""
     folder = os.environ.get(TRACE)
     if not folder or not current_ranks().first:
         return None

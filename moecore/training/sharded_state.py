@@ -50,7 +50,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the optimizer's state from ``collect_rank_state``."""
+    """Restore the optimizer's state from the tensors that ``collect_rank_state`` returned."""
     state = optimizer.state_dict()
     parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():

@@ -125,7 +125,7 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
 
 
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
-    """Return the teacher's weights for the model's images and task; no head for other answers."""
+    """Return the teacher's weights for the model's images and task; no head if answers differ."""
     ours, theirs = model.image, dense.image
     try:
         weights = adapt_head(dict(dense.state_dict()), theirs, ours)

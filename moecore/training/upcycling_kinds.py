@@ -86,7 +86,7 @@ class Drop(Config):
 
     @torch.no_grad()
     def redraw_experts(self, model: nn.Module, seed: int) -> None:
-        """Draw units of each expert again, different ones per expert, in all MoE layers."""
+        """Draw a share of each expert's hidden units again, in all MoE layers, others for each."""
         layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
         redraw_seed = derived_seed("upcycling", seed)
         for index, layer in enumerate(layers):

@@ -27,7 +27,7 @@ class Regularizer(Part, ABC):
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield why it would fail, have no effect, or duplicate a balance of the router."""
+        """Yield (keys, message) if it would fail, have no effect, or duplicate a balance."""
         router = around.router
         if lacking := sorted(self.needs - around.provided):
             text = f"found {self.kind}, which needs {', '.join(lacking)}"

@@ -64,7 +64,7 @@ class GroupSparsity(Regularizer):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings of a Gaussian that is not used, or whose width is constant."""
+        """Yield (keys, message) of settings of a Gaussian that is unused or constant."""
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")

@@ -13,7 +13,7 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Regularizer):
-    """The teacher router's loss, summed over its layers; only that router learns from it."""
+    """Balance and entropy loss of the teacher's routers, summed over layers; only they learn."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"

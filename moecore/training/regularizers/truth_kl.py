@@ -15,9 +15,9 @@ from moecore.training.regularizers.router_kl import router_kl
 
 
 class TruthKl(Regularizer):
-    """KL from the routing of ``told`` to the student's, mean over MoE layers (*our own*).
+    """KL from the routing by the truth (router ``told``) to the student's, mean over MoE layers.
 
-    It uses no teacher network, so it also acts in fine-tuning.
+    *Our own*. It uses no teacher network, so it also acts in fine-tuning.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "truth"})

@@ -35,7 +35,7 @@ class ExpertUse(NamedTuple):
 
 
 class ExpertUseSums:
-    """Sums over the tokens so far, per expert."""
+    """Sums of each expert's use over the tokens so far."""
 
     def __init__(self, experts: int) -> None:
         self.tokens = 0
@@ -57,7 +57,7 @@ class ExpertUseSums:
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return the use of each MoE layer's experts on ``images`` images, by the layer's name.
+    """Return name of an MoE layer → use of its experts on ``images`` images of ``split``.
 
     Every expert computes every token, so a layer costs E / k times as much.
     """
@@ -114,7 +114,7 @@ class ExpertReduction(Config, ABC):
 
     @abstractmethod
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the reduced router and experts; UserError, naming the key, if it is impossible."""
+        """Return settings with fewer experts; UserError, naming the key, if it is impossible."""
 
     @abstractmethod
     def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
@@ -164,7 +164,7 @@ def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
 
 
 def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
-    """Return a model with these settings and weights, on the device of ``model``."""
+    """Return a model like ``model`` with other MoE layers and ``weights``, on the same device."""
     reduced = rebuild_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)

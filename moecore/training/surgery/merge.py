@@ -39,7 +39,7 @@ class Merge(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the merged settings; UserError for experts and routers that cannot be merged."""
+        """Return the settings after merging; UserError if experts or router do not allow it."""
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
             raise UserError.at(

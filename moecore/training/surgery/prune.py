@@ -31,7 +31,7 @@ class Prune(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the settings with fewer experts; UserError for routers without rows of experts."""
+        """Return settings with fewer experts; UserError for routers without weights per expert."""
         expert_reduction.check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
             raise UserError.at(

@@ -19,7 +19,7 @@ class Teacher(Part, ABC):
     volumes: ClassVar[bool] = True  # whether its images may have three axes
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a teacher of 2D images for data of volumes."""
+        """Yield (keys, message) for a teacher of 2D images, if the data are volumes."""
         if around.source is not None and around.source.volumes and not self.volumes:
             parts = part_classes_by_kind(Teacher).items()
             kinds = ", ".join(kind for kind, part in parts if part.volumes)
@@ -31,7 +31,7 @@ class Teacher(Part, ABC):
         """Return the teacher's model for images like ``image``; UserError if it has none."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return its training data; work: the stage's folder, for data that it prepares itself."""
+        """Return the teacher's training data; work: folder for data that it prepares itself."""
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:

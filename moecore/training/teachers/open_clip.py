@@ -130,7 +130,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
-    """Return the sizes of both towers, from the shapes of their weights under our names."""
+    """Return the settings of a two-tower model, from the shapes of weights with moecore's names."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width = kernel.shape[0]
     text = weights["text.positions"].shape[1]

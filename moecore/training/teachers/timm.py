@@ -50,7 +50,7 @@ class Timm(Teacher):
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError for a name that timm does not know, or a model unlike ours."""
+        """Raise UserError for a name that timm does not know, or a model that moecore lacks."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert_model(source, image)
