@@ -129,7 +129,7 @@ def continue_words(
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """Return the next token's logits (V,), records of tokens (M,) per MoE layer, and new states."""
+    """Return the next token's logits (V,), tokens' (M,) routing records, and the new states."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 

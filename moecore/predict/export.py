@@ -96,7 +96,7 @@ def refuse_unexportable(folder: Path, model: Model) -> None:
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:
-    """Return ``number`` random inputs: (number, C, *shape) in [0, 1], or indices of words."""
+    """Return ``number`` random inputs (number, C, *pixels): values in [0, 1], or a text's words."""
     image = model.image
     generator = torch.Generator().manual_seed(number)
     if image.task.long:
@@ -149,7 +149,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return a phrase with the largest error of the exported ``run``; UserError above TOLERANCE."""
+    """Return a phrase with the largest error of ``run``, the exported model; UserError if large."""
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0

@@ -173,7 +173,7 @@ def read_lines(folder: str | Path) -> list[dict]:
 
 
 def lines_before_step(lines: list[dict], step: int) -> list[dict]:
-    """Return the lines before the first point of ``step`` or later, which a resumed run keeps."""
+    """Return the lines before the first of ``step`` or later: what a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
             return lines[:index]

@@ -311,7 +311,7 @@ class StageCode:
     """The source files of a stage, with the hashes under which DVC caches its result."""
 
     def __init__(self, hash_files: Iterable[Path]) -> None:
-        """``hash_files``: the files of artifacts/code/ that the stage depends on."""
+        """Read the recorded hashes from ``hash_files``, the stage's files of artifacts/code/."""
         self._recorded = {
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }

@@ -39,7 +39,7 @@ class TrainingRun:
     def __init__(
         self, run: Run | None, work: Path, title: str, monitor: Monitor | None = None
     ) -> None:
-        """``run``: None on all ranks except the first, which alone writes."""
+        """``run``: where points are logged; None except on the first rank, which alone writes."""
         self.recorded = run
         self.work = work
         self.title = title

@@ -376,7 +376,7 @@ class StudyImporter:
         parent.add_params(counts)
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """Tag all but the ``shown`` parents as not current; end runs without process or history."""
+        """Tag replaced runs, and runs without history, as not current, and end dead ones."""
         for run in self.parents.values():
             run.set_tags({CURRENT: str(run.id in shown).lower()})
             if run.id not in shown and run.status == "RUNNING":

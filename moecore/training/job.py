@@ -270,7 +270,7 @@ class BatchViews(NamedTuple):
 def make_batch_views(
     job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
 ) -> BatchViews:
-    """Return the views of the images at ``places`` of the batch; None for all of them."""
+    """Return the views of the batch's images at ``places``, indices in the batch; None: of all."""
     draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
     order = loader.batch_indices(len(job.train.labels), settings.batch, seed, step)
     indices = draws.select_rows(order)

@@ -62,7 +62,7 @@ class Meter:
 
     @contextmanager
     def memory(self, tensors: Iterable[Tensor], when: bool) -> Iterator[None]:
-        """Measure the block's peak memory, in bytes, if ``when``; ``take`` then returns it."""
+        """Measure the peak memory of the ``with`` block if ``when``, for the next ``take``."""
         if not when:
             yield
             return
@@ -220,7 +220,7 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Pe
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Yield all tensors that exist before a step, one by one, so that no gradient is kept alive."""
+    """Yield weights, gradients, optimizer state and batch one by one: no gradient is kept alive."""
     for module in modules:
         if module is not None:
             yield from module.buffers()

@@ -64,7 +64,7 @@ class Settling(Config):
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A model's results on its data; a pruned or merged one has 0 epochs and no curve."""
+    """Scores, losses, costs and routing of a model; after pruning or merging without a curve."""
 
     task: Task
     test_score: Estimate

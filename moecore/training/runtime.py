@@ -104,7 +104,7 @@ def _requested_device() -> str:
 
 
 def resumed_threads(work: Path, threads: int) -> int:
-    """Return the threads that the stage of ``work`` started with; ``threads`` at its start."""
+    """Return the number of threads with which the stage of ``work`` began, else ``threads``."""
     # Another number splits sums differently: a resumed stage would end with other bits.
     path = work / "threads.json"
     if path.exists():

@@ -109,7 +109,7 @@ Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
 def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` of their mean and deviation."""
+    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` with their mean and deviation."""
     if len(units):
         replaced = values[units]
         spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number

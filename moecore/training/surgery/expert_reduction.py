@@ -142,7 +142,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_token_choice(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose among whole experts; action: "merged" or "pruned"."""
+    """Raise UserError unless tokens choose, and whole experts; action: "merged" or "pruned"."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",

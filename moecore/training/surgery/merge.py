@@ -61,7 +61,7 @@ class Merge(expert_reduction.ExpertReduction):
         return expert_reduction.with_number(moe.model_copy(update={"router": router}), number)
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model with one expert per cluster, and all rows of its router."""
+        """Return the model with one expert per cluster; routers keep the rows of all E experts."""
         moe = self.reduced_settings(model.experts_and_router)
         number = self.number_left(model.experts_and_router)
         weights = model.state_dict()
