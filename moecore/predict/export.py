@@ -32,7 +32,7 @@ TOLERANCE = 1e-5  # relative and absolute
 
 
 class TensorsOnly(nn.Module):
-    """A model that returns a tuple: the prediction and, with ``records``, tensors of records."""
+    """A model that returns a tuple of tensors: the prediction and, optionally, routing records."""
 
     def __init__(self, model: Model, records: bool) -> None:
         super().__init__()

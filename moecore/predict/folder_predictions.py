@@ -198,7 +198,7 @@ def new_age_rows(
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """Return training ranges and calibrator in ``folder``; UserError if they fit another model."""
+    """Return the training's ranges and the calibrator; UserError if they are of another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"

@@ -170,7 +170,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
 
 def _build_cell_reader(task: Task) -> OutputReader:
-    """Return what turns a mosaic's logits (G² · K,) into a row: the best class of each cell."""
+    """Return what turns logits (G² · K,) of G × G cells into a row with each cell's best class."""
 
     def row(output: Tensor) -> Row:
         probs = output.unflatten(0, (task.cells, -1)).softmax(dim=-1)

@@ -43,7 +43,7 @@ class ModelHistories(NamedTuple):
         return f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
-        """Return a tag with the uid of each training, by which the parent run is found."""
+        """Return tag → uid of each training, by which its parent run is found."""
         return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
@@ -157,7 +157,7 @@ class Importer:
 
 
 class StudyImporter:
-    """One import of the histories of a study into its experiment."""
+    """One import of a study's histories into its experiment in MLflow."""
 
     def __init__(
         self,
@@ -376,7 +376,7 @@ class StudyImporter:
         parent.add_params(counts)
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """Tag replaced runs, and runs without history, as not current, and end dead ones."""
+        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED."""
         for run in self.parents.values():
             run.set_tags({CURRENT: str(run.id in shown).lower()})
             if run.id not in shown and run.status == "RUNNING":

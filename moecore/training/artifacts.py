@@ -67,7 +67,7 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_words(folder: Path, data: Prepared) -> None:
-    """Write a text model's vocabulary.txt and text.json, or a tokenizer of captions, if any."""
+    """Write a text model's vocabulary.txt and text.json, or the captions' tokenizer, if any."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -227,7 +227,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Record that the method needs no teacher, so that a new teacher does not make it outdated."""
+    """Write into ``folder`` that the method needs no teacher: a new teacher then reruns nothing."""
     write_json(folder / "guide.json", {"needed": False})
 
 

@@ -81,7 +81,7 @@ class TextTowerMethod(Config):
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> Misfits:
-    """Yield (keys, message) of losses that occur twice or in ``before``, or that router lacks."""
+    """Yield (keys, message) of losses given twice or in ``before``, or missing for the router."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:

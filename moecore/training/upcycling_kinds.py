@@ -86,7 +86,7 @@ class Drop(Config):
 
     @torch.no_grad()
     def redraw_experts(self, model: nn.Module, seed: int) -> None:
-        """Draw a share of each expert's hidden units again, in all MoE layers, others for each."""
+        """Draw a share of each expert's hidden units again, independently, in all MoE layers."""
         layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
         redraw_seed = derived_seed("upcycling", seed)
         for index, layer in enumerate(layers):

@@ -15,7 +15,7 @@ from moecore.training.sharded_state import to_full_tensor
 
 
 class DiversitySimplicity(Regularizer):
-    """DynMoE's loss on the experts' embeddings in the router dynamic, summed over MoE layers."""
+    """DynMoE's loss on expert embeddings of the router ``dynamic``, summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "embeddings"})
     allowed_with: ClassVar[str] = "the router dynamic"

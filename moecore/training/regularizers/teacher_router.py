@@ -35,7 +35,7 @@ class TeacherRouter(Regularizer):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return ``balance`` (CV² of mean probs) and ``entropy`` of probs (B, T, E) of all layers."""
+    """Return ``balance`` (CV² of mean probs) and ``entropy``: sums over layers' probs (B, T, E)."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

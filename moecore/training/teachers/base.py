@@ -35,4 +35,4 @@ class Teacher(Part, ABC):
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError if ``build`` would because of the settings; downloads nothing."""
+        """Raise UserError if the settings make ``build`` fail for ``image``; downloads nothing."""
