@@ -30,7 +30,7 @@ def code() -> None:
 
 
 def check_models(path: str) -> None:
-    """Check params.yaml, its data and its models."""
+    """Raise UserError if params.yaml, its data or its models do not fit."""
     from moecore.report.tables.metrics_by_method import unfit_metric_problems  # imports torch
     from moecore.study.check import check_study
 

@@ -21,7 +21,7 @@ class Params(Config):
 
 
 def prepare(name: str) -> None:
-    """Prepare the data set under ``data.<name>``."""
+    """Prepare the data set under ``data.<name>`` of params.yaml, in artifacts/data/<name>."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
     inputs = read_stage_inputs("prepare", params, [], phase=name)

@@ -28,7 +28,7 @@ class Params(Config):
 
 
 def teacher(seed: int) -> None:
-    """Make the teacher of the section ``teacher``; it shares no random draws with the students."""
+    """Train or load the teacher of params.yaml; it shares no random draws with the students."""
     params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))

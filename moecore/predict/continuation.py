@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
 
 
 class WordSplittingSettings(Config):
-    """``text.json`` of a model: how a text becomes words."""
+    """The file ``text.json`` of a model: how a text is split into words."""
 
     reading: ReadingStyle
 
@@ -53,7 +53,7 @@ class Continued(NamedTuple):
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
-    """Print the continuation of the prompt, and remarks on stderr."""
+    """Print the words that a model adds to the text file ``prompt``; write the page ``out``."""
     continuation = continue_file(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.words if not word.given))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
@@ -61,7 +61,7 @@ def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling
 
 
 def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
-    """Continue the text of a file, and write the page ``out``."""
+    """Return prompt and continuation by the model in ``folder``; write them as the page ``out``."""
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
         takes = "--prompt takes one of text, and others take FOLDER"
@@ -99,7 +99,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
 def continue_words(
     model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
 ) -> Continued:
-    """Return the words of a prompt, followed by words that the model adds one by one."""
+    """Return the prompt's words and ``sampling.words`` words that the model adds, with experts."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in words if word not in numbers))
     device = model.positions.device
@@ -129,7 +129,7 @@ def continue_words(
 def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """Return the logits (V,) of the token after tokens (M,), their routing, and the cache."""
+    """Return the next token's logits (V,), tokens' (M,) routing records, and the new states."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
@@ -145,7 +145,7 @@ def _words_with_experts(
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return a word's number from logits (V,)."""
+    """Return the index of a word drawn from logits (V,); temperature 0: of the largest logit."""
     if not sampling.temperature:
         return int(logits.argmax())
     # Relative to the largest: with a tiny temperature, ∞ − ∞ would be NaN.
@@ -159,6 +159,6 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
 def expert_word_counts(
     words: Sequence[WordWithExperts], layer: int, expert: int
 ) -> list[tuple[str, int]]:
-    """Return the words whose first expert is ``expert``, with counts, most frequent first."""
+    """Return (word, count) of words whose first expert in ``layer`` is ``expert``, by count."""
     counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
     return counts.most_common()

@@ -32,7 +32,7 @@ TOLERANCE = 1e-5  # relative and absolute
 
 
 class TensorsOnly(nn.Module):
-    """A model that returns a tuple of tensors: the prediction and, optionally, its records."""
+    """A model that returns a tuple of tensors: the prediction and, optionally, routing records."""
 
     def __init__(self, model: Model, records: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TensorsOnly(nn.Module):
         return output.prediction, *(getattr(record, name) for record in routing for name in FIELDS)
 
     def output_names(self) -> list[str]:
-        """Return ``prediction``, then ``moe_1_logits`` and so on, each (B, T, E)."""
+        """Return the outputs' names: ``prediction``, and ``moe_1_logits``, … per MoE layer."""
         layers = range(1, len(self.model.layouts) + 1) if self.records else ()
         return ["prediction", *(f"moe_{layer}_{name}" for layer in layers for name in FIELDS)]
 
@@ -80,7 +80,7 @@ def export_model(
 
 
 def refuse_unexportable(folder: Path, model: Model) -> None:
-    """Raise UserError if a prediction depends on more than its input."""
+    """Raise UserError if a prediction of ``model`` depends on more than its own input."""
     why = None
     wants = frozenset() if model.moe is None else model.moe.router.wants
     if isinstance(model, GuidedModel):
@@ -96,7 +96,7 @@ def refuse_unexportable(folder: Path, model: Model) -> None:
 
 
 def draw_inputs(model: Model, number: int) -> Tensor:
-    """Return random inputs of a model, (number, C, *pixels) in [0, 1], or words of a text."""
+    """Return ``number`` random inputs (number, C, *pixels): values in [0, 1], or a text's words."""
     image = model.image
     generator = torch.Generator().manual_seed(number)
     if image.task.long:
@@ -106,7 +106,7 @@ def draw_inputs(model: Model, number: int) -> Tensor:
 
 
 def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
-    """Trace a model for batches of any size, without operations that no output needs."""
+    """Return the exported program for batches of any size, without operations no output needs."""
     with plain_operations_context():
         program = torch.export.export(
             wrapped,
@@ -149,7 +149,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
 
 
 def compare_outputs(wrapped: TensorsOnly, run: Run | None) -> str:
-    """Return the largest difference of a file that is ``run``; UserError beyond ``TOLERANCE``."""
+    """Return a phrase with the largest error of ``run``, the exported model; UserError if large."""
     if run is None:
         return "not compared with the model: onnxruntime is not installed"
     largest = 0.0

@@ -46,7 +46,7 @@ class NewVolumeFile(NamedTuple):
 
 
 def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
-    """Return every T1-weighted volume of a folder, by name.
+    """Return every T1-weighted volume of a folder, sorted by path.
 
     BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
     that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
@@ -68,7 +68,7 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
 def prepare_volumes(
     new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
 ) -> Iterator[np.ndarray | str]:
-    """Yield each volume, float16 (1, D, H, W), or why it cannot be used."""
+    """Yield each volume on the training's grid, float16 (1, D, H, W), or why it is left out."""
     edge, *other_edges = set(reference.data.voxel_mm)
     if other_edges:
         wrong = "found different voxel_mm per axis"
@@ -107,7 +107,7 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
 
 
 def _participants(path: Path) -> Participants:
-    """Read age, sex and site as in predictions.csv; {} without such a file."""
+    """Return (participant, session) → age, sex and site; {} if participants.tsv is missing."""
     if not join_below_root(path.parent, path).exists():
         return {}
     columns, rows = read_delimited_table(path)
@@ -148,10 +148,11 @@ class NewAges(NamedTuple):
 def predict_ages(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
 ) -> NewAges:
-    """Predict every volume below ``folder``, and write predictions.csv.
+    """Predict the age of every volume below ``folder``, and write the table ``out``.
 
-    An unusable volume has a line with the reason in the column ``error``. Raises UserError for
-    another model's calibrator, or if no volume is usable.
+    An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
+    the stage ``calibrate`` wrote; None: the model's. Raises UserError for another model's
+    calibrator, or if no volume is usable.
     """
     calibration = load_age_calibration(
         calibrator or pictures.calibrator_folder(model_folder), model_folder
@@ -181,7 +182,7 @@ def predict_ages(
 def new_age_rows(
     subjects: list[dict[str, str]], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[prediction_table.PredictionRow]:
-    """Return rows of predictions.csv with flags, from volumes (N, 1, D, H, W) and raw ages (N,)."""
+    """Return flagged rows of predictions.csv of volumes (N, 1, D, H, W); raw: model's ages (N,)."""
     reference = calibration.reference
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
@@ -197,7 +198,7 @@ def new_age_rows(
 
 
 def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
-    """Read the files of ``calibrate``; UserError if they are damaged, or of another model."""
+    """Return the training's ranges and the calibrator; UserError if they are of another model."""
     place = folder / "reference.json"
     if not place.is_file():
         lacking = "holds no reference.json, with the preparation and the ranges of training volumes"
@@ -228,8 +229,9 @@ class PredictionRequest(NamedTuple):
 def predict_folder(request: PredictionRequest) -> int:
     """Write the table ``out`` and a page; return the number of files without a prediction.
 
-    With texts, also write a table of their best pictures. Prints the written files, and on stderr
-    the files without a prediction. Raises UserError before anything is computed.
+    With texts, also write a table of the best pictures of each text. Prints the written files, and
+    on stderr the files without a prediction. Raises UserError for arguments that do not fit, before
+    anything is computed.
     """
     model, folder, out = request.model, request.folder, request.out
     card = load_trained_model_card(model)
@@ -324,7 +326,7 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
 
 
 def load_trained_model_card(folder: Path) -> ModelCard:
-    """Read the settings of a trained model; UserError with a hint for another folder."""
+    """Return the settings in a model's folder; UserError, with a hint, if it has no model."""
     models = sorted(Path("artifacts").glob("*/*/*/model.json"))
     hint = f", such as {models[0].parent}" if models else f": {TRAINED}"
     _check_folder(folder, f"MODEL is the folder of a trained model{hint}")

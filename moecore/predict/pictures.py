@@ -41,7 +41,7 @@ MAX_PNG_SIDE = 96  # pixels; larger pictures become JPEG
 class Tile(NamedTuple):
     """A picture, and the experts of its patches in every layer."""
 
-    picture: str  # a data address
+    picture: str  # a data: URL
     experts: list[list[list[list[int]]]]  # layer → row → column → experts, most weight first
     label: str = ""
 
@@ -98,7 +98,7 @@ def picture_tile_with_experts(
 
 
 def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
-    """Return the middle slices of a volume (1, D, H, W) in [0, 1]; experts: (d, h, w, k)."""
+    """Return the 3 middle slices of a volume (1, D, H, W); experts: per layer, (d, h, w, k)."""
     tiles = []
     for axis, label in enumerate(("first axis", "second axis", "third axis")):
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
@@ -132,14 +132,14 @@ class OutputReader(NamedTuple):
 
 
 def calibrator_folder(model_folder: Path) -> Path:
-    """Return artifacts/calibrate/<phase>/<method>/<seed> of artifacts/<phase>/<method>/<seed>."""
+    """Return artifacts/calibrate/<phase>/<method>/<seed> for artifacts/<phase>/<method>/<seed>."""
     above = model_folder.absolute().parent
     phase = above.parent
     return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
-    """Return a reader of logits, as calibrated probabilities, or of a single number.
+    """Return what turns an output (K,) into a table row: probabilities of classes, or a number.
 
     calibrator: the folder of calibrator.json; None: the model's, if it exists.
     """
@@ -170,7 +170,7 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
 
 
 def _build_cell_reader(task: Task) -> OutputReader:
-    """Return a reader of a mosaic's logits (G² · K,), as the best class of each cell."""
+    """Return what turns logits (G² · K,) of G × G cells into a row with each cell's best class."""
 
     def row(output: Tensor) -> Row:
         probs = output.unflatten(0, (task.cells, -1)).softmax(dim=-1)
@@ -185,7 +185,7 @@ def _build_cell_reader(task: Task) -> OutputReader:
 def predict_picture_files(
     folder: Path, files: Sequence[Path], model: Model, reader: OutputReader, batch: int
 ) -> tuple[list[Row], list[Shown]]:
-    """Return a row per file, in order, and the page's entries of the first pictures."""
+    """Return a table row per file, in order, and page entries of the first SHOWN pictures."""
     spec = model.image
     if spec.channels not in MODES:
         raise UserError(f"model: takes images of {spec.channels} channels; pictures have 1 or 3")
@@ -275,7 +275,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
-    """Read the different texts of a file, one per line; blank lines are ignored."""
+    """Return the distinct lines of a file that are not blank, tokenized and embedded."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -293,7 +293,10 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
 
 
 def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return a reader of image embeddings: cosines with all texts, and the nearest text."""
+    """Return what turns an image embedding into a row: the nearest text, cosines with all texts.
+
+    pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
+    """
 
     def row(side: Tensor) -> Row:
         cosines = cosine_matrix(side[None], texts.sides)[0]
@@ -317,7 +320,7 @@ def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
 def describe_texts(
     model: TwoTowerModel, texts: Texts, rows: Sequence[Row]
 ) -> tuple[list[Sequence[str]], list[RoutedText]]:
-    """Return the table of each text's best pictures (place from 1, cosine), and texts to show."""
+    """Return lines (text, place, file, cosine) of each text's best pictures, and page entries."""
     readable = [row for row in rows if not row.error]
     lines: list[Sequence[str]] = [("text", "place", "file", "cosine")]
     shown = []

@@ -64,12 +64,12 @@ def read_clocks() -> dict[str, float]:
 
 
 def execution_subpath(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
-    """Return the path of an execution in artifacts/history and artifacts/measured."""
+    """Return ``stage/phase/method/seed``, without None: a path below artifacts/history."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
 
 def _code_state() -> dict[str, Any]:
-    """Return the commit, and whether sources or settings differ from it; null without one."""
+    """Return ``commit``, and ``dirty``: whether sources differ from it; both None without git."""
     commit = _run_git("rev-parse", "HEAD")
     status = _run_git("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
     if commit is None or status is None:
@@ -78,7 +78,7 @@ def _code_state() -> dict[str, Any]:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Return git's output; None if git is missing or too slow, or there is no repository."""
+    """Return git's output; None if git is missing, fails, or takes more than 10 s."""
     try:
         project = project_of(Path())  # a study's run folder is a git repository without code
         done = subprocess.run(
@@ -112,7 +112,7 @@ MAX_TIME = 1e12  # seconds since 1970; also refuses non-finite numbers
 
 
 def is_history_line(line: Any) -> bool:
-    """Return whether a value has the keys and types of a history's line."""
+    """Return whether a value has the keys and types of a line of history.jsonl."""
     if not isinstance(line, dict) or "t" not in line:
         return False
     for key, value in line.items():
@@ -131,16 +131,16 @@ def is_history_line(line: Any) -> bool:
 
 
 class GrowingHistory:
-    """A history that is read while it grows: every ``read`` reads only new lines."""
+    """A reader of a growing history.jsonl: every ``read`` parses only new lines."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, HISTORY_FILE)
         self._forget()
 
     def read(self) -> list[dict]:
-        """Return all complete lines, oldest first; a new list object unless only lines were added.
+        """Return all complete lines, oldest first; [] without a history.
 
-        Empty without a history.
+        The list is the same object as before if lines were only added, else a new one.
         """
         try:
             with open(self.path, "rb") as handle:
@@ -168,12 +168,12 @@ class GrowingHistory:
 
 
 def read_lines(folder: str | Path) -> list[dict]:
-    """Return the complete lines of a folder's history, oldest first."""
+    """Return the complete lines of a folder's history.jsonl as dicts, oldest first."""
     return GrowingHistory(folder).read()
 
 
 def lines_before_step(lines: list[dict], step: int) -> list[dict]:
-    """Return the lines before the first point of ``step`` or later, which a resumed run keeps."""
+    """Return the lines before the first of ``step`` or later: what a resumed run keeps."""
     for index, line in enumerate(lines):
         if line.get("step", -1) >= step or "status" in line:
             return lines[:index]
@@ -181,7 +181,7 @@ def lines_before_step(lines: list[dict], step: int) -> list[dict]:
 
 
 def spent_seconds(lines: list[dict]) -> float:
-    """Return the seconds spent, without the time between a kill and the resume."""
+    """Return the seconds that a run computed, without the time between a kill and the resume."""
     spans = []
     for line, after in pairwise(lines):
         if "resumed" not in after:  # earlier versions had no ``clock``
@@ -195,7 +195,7 @@ def encode_line(line: Mapping[str, Any]) -> str:
 
 
 def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Yield (step, time, values) of every logged point."""
+    """Yield (step, seconds since 1970, name → value) of every line with values."""
     for line in lines:
         if "values" in line:
             values = {name: float(value) for name, value in line["values"].items()}
@@ -203,20 +203,20 @@ def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, flo
 
 
 def routing_points(lines: list[dict]) -> Iterator[tuple[float, RoutingPoint]]:
-    """Yield (time, point) of a training's routing."""
+    """Yield (seconds since 1970, point) of every line with routing statistics."""
     for line in lines:
         if "routing" in line:
             yield line["t"], RoutingPoint.model_validate({"step": line["step"], **line["routing"]})
 
 
 def json_number(value: Any) -> float | str:
-    """Return a float for JSON; ``nan`` and ``inf`` become texts."""
+    """Return a finite value as a float, others as the text ``nan``, ``inf`` or ``-inf``."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings with dotted keys; items of lists are numbered from 0."""
+    """Return dotted key → value of nested mappings; lists of mappings are numbered from 0."""
     if isinstance(value, list) and any(isinstance(inner, (Mapping, list)) for inner in value):
         value = {str(index): inner for index, inner in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -229,7 +229,7 @@ def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings without lists and texts."""
+    """Return the nested mappings with only their numbers and bools."""
     numbers = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):
@@ -240,7 +240,7 @@ def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """Return the stages in a project's dvc.lock files; UserError for a damaged file."""
+    """Return stage → its entry in a project's dvc.lock files; UserError for a damaged file."""
     # The rules of YAML 1.1 do no harm here; libyaml is 3 times as fast as ruamel's loader.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     stages: dict[str, dict[str, Any]] = {}
@@ -283,7 +283,7 @@ class ExecutionHistory(NamedTuple):
         return "status" in self.lines[-1]
 
     def run_state(self) -> tuple[str, float]:
-        """Return MLflow's status and its time; KILLED if the process has gone without a status."""
+        """Return MLflow's status and its time (s since 1970); KILLED if the process vanished."""
         end = self.lines[-1]
         if self.has_ended:
             return end["status"], end["t"]
@@ -293,7 +293,7 @@ class ExecutionHistory(NamedTuple):
 
 
 def is_process_running(host: str, pid: int, at: float) -> bool:
-    """Return whether a process that ran ``at`` seconds since 1970 still runs; True elsewhere."""
+    """Return whether a process seen at ``at`` (s since 1970) still runs; True for other hosts."""
     # The system reuses process numbers: a process that began later is another one.
     if host != platform.node():
         return True
@@ -305,9 +305,9 @@ def is_process_running(host: str, pid: int, at: float) -> bool:
 
 
 def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
-    """Return uid → its newest history; the published one of a resumed run may be older.
+    """Return uid of a run → its newest history on disk, published or still growing.
 
-    readers: by folder; new readers are added.
+    readers: by folder, reused between calls; new readers are added.
     """
     newest: dict[str, ExecutionHistory] = {}
     for place, inner, files in chain.from_iterable(os.walk(study / place) for place in PLACES):
@@ -341,7 +341,7 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
 
 
 def study_methods(study: Path) -> list[str]:
-    """Return the methods that params.yaml runs; [] if it cannot be read."""
+    """Return the names under ``run.methods`` of params.yaml; [] if they cannot be read."""
     try:
         return list(load_yaml_document(study / "params.yaml").data["run"]["methods"])
     except (UserError, KeyError, TypeError):
@@ -349,7 +349,7 @@ def study_methods(study: Path) -> list[str]:
 
 
 def allow_study_packages(study: Path) -> None:
-    """Let this process import the parts of packages that a study lists; ignore unreadable ones."""
+    """Allow imports of the packages in a study's params.yaml; none if it is unreadable."""
     try:
         document = load_yaml_document(study / "params.yaml")
     except UserError:

@@ -36,7 +36,7 @@ METRIC_WORDS = ("label", "note", "paper", "mean", "chance")  # the first argumen
 
 
 def params_path() -> str:
-    """Return the path of the settings that this process reads."""
+    """Return $MOECORE_PARAMS, or params.yaml: the settings file that this process reads."""
     return os.environ.get("MOECORE_PARAMS") or "params.yaml"
 
 
@@ -59,7 +59,8 @@ class StageInputs:
     ) -> None:
         """Hash all inputs; UserError if the code was edited after it was hashed.
 
-        hash_files: of ``stage_hash_files``; item: fills the templates of the settings' keys.
+        hash_files: from ``stage_hash_files``. item: values of the placeholders in keys of
+        params.yaml, such as ``method``.
         """
         self._code = StageCode(hash_files)
         self._code.refuse_edits()
@@ -111,7 +112,7 @@ def read_stage_inputs(
     phase: str | None = None,
     method: str | None = None,
 ) -> StageInputs:
-    """Return the inputs of a stage; the name of ``measure`` is the measurement's."""
+    """Return the inputs of a stage; for a measurement, ``stage`` is its name (``routing``)."""
     files = stage_hash_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
@@ -144,7 +145,7 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
-    """Return path → sha256 of artifacts: of all files, or of the card of prepared data."""
+    """Return path → sha256 of all files of ``inputs``; of prepared data, only of card.json."""
     files: list[Path] = []
     for path in map(Path, inputs):
         if not path.exists():
@@ -169,7 +170,7 @@ def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
 
 
 def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
-    """Add types of nodes, their non-empty fields, and constants."""
+    """Pass a text of the tree to ``add``, in pieces: node types, non-empty fields, constants."""
     if node.__class__ is ast.Call and not shown:
         node = _without_shown_words(node)
     if node.__class__ is list:
@@ -204,7 +205,7 @@ def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
 
 
 def _without_shown_words(call: ast.Call) -> ast.Call:
-    """Return a call without the words that pages only show."""
+    """Return a call of ``Metric`` without labels and notes, of ``OnPage`` without arguments."""
     name = getattr(call.func, "id", "")
     if name == "OnPage":
         return ast.Call(call.func, [], [])
@@ -217,7 +218,8 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
 def _only_refuses(item: Any) -> bool:
     """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``.
 
-    Only `moecore check` calls them. The annotation tells them from other methods of these names.
+    Only `moecore check` calls them. The annotation distinguishes them from other methods of these
+    names.
     """
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
@@ -236,7 +238,7 @@ def _does_nothing(item: Any) -> bool:
 def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
     """Return the hash of a file named by its package, such as ``my_lab/cosine.py``.
 
-    shown: include the words of metrics.
+    shown: include texts that only pages show.
     """
     if file.suffix == ".py":
         return hash_syntax(parse_source(read_source_text(file, root), file), shown)
@@ -309,7 +311,7 @@ class StageCode:
     """The source files of a stage, with the hashes under which DVC caches its result."""
 
     def __init__(self, hash_files: Iterable[Path]) -> None:
-        """``hash_files``: the files of artifacts/code/ that the stage depends on."""
+        """Read the recorded hashes from ``hash_files``, the stage's files of artifacts/code/."""
         self._recorded = {
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
@@ -333,7 +335,7 @@ class StageCode:
 
 
 def _hashes_of(file: Path) -> tuple[str, str]:
-    """Return the hashes of a source file, without and with the words of metrics."""
+    """Return the hashes of a source file, without and with texts that only pages show."""
     return hash_source_file(file), hash_source_file(file, shown=True)
 
 

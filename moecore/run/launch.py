@@ -49,7 +49,7 @@ def requested_gpus(stage: Stage) -> int:
 
 
 def launch_fields() -> set[str]:
-    """Return the placeholders of MOECORE_LAUNCH; UserError if it is not a command."""
+    """Return the names of the placeholders in $MOECORE_LAUNCH; UserError if it is no command."""
     if FORMER in os.environ:  # if it were ignored, stages would run on this machine
         raise UserError(f"{FORMER}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
     launch = os.environ.get(LAUNCH, "")
@@ -78,7 +78,7 @@ def launch_command(arguments: Sequence[str]) -> list[str]:
 
 
 def hand_stage_to_launcher() -> None:
-    """Run this stage with the launcher and exit; in a launched process, set the rank."""
+    """Run this stage with the launcher and exit; in a launched process, only set the rank."""
     arguments = sys.orig_argv[1:]
     if LAUNCHED in os.environ:
         os.environ.update(
@@ -102,7 +102,7 @@ def hand_stage_to_launcher() -> None:
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Run a launcher, which is ended with this process, and return its exit code."""
+    """Run ``command``, which starts ``ranks`` ranks and ends with this process; return its code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
@@ -140,7 +140,7 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank for a SLURM task; {} outside SLURM, or for a single task."""
+    """Return RANK, WORLD_SIZE, … of a SLURM task; {} outside SLURM, or for a single task."""
     size = int(environment.get("SLURM_NTASKS", "1"))
     if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
         return {}
@@ -153,7 +153,7 @@ def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for one thread per core: not every cluster binds tasks to cores."""
+    """Return variables for one thread per core of a SLURM task; {} if unknown or already set."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
         return {}

@@ -20,13 +20,13 @@ from moecore.training.runtime import tune_runtime
 
 
 class MethodParams(Config):
-    """Additional settings of measurements of region experts."""
+    """The section of a method in params.yaml, for measurements of region experts."""
 
     method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
-    """Measure a trained model; write and return its values, or the reason to skip it."""
+    """Run the measurement ``what`` on a trained model; write and return its result, or Skipped."""
     measurement = find_measurement(what)
     section: dict[str, Any] = {what: (measurement, ...)}
     params = read_params(create_model("Params", __base__=Config, **section))

@@ -14,7 +14,7 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 def split_answerable_comparisons(
     comparisons: Iterable[AnyComparison], run: Selection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Split claims and questions by whether ``run`` has their methods, phase and seeds."""
+    """Return claims and questions whose methods, phase and seeds are in ``run``, and the others."""
     answerable: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
     for comparison in comparisons:

@@ -10,7 +10,7 @@ SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
 
 
 class ProgressLines:
-    """Plain lines, at most one every ``SECONDS_BETWEEN_LINES`` seconds, and one at the end."""
+    """Progress as lines on stderr, at most one per SECONDS_BETWEEN_LINES, and one at the end."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title
@@ -101,12 +101,12 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
 
 
 def format_values(values: dict[str, float]) -> str:
-    """Return ``, loss 0.1234, validation accuracy 0.5``."""
+    """Return names and values as a text: ``, loss 0.1234, validation accuracy 0.5``."""
     return "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``1:02:03`` or ``2:03``."""
+    """Return the text ``1:02:03`` (hours, minutes, seconds) or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -48,7 +48,7 @@ class Run:
         return self.header["uid"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one value per name; ValueError unless the step is larger than a name's last step.
+        """Log name → value; ValueError unless ``step`` is larger than each name's last step.
 
         Points of a killed process at this step or later are removed.
         """
@@ -68,7 +68,7 @@ class Run:
         )
 
     def routing(self, point: RoutingPoint) -> None:
-        """Log a point of a training's routing, after the values of the same step."""
+        """Log routing statistics, after the values of the same step."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
@@ -199,8 +199,8 @@ def _publish_history(folder: Path, published: Path) -> None:
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
     """Yield the folder ``.state/<item>/<key>`` for checkpoints and history; removed after success.
 
-    key: a hash of all inputs, so that a stage continues only work with the same inputs. Raises
-    UserError if another process holds the folder.
+    item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
+    stage continues only work with the same inputs. Raises UserError if another process holds it.
     """
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
@@ -225,7 +225,7 @@ def record_resumable(
     method: str | None = None,
     seed: int | None = None,
 ) -> Iterator[tuple[Run, Path]]:
-    """Yield the record and the work folder of a stage that continues a killed process."""
+    """Yield the record and work folder of a stage that continues where a killed process ended."""
     item = {"phase": phase, "method": method, "seed": seed}
     read = read_stage_inputs(stage, params, inputs, phase, method)
     with (

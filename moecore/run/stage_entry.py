@@ -63,7 +63,7 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
 
 
 def _exit(code: int) -> None:
-    """Exit; from now on SIGTERM, such as a launcher's after a failed rank, is ignored."""
+    """Exit with ``code``; SIGTERM, as from a launcher after a failed rank, is then ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not has_several_ranks():
         sys.exit(code)

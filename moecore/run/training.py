@@ -39,7 +39,7 @@ class TrainingRun:
     def __init__(
         self, run: Run | None, work: Path, title: str, monitor: Monitor | None = None
     ) -> None:
-        """``run``: None on all ranks except the first, which alone writes."""
+        """``run``: where points are logged; None except on the first rank, which alone writes."""
         self.recorded = run
         self.work = work
         self.title = title
@@ -100,7 +100,7 @@ class TrainingRun:
         return self.recorded
 
     def log(self) -> TrainingLog:
-        """Return all points, including points before a kill."""
+        """Return all logged points, the seconds and the warnings, also from before a kill."""
         lines = read_lines(self.run.folder)
         return TrainingLog(
             [(step, values) for step, _, values in logged_points(lines)],
@@ -150,7 +150,7 @@ def training_run(
 def log_points_with_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
-    """Log and show (step, values) of each point; return the last values."""
+    """Log each point (step, values) with a progress bar; return the values of the last."""
     values: dict[str, float] = {}
     with report_progress(title, steps) as bar:
         for step, values in points:

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 def project_root() -> Path:
-    """Return DVC's project in a stage, else the project around this folder, or the folder."""
+    """Return the root of the project around the current folder, or the current folder itself."""
     if root := outermost_dvc_project():
         return root
     current = Path().resolve()
@@ -61,7 +61,7 @@ def mask_password(text: str) -> str:
 
 
 def set_mlflow_timeouts_and_logging() -> None:
-    """Set variables and log levels: MLflow gives up within seconds, and only raises errors."""
+    """Set environment variables and log levels: short timeouts, no telemetry, few messages."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -87,7 +87,7 @@ def store_errors_as_user_errors() -> Iterator[None]:
 
 
 def error_cause(error: BaseException) -> str:
-    """Return the cause of an error, without a password."""
+    """Return the first line of an error, or the cause that it names, with the password masked."""
     line = str(error).strip().split("\n")[0]
     # Messages of the HTTP client have the address twice before the cause.
     if cause := re.search(r"Caused by \w+\((.*)\)\)$", line):
@@ -103,7 +103,7 @@ def mlflow_import_lock() -> FileLock:
 
 
 def connect_store() -> Any:
-    """Return an MlflowClient of the store, within ``mlflow_import_lock``; create a sqlite file."""
+    """Return an MlflowClient that a query has tested; create a missing sqlite file."""
     set_mlflow_timeouts_and_logging()
     # Imported here: it takes a second, and reads the environment variables set above.
     from mlflow import MlflowClient
@@ -132,7 +132,7 @@ def connect_store() -> Any:
 
 
 def experiment_name(folder: Path) -> str:
-    """Return the name of a study's run folder, or a project's name in pyproject.toml."""
+    """Return MLflow's experiment: a run folder's name, or the project's in pyproject.toml."""
     folder = folder.resolve()
     if project_of(folder) != folder:
         return folder.name

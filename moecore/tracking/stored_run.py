@@ -34,12 +34,12 @@ Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
 def mlflow_safe_name(name: str) -> str:
-    """Return a name that MLflow accepts (``@`` is not allowed)."""
+    """Return ``name`` with ``_`` for each character that MLflow refuses, such as ``@``."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
 def curve_points(lines: list[dict]) -> list[Point]:
-    """Return ``train/accuracy``, ``validation/loss`` and, of terms of the loss, ``loss/…``."""
+    """Return logged values as points: ``train/…``, ``validation/…``, ``loss/…`` of loss terms."""
     points = []
     for step, t, values in logged_points(lines):
         for name, value in values.items():
@@ -52,7 +52,7 @@ def curve_points(lines: list[dict]) -> list[Point]:
 
 
 def routing_curve_points(lines: list[dict]) -> list[Point]:
-    """Return a training's routing: one curve per MoE layer and quantity."""
+    """Return points ``routing/<quantity> of <layer>`` of a training's routing statistics."""
     return [
         (f"routing/{name}", float(value), int(t * 1000), point.step)
         for t, point in routing_points(lines)
@@ -62,7 +62,7 @@ def routing_curve_points(lines: list[dict]) -> list[Point]:
 
 
 def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
-    """Return the points that a training's parent shows, as ``validation/pretrain accuracy``."""
+    """Return the points for a training's parent run, named as ``validation/pretrain accuracy``."""
     pace = [f"train/{name}" for name in PACE]
     return [
         (name.replace("/", f"/{phase} ", 1), value, at, step)
@@ -75,7 +75,7 @@ def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
 def stage_metrics_and_params(
     stage: str, summary: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict]:
-    """Return the result of a stage without interval limits: charted metrics, and listed params."""
+    """Return a result's numbers as MLflow's metrics, its integers as params; no interval limits."""
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}
     for name, value in summary.items():
@@ -100,7 +100,7 @@ MAX_PARAM = 500
 
 
 class StoredRun:
-    """A run with a copy of its content; sending values twice does no harm."""
+    """A run of MLflow's store with a copy of its content, so that only new values are sent."""
 
     def __init__(self, client: Any, run: Any) -> None:
         self.client = client
@@ -130,7 +130,7 @@ class StoredRun:
             self.tags |= new
 
     def add_params(self, params: Mapping[str, Any]) -> None:
-        """Send the params with new names: MLflow never changes a param."""
+        """Send the params whose names the run does not have: MLflow never changes a param."""
         from mlflow.entities import Param
 
         new = {}
@@ -152,7 +152,7 @@ class StoredRun:
         self._send([point for point in points if (point[0], point[3]) not in stored])
 
     def set_numbers(self, numbers: Mapping[str, float], milliseconds: int) -> None:
-        """Send single numbers, at step 0; a new value replaces the old one."""
+        """Send name → value at step 0, with a time since 1970; new values replace old ones."""
         new = [(name, value) for name, value in numbers.items() if self.metrics.get(name) != value]
         self._send([(name, value, milliseconds, 0) for name, value in new])
 
@@ -164,7 +164,7 @@ class StoredRun:
         self.metrics |= {name: value for name, value, *_ in points}
 
     def add_dataset(self, card: Mapping[str, Any]) -> None:
-        """Send the data set of a card, which MLflow stores once per name and digest of files."""
+        """Send a data set's name, digest, source and counts; MLflow stores equal ones once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         files = json.dumps(card.get("files", {}), sort_keys=True)
@@ -193,7 +193,7 @@ class StoredRun:
 
 
 def split_list(items: list[Any], size: int) -> list[list[Any]]:
-    """Return ``items`` in parts: MLflow limits the size of a call."""
+    """Return ``items`` in parts of ``size``: MLflow limits the size of a call."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -266,7 +266,7 @@ def model_signature(image: "ImageSpec") -> Any:
 
 
 def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> None:
-    """Create the run's version of the registered model ``name``, once."""
+    """Register a logged model as a version of ``name``, once per run; the run's tag names it."""
     versions = client.search_model_versions(f"run_id = '{run.id}'")
     if not versions:
         if not client.search_registered_models(f"name = '{name}'"):
@@ -277,7 +277,7 @@ def register_model(client: Any, name: str, model_id: str, run: StoredRun) -> Non
 
 
 def set_alias(client: Any, run: StoredRun, current: bool) -> None:
-    """Let the alias ``current`` name the run's model, once, if its stage is up to date."""
+    """Point the alias ``current`` to the run's model, once, if its stage is up to date."""
     if VERSION not in run.tags:
         return
     if current and run.tags.get(POINTED) != "true":

@@ -43,11 +43,11 @@ class ModelHistories(NamedTuple):
         return f"{self.method}/{self.seed}"
 
     def training_tags(self) -> dict[str, str]:
-        """Return tags that distinguish its parent run from parents of older trainings."""
+        """Return tag → uid of each training, by which its parent run is found."""
         return {f"moecore.{stage}": run.header["uid"] for stage, run in self.trainings.items()}
 
     def is_outdated(self, history: ExecutionHistory) -> bool:
-        """Return whether the model of a history was trained again since."""
+        """Return whether the model that a history belongs to was trained again later."""
         header = history.header
         if header["stage"] in TRAINING_PHASES and self.trainings:
             return history not in self.trainings.values()
@@ -71,7 +71,7 @@ def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[Mode
 
 
 def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
-    """Return phase → its running, else its newest ended training; none from before pretraining."""
+    """Return phase → its running or newest training; none that began before the pretraining."""
     newest = sorted(
         (run for run in histories if run.header["stage"] in TRAINING_PHASES),
         key=lambda run: (run.run_state()[0] == "RUNNING", run.has_ended, run.header["t"]),
@@ -88,7 +88,7 @@ NAME = "Methods side by side"
 
 
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
-    """Let the view show the headline numbers of ``parents``, with the last phase first."""
+    """Save a view of the experiment: headline numbers of ``parents``, the last phase first."""
     names = sorted({name for run in parents for name in run.metrics})
     shown = [
         name
@@ -123,7 +123,7 @@ NOTE = "Headline numbers, as in the report. The stages, with all their values, a
 
 
 def sync_runs() -> str:
-    """Import once; return a description of the changes."""
+    """Import new lines of all histories into MLflow; return a line with counts of changed runs."""
     return describe_import(Importer().import_all())
 
 
@@ -134,14 +134,17 @@ def describe_import(counts: Counter[str]) -> str:
 
 
 class Importer:
-    """Importer of the main pipeline and of every study's run folder, for repeated imports."""
+    """Imports the histories of the main pipeline and of every run folder, repeatedly."""
 
     def __init__(self) -> None:
         self.readers: dict[Path, GrowingHistory] = {}
         self.sent: dict[str, int] = {}  # run id → number of sent lines of its history
 
     def import_all(self) -> Counter[str]:
-        """Import once; return the numbers of changes. Raises UserError for errors of the store."""
+        """Import what is new; return counts of runs: added, updated, ended, current.
+
+        Raises UserError for errors of the store.
+        """
         counts: Counter[str] = Counter()
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
@@ -154,7 +157,7 @@ class Importer:
 
 
 class StudyImporter:
-    """One import of the histories of a study into its experiment."""
+    """One import of a study's histories into its experiment in MLflow."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class StudyImporter:
         self.counts: Counter[str] = Counter()
 
     def import_all(self) -> Counter[str]:
-        """Import new lines by method and seed; after a kill, the next import continues."""
+        """Import new lines, return counts of runs; after a kill, the next import continues."""
         shown = set()  # ids of current parents
         # seed → changed runs of its dense model, complete after all headlines relative to it
         dense = {}
@@ -248,7 +251,7 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> StoredRun | None:
-        """Send new lines of a history; return its run if it has ended since the last import."""
+        """Send a history's new lines; return its run if it ended since the last import, or None."""
         header = history.header
         run = self.runs.get(header["uid"])
         parent: StoredRun | None = newest
@@ -373,7 +376,7 @@ class StudyImporter:
         parent.add_params(counts)
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """End runs that were replaced, or whose process has gone without a history."""
+        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED."""
         for run in self.parents.values():
             run.set_tags({CURRENT: str(run.id in shown).lower()})
             if run.id not in shown and run.status == "RUNNING":
@@ -387,7 +390,7 @@ class StudyImporter:
 
 
 def mark_complete(runs: list[StoredRun]) -> None:
-    """Mark runs that the next import can skip."""
+    """Tag runs as complete, so that the next import skips their lines."""
     for run in runs:
         run.set_tags({COMPLETE: "true"})
 

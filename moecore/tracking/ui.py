@@ -85,7 +85,7 @@ class HeldInterrupts:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; KeyboardInterrupt for a Ctrl-C before or meanwhile."""
+        """Sleep; raise KeyboardInterrupt if Ctrl-C was pressed before, or is meanwhile."""
         self.is_sleeping = True  # set before the check, so that no signal is missed
         if self.has_come:
             raise KeyboardInterrupt

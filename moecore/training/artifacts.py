@@ -67,7 +67,7 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_words(folder: Path, data: Prepared) -> None:
-    """Write a text model's ``vocabulary.txt`` and ``text.json``, or the captions' tokenizer."""
+    """Write a text model's vocabulary.txt and text.json, or the captions' tokenizer, if any."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -146,8 +146,8 @@ def load_adapted_model(
 ) -> BackboneModel:
     """Return the model of ``folder`` for other images, with new positions and a fitting head.
 
-    The new images are normalised by their own statistics. A head for other classes is new. Raises
-    UserError if channels or axes do not fit.
+    The new images are normalised by their own statistics. A head for other classes is new. moe:
+    settings of its MoE layers; None: dense. Raises UserError if channels or axes do not fit.
     """
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
@@ -168,7 +168,7 @@ def load_adapted_model(
 def _build_adapted(
     folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
-    """Return the untrained model for other images; UserError if it cannot take them."""
+    """Return a model with random weights for other images; UserError if it cannot take them."""
     if card.image.channels != image.channels:
         raise UserError(
             f"{folder}: trained on {card.image.channels} channels, the new images have "
@@ -190,9 +190,10 @@ def _build_adapted(
 
 
 def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, Tensor]:
-    """Return the weights without heads for other answers, else with heads that predict the same.
+    """Return weights for images like ``new``: no head if the answers differ, else a rescaled one.
 
-    Bins (two or more outputs, of an SFCN) have edges in the label's unit and do not change.
+    A rescaled head predicts the same numbers from the new labels' mean and deviation. Bins (two or
+    more outputs, of an SFCN) have edges in the label's unit and do not change.
     """
     if old.answers != new.answers:
         return {name: value for name, value in weights.items() if not name.startswith("head")}
@@ -226,12 +227,12 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Record that the method needs no teacher, so that a new teacher does not make it outdated."""
+    """Write into ``folder`` that the method needs no teacher: a new teacher then reruns nothing."""
     write_json(folder / "guide.json", {"needed": False})
 
 
 def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
-    """Return the guide of ``folder``, or None if it records that none is needed."""
+    """Return the guide of ``folder``, adapted to ``image``; None if the method needs none."""
     folder = Path(folder)
     path = folder / "guide.json"
     settings = read_json_settings(path, GuideSettings, "the settings of a guide")
@@ -263,7 +264,7 @@ def check_and_load_state_dict(
     assign: bool = False,
     mend: str = "run the stage that writes it again",
 ) -> None:
-    """Load weights into a module; UserError, naming their file, if they do not fit."""
+    """Load weights into a module; UserError, with ``path`` and ``mend``, if they do not fit."""
     try:
         module.load_state_dict(dict(weights), assign=assign)
     except RuntimeError as error:

@@ -106,7 +106,7 @@ class Checkpoint:
     def _read_shards(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Tensors, dict[str, Any]]:
-        """Return the tensors of all ranks, sharded as on this rank, and the pointer's content."""
+        """Return name → tensor, sharded as on this rank, and the content of sharded.json."""
         about = read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
         damaged = ""

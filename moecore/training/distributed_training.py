@@ -29,7 +29,7 @@ MAX_UNSHARDED = 8  # shards up to which parameters stay gathered between forward
 
 
 class DistributedTraining:
-    """The training of a job on this rank and all others."""
+    """One rank's part of a training: a copy of the model with sharded parameters."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """Shard a copy of ``job.model``, which must be equal on all ranks."""
@@ -61,7 +61,7 @@ class DistributedTraining:
         self.job = job._replace(model=model)
 
     def gather(self) -> None:
-        """Update the full model, on every rank."""
+        """Copy the gathered shards into the full model, on every rank."""
         state = self.job.model.state_dict()
         self.full_model.load_state_dict(
             {name: to_full_tensor(value) for name, value in state.items()}
@@ -69,13 +69,13 @@ class DistributedTraining:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Update the shards from the first rank's full model."""
+        """Copy the first rank's full model into the shards of all ranks."""
         state = self.full_model.state_dict()
         for name, value in self.job.model.state_dict().items():
             value.copy_(shard_like(state[name], value))
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        """Average the gradients that are not sharded, and clip all."""
+        """Average unsharded gradients over ranks; clip all to the norm ``clip`` (None: do not)."""
         sharded: dict[Tensor, Tensor] = {}
         unsharded: dict[Tensor, Tensor] = {}
         for parameter in optimizer_parameters(optimizer):
@@ -136,7 +136,7 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
 
 
 def check_rank_batches(model: nn.Module, batch: int) -> None:
-    """Raise UserError if ranks would have different numbers of images, or split groups."""
+    """Raise UserError if a batch does not divide into ranks, or a rank's images into groups."""
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():

@@ -16,7 +16,8 @@ class Guide(nn.Module):
     """A frozen dense teacher with one linear router (no bias) per MoE layer of the student.
 
     ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs
-    per layer (B, T, E)). If it ``learns``, its routers are trained together with the student.
+    per layer (B, T, E)). blocks: of the teacher, whose features the routers read. If it ``learns``,
+    its routers are trained together with the student.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ def aligned_teacher_blocks(
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
-    """Return the unfitted guide of a ``method``; stages: blocks per stage of the student."""
+    """Return ``teacher`` with random routers for ``method``; stages: student's blocks per stage."""
     moe = method.moe
     if moe is None or not method.guided_routing:  # no routers: the tokens may differ
         return Guide(teacher, (), 0, method.teacher_router.features)
@@ -128,7 +129,7 @@ def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...])
 
 
 def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
-    """Return the teacher's probs (N, T, E) per MoE layer on the images; [] without a teacher."""
+    """Return the teacher routers' probabilities (N, T, E) per MoE layer; [] without a teacher."""
     if guide is None or not guide.blocks:
         return []
     chunks = [

@@ -29,7 +29,7 @@ from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 
 
 class Objective(NamedTuple):
-    """The task's loss plus weighted regularizers."""
+    """The loss of a training: the task's plus weighted regularizers."""
 
     regularizers: Sequence[Regularizer] = ()
     label_smoothing: float = 0.0
@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     text: Sequence[Regularizer] = ()  # on the routing of captions
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
-        """Return the unweighted terms, fp32 scalars; ``penalty``: the routers' own losses."""
+        """Return name → unweighted term of the loss, a scalar; ``penalty``: routers' own losses."""
         output = step.output
         labels = step.batch.labels
         if self.distillation:
@@ -65,7 +65,7 @@ class Objective(NamedTuple):
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
-        """Return the sum of the scores of the batch's images, on its device and unchecked."""
+        """Return the sum of the task's scores of the batch's images, which may not be finite."""
         task = step.model.image.task
         batch = step.batch
         if task.long and not self.label_smoothing:  # its loss; saves a second pass over 100 MB
@@ -136,7 +136,7 @@ def routing_loss(
 
 
 def hard_distillation(step: ObjectiveInputs) -> Tensor:
-    """Return the cross-entropy of the last head with the teacher's decisions, not smoothed."""
+    """Return the cross-entropy of the student's last head with the teacher's predicted class."""
     if reason := step.model.image.task.needs_classes("distillation"):
         raise UserError(f"distillation: {reason}; allowed: distillation: 0")
     if step.guidance is None:
@@ -192,7 +192,7 @@ class TrainingJob(NamedTuple):
 
     @property
     def routers(self) -> list[nn.Parameter]:
-        """The teacher's routers if they learn with the model."""
+        """The weights of the teacher's routers if they learn with the model, else []."""
         if self.guide is not None and self.guide.learns:
             return list(self.guide.routers)
         return []
@@ -209,7 +209,7 @@ def build_training_job(
     isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
-    """Return the training of ``model`` on prepared data, or on a ``subset`` of training images.
+    """Return the job that trains ``model`` on prepared data, or on a ``subset`` of training images.
 
     permuted: the seed of a null control, whose training labels are permuted.
     """
@@ -270,7 +270,7 @@ class BatchViews(NamedTuple):
 def make_batch_views(
     job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
 ) -> BatchViews:
-    """Return the views of the images at ``places`` of the batch; None for all of them."""
+    """Return the views of the batch's images at ``places``, indices in the batch; None: of all."""
     draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
     order = loader.batch_indices(len(job.train.labels), settings.batch, seed, step)
     indices = draws.select_rows(order)
@@ -293,7 +293,7 @@ def make_batch_views(
 def apply_adversarial(
     job: TrainingJob, settings: Training, seed: int, step: int, batch: Batch
 ) -> Batch:
-    """Return the batch that a step learns from: attacked if training is adversarial."""
+    """Return ``batch`` with attacked images if training is adversarial, else unchanged."""
     if settings.adversarial is None:
         return batch
     generator = generator_for(seed, step, ATTACK)

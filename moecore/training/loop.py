@@ -114,7 +114,7 @@ def iterate_training(
 def spread_over_ranks(
     job: TrainingJob, settings: Training, device: str
 ) -> "DistributedTraining | None":
-    """Move the model to its device; return this rank's part of a training over several ranks."""
+    """Move the model to ``device``; return its sharded training, or None with a single rank."""
     job.model.to(device)
     if has_process_group():
         # Imported for several ranks only: it takes half a second.
@@ -133,7 +133,7 @@ def spread_over_ranks(
 def batch_maker(
     job: TrainingJob, settings: Training, seed: int, steps: range, device: str
 ) -> Callable[[int], Batch]:
-    """Return a function that makes a step's batch; for a GPU a thread prepares batches ahead."""
+    """Return a function step → batch; for a GPU, a thread makes the batches of ``steps`` ahead."""
     make: Callable[[int], Batch] = partial(training_batch, job, settings, seed)
     if device != "cpu":
         make = BatchPrefetcher(make, steps)
@@ -151,7 +151,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
 
 
 def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None") -> None:
-    """Make all bases orthonormal again, on all ranks (every epoch; ERMoE, supplement §11)."""
+    """Make bases of experts and routers orthonormal again (every epoch; ERMoE, supplement §11)."""
     if spread is not None:
         spread.gather()
     for module in model.modules():
@@ -175,6 +175,7 @@ def train_step(
     """Make one update of the model; return detached terms, summed scores and the model's output.
 
     The term ``loss`` is the weighted sum of the others; scores are averaged over an image's views.
+    rate: of learning. progress: share of the training that is done.
     """
     job.model.train()
     RowsOfBatch.views = batch.views  # read where routers draw noise for this rank's tokens
@@ -209,7 +210,7 @@ def train_step(
 def forward_and_embed_labels(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
-    """Return the model's output, and the batch; embedded captions replace its labels."""
+    """Return the model's output, and ``batch`` with embedded captions instead of its labels."""
     captions = job.model.beside(batch.labels)  # () for a model of images only
     output = job.model(batch.images, guidance, progress, *captions)
     if output.target is None:
@@ -218,7 +219,7 @@ def forward_and_embed_labels(
 
 
 def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
-    """Return mean score and mean loss on a split, in fp32 and evaluation mode."""
+    """Return ``validation_loss`` and ``validation_<score>``, means over a split, in fp32."""
     labels = split.labels.cpu()
     task = model.image.task
     if task.long:

@@ -22,12 +22,12 @@ NEVER = 2**53  # a step that no training reaches
 
 
 class Meter:
-    """Sums on the device between two logged points, read once per point: the host does not wait."""
+    """Sums of losses, scores and routing between two logged points, kept on the device."""
 
     def __init__(
         self, device: torch.device, measure: str = "train_accuracy", monitor: Monitor | None = None
     ) -> None:
-        """Measure: name of the mean score per image. monitor: how often routing is counted."""
+        """Set the mean score's name, and how often routing is counted; None: never."""
         self.device = device
         self.measure = measure
         self.monitor = monitor
@@ -62,7 +62,7 @@ class Meter:
 
     @contextmanager
     def memory(self, tensors: Iterable[Tensor], when: bool) -> Iterator[None]:
-        """Measure the peak memory inside, for the next point, if ``when`` is true."""
+        """Measure the peak memory of the ``with`` block if ``when``, for the next ``take``."""
         if not when:
             yield
             return
@@ -71,7 +71,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return means and routing since the last point; UserError for a non-finite loss."""
+        """Return name → mean, layer → totals since the last point; UserError if not finite."""
         size = current_ranks().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()
@@ -104,7 +104,7 @@ class Meter:
 
 @torch.no_grad()
 def sum_layer_routing(record: RoutingRecord) -> Tensor:
-    """Return a layer's ``LayerTotals`` of one step, (E + 4,) fp64, on the record's device."""
+    """Return a record's tokens per expert, then the other sums of LayerTotals, (E + 4,) fp64."""
     chosen, probs = record.chosen.flatten(0, -2), record.probs.flatten(0, -2)
     experts = probs.shape[-1]
     number = chosen.sum(dim=-1, keepdim=True)
@@ -125,7 +125,7 @@ def sum_layer_routing(record: RoutingRecord) -> Tensor:
 def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-    """Return the meter's values with the learning rate, and the routing of each layer."""
+    """Return what ``meter.take`` does, with learning_rate; UserError if weights are not finite."""
     values, routing = meter.take(last_good)
     values["learning_rate"] = rate
     # A checkpoint must not hold weights that are not finite.
@@ -139,7 +139,7 @@ def take_and_check_metrics(
 
 
 def check_finite_predictions(prediction: Tensor, split: str) -> None:
-    """Raise UserError if predictions (N, …) are not finite, which scores may hide."""
+    """Raise UserError if any of the predictions (N, …) is not finite, which scores may hide."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:
         raise UserError(
@@ -220,7 +220,7 @@ def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Pe
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Yield all tensors that exist before a step, one by one, so that no gradient is kept alive."""
+    """Yield weights, gradients, optimizer state and batch one by one: no gradient is kept alive."""
     for module in modules:
         if module is not None:
             yield from module.buffers()

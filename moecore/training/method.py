@@ -66,7 +66,7 @@ class TextTowerMethod(Config):
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the text tower's parts; its layers are unknown here."""
+        """Return the router, experts and losses against which the tower's parts are checked."""
         if self.router is None or self.experts is None:
             return Surroundings()
         provided = self.router.provides | self.experts.provides | {"routing"}
@@ -74,14 +74,14 @@ class TextTowerMethod(Config):
         return Surroundings(self.router, self.experts, losses=losses, provided=provided)
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield losses that are duplicate or missing."""
+        """Yield (keys, message) of each duplicate loss, and of a missing one."""
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
 
 
 def list_loss_misfits(
     router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
 ) -> Misfits:
-    """Yield duplicate losses, also of the kinds ``before``, and a missing loss of the router."""
+    """Yield (keys, message) of losses given twice or in ``before``, or missing for the router."""
     kinds = list(before)
     for index, loss in enumerate(losses):
         if loss.kind in kinds:
@@ -95,7 +95,7 @@ def list_loss_misfits(
 
 
 class TeacherRouter(Config):
-    """The router on the frozen teacher's features (TGR-MoE, §3.2)."""
+    """Settings of the router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
     features: Feature = Field("mlp_input", description="where the teacher's features are read")
     load: float = Field(
@@ -165,7 +165,7 @@ class Method(Config):
         return self
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of the method's parts."""
+        """Return ``around`` with the router, experts and losses against which parts are checked."""
         return around._replace(
             router=self.router,
             experts=self.experts,
@@ -174,7 +174,7 @@ class Method(Config):
         )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings without effect, and parts that lack what they need from known data."""
+        """Yield (keys, message) of settings without effect, and of parts unfit for the data."""
         remaining = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
         yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
         unguided = self.unguided_regularizers
@@ -205,7 +205,7 @@ class Method(Config):
             yield ("permuted",), f"{text}; allowed: false"
 
     def _idle_upcycling(self) -> Misfits:
-        """Yield upcycling without experts, refused pieces, and initial weights without effect."""
+        """Yield (keys, message) of upcycling that is impossible, or makes settings ineffective."""
         if self.experts is None or self.router is None:
             if isinstance(self.upcycle, Config):
                 text = f"found {self.upcycle.kind}, but a dense method has no experts"
@@ -308,7 +308,7 @@ class Method(Config):
 
     @property
     def provided(self) -> frozenset[str]:
-        """Needs of regularizers that router and experts satisfy."""
+        """Names of what router and experts provide, which regularizers may need."""
         if self.router is None or self.experts is None:
             return frozenset()
         return self.router.provides | self.experts.provides | {"routing"}

@@ -38,12 +38,12 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
-        """Return the totals of the meter's ``sum_layer_routing``, (E + 4,)."""
+        """Return the totals from the numbers (E + 4,) of ``sum_layer_routing``."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 
 class LayerRouting(Config):
-    """The routing of one MoE layer between two logged points."""
+    """Statistics of one MoE layer's routing between two logged points."""
 
     load: tuple[float, ...]  # share of the choices per expert; zeros if no token chose
     max_violation: float | None  # MaxVio: largest load / mean load − 1; 0: even
@@ -56,7 +56,7 @@ class LayerRouting(Config):
 
 
 class RoutingPoint(Config):
-    """The routing between two logged points; layers by name."""
+    """Statistics of the routing between two logged points, by name of the MoE layer."""
 
     step: int
     layers: dict[str, LayerRouting]
@@ -64,7 +64,7 @@ class RoutingPoint(Config):
     warnings: tuple[str, ...] = ()
 
     def curve_values(self) -> dict[str, float | None]:
-        """Return one value per curve: four per layer, and the agreement."""
+        """Return name of a curve → value: four per MoE layer, and ``agreement with last epoch``."""
         values: dict[str, float | None] = {"agreement with last epoch": self.agreement}
         for name, layer in self.layers.items():
             for quantity in ("max_violation", "dead", "token_entropy", "margin"):
@@ -79,7 +79,7 @@ def build_routing_point(
     settings: Monitor,
     agreement: float | None = None,
 ) -> RoutingPoint:
-    """Return the routing after ``step`` steps; before: the previous point, None at the start."""
+    """Return routing statistics since ``before``, the previous point (None: since the start)."""
     layers = {}
     warnings = []
     steps = step if before is None else step - before.step
@@ -135,7 +135,7 @@ def _is_collapsed(layer: LayerRouting | None) -> bool:
 
 
 def describe_point(point: RoutingPoint) -> str:
-    """Return a line on the most uneven layer, and a strip of each: half a bar is an even load."""
+    """Return a line: numbers of the most uneven layer, and a bar per expert; half: an even load."""
     name = max(point.layers, key=lambda name: point.layers[name].max_violation or 0)
     uneven = point.layers[name]
     values = {

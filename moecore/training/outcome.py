@@ -31,7 +31,7 @@ class TissueRoutingRow(Config):
 
 
 class EpochTissueRouting(Config):
-    """The rows of all tissues after one epoch."""
+    """The ``TissueRoutingRow`` of each tissue after one epoch."""
 
     epoch: int
     rows: tuple[TissueRoutingRow, ...]
@@ -46,7 +46,7 @@ class WatchedEpoch(Config):
 
 
 class Settling(Config):
-    """How the routing settles; agreements: shares of tokens with the same most probable expert."""
+    """How routing changes in training; agreements: shares of tokens with the same top-1 expert."""
 
     agreement_with_final: Agreement = ()  # after each epoch, on validation images
     agreement_consecutive: Agreement = ()  # between epochs
@@ -64,7 +64,7 @@ class Settling(Config):
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A model's results on its data; a pruned or merged one has 0 epochs and no curve."""
+    """Scores, losses, costs and routing of a model; after pruning or merging without a curve."""
 
     task: Task
     test_score: Estimate
@@ -83,7 +83,7 @@ class Outcome(ExtraTestMetrics, Settling):
     routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
 
     def with_routing(self, settling: Settling) -> Self:
-        """Return a copy with the settling of the routing."""
+        """Return a copy with the fields of ``settling``."""
         return self.model_copy(update=dict(settling))
 
 
@@ -106,7 +106,10 @@ class TrainingLog(NamedTuple):
 def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Return the results of a trained model; UserError for predictions that are not finite."""
+    """Evaluate a model on validation and test data, as an ``Outcome`` with the log of its training.
+
+    Raises UserError if a test prediction is not finite.
+    """
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     training = {
@@ -126,7 +129,11 @@ def evaluate_trained_model(
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Return a model's results; UserError for bad predictions; streams: in which text is read."""
+    """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``.
+
+    Raises UserError if a test prediction is not finite. seconds: spent on training. streams: number
+    of parts of a text that are read side by side.
+    """
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
         scores = text_block_scores(model, data.test.images, _label_tensor(data.test))

@@ -31,7 +31,7 @@ FIT_LOG_EVERY = 20  # steps
 def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
-    """Return the teacher of ``seed`` with routers for ``method`` that are not fitted yet."""
+    """Return ``teacher`` with random routers, drawn by ``seed``, for the layers of ``method``."""
     torch.manual_seed(derived_seed("teacher_router", seed))
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
@@ -39,7 +39,7 @@ def build_unfitted_guide(
 def iterate_router_fit(
     guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, loss terms)."""
+    """Train the guide's routers in place (TGR-MoE, eq. 8); yield (step, name of a loss → value)."""
     # Batches are drawn independently of the student's.
     fit_seed = derived_seed("teacher_router", seed)
     guide.routers.requires_grad_(True)
@@ -59,7 +59,7 @@ def iterate_router_fit(
 
 
 def text_stream_length(data: Prepared, batch: int) -> int | None:
-    """Return the words in each of ``batch`` streams of a training text; None without text."""
+    """Return the words of each stream if a text is read in ``batch`` streams; None without text."""
     if not data.task.long:
         return None
     test_words = len(data.tokens("test"))
@@ -81,7 +81,7 @@ def build_pretraining(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the training of ``method`` from scratch, with the teacher in the folder ``guide``."""
+    """Return the job that trains ``method`` from scratch, with the teacher of folder ``guide``."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
     teacher = load_guide(guide, image)
@@ -117,7 +117,7 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> TrainingJob:
-    """Return the fine-tuning of the model in ``start``; UserError if the data do not fit."""
+    """Return the job that fine-tunes the model in ``start``; UserError if the data do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = load_guide(guide, image)

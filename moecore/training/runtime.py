@@ -63,7 +63,7 @@ class Runtime(NamedTuple):
 
 
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
-    """Set allocator, threads and matmul precision for this process, and probe bf16.
+    """Set allocator, threads and matmul precision of this process, and probe bf16; return them.
 
     work: the folder of a stage that can be resumed. Raises UserError for an invalid device or
     number of threads in the environment.
@@ -104,7 +104,7 @@ def _requested_device() -> str:
 
 
 def resumed_threads(work: Path, threads: int) -> int:
-    """Return the threads that the stage of ``work`` started with; ``threads`` at its start."""
+    """Return the number of threads with which the stage of ``work`` began, else ``threads``."""
     # Another number splits sums differently: a resumed stage would end with other bits.
     path = work / "threads.json"
     if path.exists():
@@ -125,7 +125,7 @@ def device_name(device: str) -> str:
 
 
 def _keep_large_blocks() -> str:
-    """Make glibc keep freed memory; otherwise large tensors page-fault at each allocation."""
+    """Make glibc keep freed memory, which saves page faults; return the allocator's name."""
     if platform.libc_ver()[0] != "glibc":
         return "system"
     # Numbers of the parameters in glibc's malloc.h.
@@ -138,7 +138,7 @@ def _keep_large_blocks() -> str:
 
 
 def _matmul_precision(device: str) -> tuple[str, float]:
-    """Set the fastest fp32 precision that does not round to bf16; return it and its error."""
+    """Set the fastest fp32 precision that does not round to bf16; return its name and error."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
@@ -153,7 +153,7 @@ def _matmul_precision(device: str) -> tuple[str, float]:
 
 
 def _remembered_speedup(device: str, name: str) -> float:
-    """Return the stored first probe: load on the machine must not change a resumed run's dtype."""
+    """Return the bf16 speedup, probed once per machine: a resumed run must get the same dtype."""
     path = Path(".state/runtime.json")
     machine = f"{platform.node()}, {name}, torch {torch.__version__}"
     speedups = read_json(path) if path.exists() else {}
@@ -180,7 +180,7 @@ def _bf16_speedup(device: str) -> float:
 
 
 def _shortest_call(call: Callable[[], object]) -> float:
-    """Return the shortest time of 40 calls, or of those within 0.2 s (bf16 may be emulated)."""
+    """Return the shortest time of 40 calls, in s, or of those within 0.2 s (slow emulation)."""
     call()
     times: list[float] = []
     while len(times) < 40 and sum(times) < 0.2:
@@ -191,10 +191,11 @@ def _shortest_call(call: Callable[[], object]) -> float:
 
 
 def compile_policy(device: str) -> Compile:
-    """Return whether blocks are compiled: $MOECORE_COMPILE is auto (the default), true or false.
+    """Return how blocks are compiled, by $MOECORE_COMPILE: auto (the default), true or false.
 
-    auto tries it on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps. On one core it
-    would take longer than it saves, and bits would differ. Raises UserError for another word.
+    auto is ``tried`` on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps, else ``off``:
+    on one core it would take longer than it saves, and bits would differ. true is ``required``.
+    Raises UserError for another word.
     """
     policy = os.environ.get(COMPILE) or "auto"
     if policy not in ("auto", "true", "false"):
@@ -220,7 +221,7 @@ class CompiledBlocks:
         steps: int,
         backend: Callable | str | None = None,
     ) -> None:
-        """Prepare compilation. models: used by a step. backend: instead of inductor."""
+        """Prepare compilation of the blocks of ``models``; backend: None for inductor."""
         self.strict = compile == "required"
         self.begun = False
         self.blocks: list[Block] = []
@@ -245,7 +246,7 @@ class CompiledBlocks:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the compiled blocks inside, except the first time."""
+        """Use the compiled blocks in the ``with`` block, except the first time."""
         blocks = self.blocks if self.begun else []
         self.begun = True
         for block, forward in zip(blocks, self.ready, strict=False):
@@ -277,7 +278,7 @@ class CompiledBlocks:
 
 
 def trace_file(title: str) -> Path | None:
-    """Return the file for the trace of a training, below $MOECORE_TRACE; None on other ranks."""
+    """Return the trace file of a training below $MOECORE_TRACE; None without, or on other ranks."""
     folder = os.environ.get(TRACE)
     if not folder or not current_ranks().first:
         return None

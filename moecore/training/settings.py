@@ -93,7 +93,7 @@ Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
 
 
 def _default_decay(fields: Mapping[str, Any]) -> float:
-    """Return the default weight decay for the optimizer among the ``fields`` before it."""
+    """Return the default weight decay with the optimizer of the validated ``fields``."""
     optimizer = fields.get("optimizer")
     if optimizer is not None and not optimizer.decays:
         return 0.0
@@ -101,7 +101,7 @@ def _default_decay(fields: Mapping[str, Any]) -> float:
 
 
 def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
-    """Yield a batch larger than the number of images; why: what the images are."""
+    """Yield (keys, message) if the batch exceeds ``images``, their number; why: what they are."""
     if settings.batch > images:
         text = f"found {settings.batch}, but there are {images} training images ({why})"
         yield ("batch",), f"{text}; allowed: 1 to {images}"
@@ -145,7 +145,7 @@ class Training(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a warm-up longer than the training, and settings that the data do not allow."""
+        """Yield (keys, message) of a warm-up that is too long, and settings unfit for the data."""
         if self.warmup_epochs > self.epochs:
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
@@ -174,7 +174,7 @@ class Training(Config):
             yield from self._unfit_for_number(around)
 
     def _unfit_for_number(self, around: Surroundings) -> Misfits:
-        """Yield a batch, or shots per class, larger than the number of images."""
+        """Yield (keys, message) if the batch, or shots per class, exceed the number of images."""
         preview = around.preview
         if not preview.counts:
             return
@@ -219,7 +219,7 @@ class Finetuning(Training):
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield text data, which have no fine-tuning."""
+        """Yield (keys, message) for text data, which have no fine-tuning."""
         if around.is_text:
             yield (), f"found a section, but {around.data} is text; allowed: leave it out"
         yield from super().misfits(around)
@@ -234,10 +234,10 @@ class AdversarialFinetuning(Finetuning):
 
 
 class TeacherRouterFit(Config):
-    """The fit of a linear router on each aligned block of the frozen teacher."""
+    """Settings of the fit of a linear router on each aligned block of the frozen teacher."""
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a batch larger than the number of images."""
+        """Yield (keys, message) if the batch is larger than the number of images."""
         if around.preview is not None and around.preview.counts:
             yield from batch_misfits(self, around.preview.images["train"], around.data)
 
@@ -247,7 +247,7 @@ class TeacherRouterFit(Config):
 
 
 def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
-    """Return generators for this rank's ``images``, equal to one generator for the whole batch."""
+    """Return generators for this rank's images that draw as one for the whole batch would."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator

@@ -24,7 +24,7 @@ def to_full_tensor(values: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """Return a full tensor, the first rank's, in the form of ``target``: sharded or full."""
+    """Return a full tensor sharded as ``target`` is, with the first rank's values, or unchanged."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return value
@@ -50,7 +50,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the optimizer's state from ``collect_rank_state``."""
+    """Restore the optimizer's state from the tensors that ``collect_rank_state`` returned."""
     state = optimizer.state_dict()
     parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
@@ -67,7 +67,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 def read_distributed_checkpoint(
     folder: Path, target_of: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a torch.distributed.checkpoint folder, in the form of their targets."""
+    """Return name → tensor of a sharded checkpoint's folder, sharded as ``target_of(name)`` is."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

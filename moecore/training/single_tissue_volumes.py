@@ -23,7 +23,7 @@ WHOLE = -1  # the region of an unchanged volume, and of a token that belongs to 
 
 
 class TissueIsolationSchedule(NamedTuple):
-    """Which volumes of a step are reduced to one tissue, and the experts of their tokens."""
+    """Which volumes of a step keep only one tissue, and the expert to which it belongs."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
     channels: tuple[int, ...]  # of ``masks``, per region expert
@@ -56,7 +56,7 @@ class TissueIsolationSchedule(NamedTuple):
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """Return the batch with the experts of its reduced volumes' tokens."""
+        """Return ``batch`` with each token's expert, and with the volumes that teach age."""
         # All ranks must compute the same terms, also a rank without reduced volumes.
         if not has_process_group() and bool((region == WHOLE).all()):
             return batch
@@ -82,7 +82,7 @@ class TissueIsolationSchedule(NamedTuple):
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
 ) -> TissueIsolationSchedule | None:
-    """Return the isolation of ``method`` on training volumes (``subset``); None without one."""
+    """Return which volumes ``method`` reduces to a tissue, and when; None if it reduces none."""
     regions = method.regions
     if regions is None or not method.isolates:
         return None
@@ -105,5 +105,5 @@ def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
 
 
 def keep_only_tissue(volumes: Tensor, share: Tensor) -> Tensor:
-    """Return volumes (B, C, D, H, W) times the share (B, D, H, W) of a tissue, uint8 0 … 255."""
+    """Return volumes (B, C, D, H, W) times a tissue's share / 255; share: uint8 (B, D, H, W)."""
     return volumes * (share.unsqueeze(1).to(volumes.dtype) / 255)

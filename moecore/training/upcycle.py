@@ -33,7 +33,7 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config``; a Swin gets the pretrained windows of ``dense`` unless it sets some."""
+    """Return ``config``; a Swin without ``pretrained_windows`` gets those of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
@@ -111,7 +111,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
 
 
 def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and both values of each setting that differs and affects what weights compute."""
+    """Yield (name, our value, theirs) of each unequal setting that affects what weights compute."""
     free = getattr(ours, "free_settings", frozenset())
     for name in type(ours).model_fields:
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -125,7 +125,7 @@ def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any,
 
 
 def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
-    """Return the teacher's weights for the model's images and task; no head for other answers."""
+    """Return the teacher's weights for the model's images and task; no head if answers differ."""
     ours, theirs = model.image, dense.image
     try:
         weights = adapt_head(dict(dense.state_dict()), theirs, ours)
@@ -167,7 +167,7 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
 def cut_mlp(
     module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
 ) -> upcycling_kinds.MlpPieceScales:
-    """Return how the MLPs are cut; for several pieces the router ``module`` gets equal rows."""
+    """Return how an MLP is cut into pieces; make rows of the router ``module`` equal per MLP."""
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
     for key, refusal in kind.list_parting_settings(router, experts):

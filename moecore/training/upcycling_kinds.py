@@ -42,7 +42,7 @@ class Granular(Config):
     def list_parting_settings(
         self, router: Router, experts: Experts
     ) -> Iterator[tuple[tuple[str, str], str]]:
-        """Yield key and refusal of each setting that would choose the pieces separately."""
+        """Yield (key, message) of each setting by which pieces might be chosen separately."""
         allowed = "allowed with granular upcycling"
         if not router.has_equal_rows:
             parts = part_classes_by_kind(Router).items()
@@ -71,7 +71,7 @@ class Granular(Config):
             yield ("router", "score"), f"{text}; allowed: softmax, or renormalise: true"
 
     def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
-        """Return the pieces for a router of ``experts`` experts."""
+        """Return number and scales of pieces; the layer starts as the MLP if weights sum to 1."""
         if _is_renormalised(router):  # the layer starts as the dense MLP
             return MlpPieceScales(self.pieces, self.pieces)
         share = experts / router.active(experts)  # it would, if all weights were 1/E
@@ -86,7 +86,7 @@ class Drop(Config):
 
     @torch.no_grad()
     def redraw_experts(self, model: nn.Module, seed: int) -> None:
-        """Draw units of each expert again, different ones per expert, in all MoE layers."""
+        """Draw a share of each expert's hidden units again, independently, in all MoE layers."""
         layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
         redraw_seed = derived_seed("upcycling", seed)
         for index, layer in enumerate(layers):
@@ -109,7 +109,7 @@ Upcycling = bool | Annotated[Granular | Drop, Field(discriminator="kind")]
 
 
 def redraw_units(values: Tensor, units: Tensor, normals: Tensor) -> None:
-    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` of their mean and deviation."""
+    """Replace rows ``units`` of ``values`` (h, …) by ``normals`` with their mean and deviation."""
     if len(units):
         replaced = values[units]
         spread = replaced.std(correction=min(1, replaced.numel() - 1))  # 0 for a single number
@@ -123,5 +123,5 @@ def repeat_router_rows(router: nn.Module, pieces: int) -> None:
 
 
 def _is_renormalised(router: Router) -> bool:
-    """Return whether weights sum to 1, as for top_k_softmax always."""
+    """Return whether combine weights sum to 1: as set, or always, as for top_k_softmax."""
     return bool(getattr(router, "renormalise", True))

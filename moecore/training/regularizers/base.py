@@ -27,7 +27,7 @@ class Regularizer(Part, ABC):
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield why it would fail, have no effect, or duplicate a balance of the router."""
+        """Yield (keys, message) if it would fail, have no effect, or duplicate a balance."""
         router = around.router
         if lacking := sorted(self.needs - around.provided):
             text = f"found {self.kind}, which needs {', '.join(lacking)}"
@@ -88,7 +88,8 @@ def probs_of_paired_tokens(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T').
 
-    special: pair special tokens (CLS) with themselves, too.
+    A pair is one patch in two views. part: names the loss in messages. special: pair special tokens
+    (CLS) with themselves, too.
     """
     if step.batch.views != 2:
         raise UserError(

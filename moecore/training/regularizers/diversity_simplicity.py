@@ -15,7 +15,7 @@ from moecore.training.sharded_state import to_full_tensor
 
 
 class DiversitySimplicity(Regularizer):
-    """The loss on the embeddings of the router dynamic, summed over MoE layers."""
+    """DynMoE's loss on expert embeddings of the router ``dynamic``, summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "embeddings"})
     allowed_with: ClassVar[str] = "the router dynamic"

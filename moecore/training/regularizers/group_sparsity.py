@@ -64,7 +64,7 @@ class GroupSparsity(Regularizer):
         return self
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield settings of a Gaussian that is not used, or whose width is constant."""
+        """Yield (keys, message) of settings without effect, as of an unused Gaussian."""
         yield from super().misfits(around)
         if self.filter == "average":
             names = ("sigma_start", "sigma_end", "exponent")
@@ -113,7 +113,7 @@ def group_sparsity(
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:
-    """Return one side of the filter, with sum 1: a Gaussian; the average for an infinite sigma."""
+    """Return the filter's weights along an axis, with sum 1; equal ones for an infinite sigma."""
     weights = [math.exp(-(((index - (size - 1) / 2) / sigma) ** 2) / 2) for index in range(size)]
     return [weight / sum(weights) for weight in weights]
 

@@ -12,7 +12,7 @@ from moecore.training.regularizers.base import Regularizer, probs_of_paired_toke
 
 
 class JensenShannon(Regularizer):
-    """Jensen–Shannon divergence between both sides of each pair, summed over MoE layers.
+    """Jensen–Shannon divergence of corresponding tokens' probs in two views, summed over layers.
 
     It does not balance the load: add importance and load.
     """

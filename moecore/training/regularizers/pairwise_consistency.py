@@ -52,7 +52,7 @@ def pairwise_consistency(
 
 
 def _expert_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S (E, E) and #pairs over all ranks."""
+    """Return the correlation S (E, E) of experts over the pairs of all ranks, and their number."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)
     with torch.autocast(first.device.type, enabled=False):

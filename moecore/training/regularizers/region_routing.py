@@ -34,7 +34,7 @@ class RegionExpertSettings(Config):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield tissues that the data have no maps of; a user's cohort may have no maps at all."""
+        """Yield (keys, message) if the data have no tissue maps, or none of a tissue."""
         regions: tuple[str, ...] | None = getattr(around.source, "regions", None)
         if regions == ():
             text = f"found some, but {around.data} has no tissue maps (maps and dseg are null)"
@@ -51,7 +51,7 @@ class RegionExpertSettings(Config):
 
 
 class RegionRouting(Regularizer):
-    """Cross-entropy of the scores with the expert of each token of a reduced volume.
+    """Cross-entropy of router scores with the tissue's expert, for tokens of one-tissue volumes.
 
     Mean over MoE layers. *Our choice*: the paper warm-starts region experts on region-isolated
     inputs (algorithm 2, line 1), but does not say how the routers learn it. Forcing tokens to an

@@ -13,7 +13,7 @@ from moecore.training.sharded_state import to_full_tensor
 
 
 class Simbal(Regularizer):
-    """The loss on the rows of every router that starts orthonormal, summed over MoE layers."""
+    """The sum of |WWᵀ − I| over the rows of every router that starts orthonormal (SimBal)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "orthonormal"})
     allowed_with: ClassVar[str] = "a router with start: orthonormal"

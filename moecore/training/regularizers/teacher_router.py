@@ -13,7 +13,7 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Regularizer):
-    """The teacher router's loss, summed over its layers; only that router learns from it."""
+    """Balance and entropy loss of the teacher's routers, summed over layers; only they learn."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"
@@ -35,7 +35,7 @@ class TeacherRouter(Regularizer):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return ``balance`` (CV² of mean probs) and ``entropy`` of probs (B, T, E) of all layers."""
+    """Return ``balance`` (CV² of mean probs) and ``entropy``: sums over layers' probs (B, T, E)."""
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
         "entropy": cast(Tensor, sum(entropy(probs=p) for p in probs)),

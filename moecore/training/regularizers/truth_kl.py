@@ -15,9 +15,9 @@ from moecore.training.regularizers.router_kl import router_kl
 
 
 class TruthKl(Regularizer):
-    """KL from the routing of ``told`` to the student's, mean over MoE layers (*our own*).
+    """KL from the routing by the truth (router ``told``) to the student's, mean over MoE layers.
 
-    It uses no teacher network, so it also acts in fine-tuning.
+    *Our own*. It uses no teacher network, so it also acts in fine-tuning.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "truth"})
@@ -40,9 +40,10 @@ class TruthKl(Regularizer):
 
 
 def truth_kl(*, truth: Tensor, record: RoutingRecord) -> Tensor:
-    """Return KL in nats from ``told``'s routing to the record's, mean over tokens; a scalar ≥ 0.
+    """Return KL in nats from the router ``told``'s routing to the record's, mean over tokens; ≥ 0.
 
-    truth: int64 (B, T), each token's kind, from 1; 0: unknown, which ``told`` sends to expert 0.
+    truth: int64 (B, T), each token's true kind, from 1; 0: unknown, which ``told`` sends to expert
+    0.
     """
     told = ToldRouter(experts=record.probs.shape[-1])
     _, teacher = told(record.probs, RoutingContext(truth=truth))

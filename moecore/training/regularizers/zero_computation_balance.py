@@ -13,7 +13,7 @@ from moecore.training.regularizers.base import Regularizer, check_has_experts, s
 
 
 class ZeroComputationBalance(Regularizer):
-    """The loss of experts with ``zero_computation``, summed over MoE layers; its weight is β."""
+    """MoE++'s load balancing loss for experts with ``zero_computation``, summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "zero_computation"})
     allowed_with: ClassVar[str] = "experts with zero_computation"

@@ -35,7 +35,7 @@ class ExpertUse(NamedTuple):
 
 
 class ExpertUseSums:
-    """Sums over the tokens so far, per expert."""
+    """Sums of each expert's use over the tokens so far."""
 
     def __init__(self, experts: int) -> None:
         self.tokens = 0
@@ -51,13 +51,13 @@ class ExpertUseSums:
         self.outputs[expert] = self.outputs[expert] + outputs.sum(dim=0).cpu()
 
     def average(self) -> ExpertUse:
-        """Return the means over all tokens, and over those that chose each expert (REAP)."""
+        """Return each expert's count, mean weighted length of outputs (REAP), and mean output."""
         reap = self.lengths / self.counts.clamp(min=1)
         return ExpertUse(self.counts, reap, torch.stack(self.outputs) / self.tokens)
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return the use of each MoE layer's experts on ``images`` images, by the layer's name.
+    """Return name of an MoE layer → use of its experts on ``images`` images of ``split``.
 
     Every expert computes every token, so a layer costs E / k times as much.
     """
@@ -80,7 +80,7 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
 def watch_layers(
     model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
 ) -> Iterator[None]:
-    """Call ``watch(name, layer, tokens, record)`` after each decision on tokens (B, T, d)."""
+    """Call ``watch(name, layer, tokens, record)`` inside, after each routing; tokens: (B, T, d)."""
 
     def make_hook(name: str, layer: MoEFeedForward) -> Callable[..., None]:
         return lambda _, inputs, decided: watch(name, layer, inputs[0], decided[1])
@@ -114,21 +114,21 @@ class ExpertReduction(Config, ABC):
 
     @abstractmethod
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the reduced router and experts; UserError, naming the key, if it is impossible."""
+        """Return settings with fewer experts; UserError, naming the key, if it is impossible."""
 
     @abstractmethod
     def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
-        """Return the reduced model; uses: by MoE layer."""
+        """Return a model with fewer experts; uses: name of each MoE layer → its experts' use."""
 
     def reduce_model(self, model: Model, split: Split) -> Model:
-        """Return the reduced model, by images of the training split; a dense model unchanged."""
+        """Return the model with fewer experts, by their use on ``split``; a dense one unchanged."""
         if model.moe is None:
             return model
         self.reduced_settings(model.moe)  # raises before images are processed
         return self.reduce_experts(model, measure_expert_use(model, split, self.images))
 
     def number_left(self, moe: MoESettings) -> int:
-        """Return M; UserError if that is all, or fewer than a token chooses."""
+        """Return the remaining experts' number; UserError if all, or fewer than a token chooses."""
         number = moe.experts.number
         min_experts = max(2, getattr(moe.router, "k", None) or 1)
         remaining = ceil(exact_fraction(self.left) * number)
@@ -142,7 +142,7 @@ class ExpertReduction(Config, ABC):
 
 
 def check_token_choice(moe: MoESettings, action: str) -> None:
-    """Raise UserError unless tokens choose among whole experts; action: "merged" or "pruned"."""
+    """Raise UserError unless tokens choose, and whole experts; action: "merged" or "pruned"."""
     if not moe.router.chooses_per_token or "teacher" in moe.router.wants:
         raise UserError.at(
             "router.kind",
@@ -158,13 +158,13 @@ def check_token_choice(moe: MoESettings, action: str) -> None:
 
 
 def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
-    """Return a model as ``model`` with another router and experts, with random weights."""
+    """Return a model like ``model`` with other settings of MoE layers and random weights."""
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 
 
 def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
-    """Return a model with these settings and weights, on the device of ``model``."""
+    """Return a model like ``model`` with other MoE layers and ``weights``, on the same device."""
     reduced = rebuild_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)

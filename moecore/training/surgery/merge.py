@@ -39,7 +39,7 @@ class Merge(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the merged settings; UserError for experts and routers that cannot be merged."""
+        """Return the settings after merging; UserError if experts or router do not allow it."""
         expert_reduction.check_token_choice(moe, "merged")
         if not moe.experts.has_hidden_units:
             raise UserError.at(
@@ -61,7 +61,7 @@ class Merge(expert_reduction.ExpertReduction):
         return expert_reduction.with_number(moe.model_copy(update={"router": router}), number)
 
     def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
-        """Return the model with one expert per cluster, and all rows of its router."""
+        """Return the model with one expert per cluster; routers keep the rows of all E experts."""
         moe = self.reduced_settings(model.experts_and_router)
         number = self.number_left(model.experts_and_router)
         weights = model.state_dict()

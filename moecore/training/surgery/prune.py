@@ -31,7 +31,7 @@ class Prune(expert_reduction.ExpertReduction):
     )
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
-        """Return the settings with fewer experts; UserError for routers without rows of experts."""
+        """Return settings with fewer experts; UserError for routers without weights per expert."""
         expert_reduction.check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
             raise UserError.at(
@@ -53,7 +53,7 @@ class Prune(expert_reduction.ExpertReduction):
         return expert_reduction.build_reduced_model(model, moe, weights)
 
     def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
-        """Return the remaining experts (M,) of a layer, sorted; UserError for unequal groups."""
+        """Return a layer's remaining experts, sorted indices (M,); UserError for unequal groups."""
         order = torch.argsort(use.reap if self.by == "reap" else use.counts, stable=True)
         experts = order[-self.number_left(moe) :].sort().values  # of equals the highest stay
         groups = getattr(getattr(moe.router, "router", moe.router), "groups", None)
@@ -72,7 +72,7 @@ class Prune(expert_reduction.ExpertReduction):
 def select_expert_weights(
     model: Model, moe: MoESettings, remaining: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of ``model`` for the remaining experts (M,) by layer, layers in order."""
+    """Return the weights of ``model`` without removed experts; remaining: layer → indices (M,)."""
     reduced = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None

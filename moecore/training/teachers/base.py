@@ -12,14 +12,14 @@ from moecore.training.settings import Training
 
 
 class Teacher(Part, ABC):
-    """The settings of a teacher, a family of parts."""
+    """Base class of the settings of a teacher, one class per kind."""
 
     training: Training | None = None  # in its stage; None: pretrained, the same for every seed
     data: Source | None = None  # its training data; None: data.pretrain
     volumes: ClassVar[bool] = True  # whether its images may have three axes
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield a teacher of 2D images for data of volumes."""
+        """Yield (keys, message) for a teacher of 2D images, if the data are volumes."""
         if around.source is not None and around.source.volumes and not self.volumes:
             parts = part_classes_by_kind(Teacher).items()
             kinds = ", ".join(kind for kind, part in parts if part.volumes)
@@ -28,11 +28,11 @@ class Teacher(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return its model for such images; UserError if it has none."""
+        """Return the teacher's model for images like ``image``; UserError if it has none."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return its training data; work: the stage's folder, for data that it prepares itself."""
+        """Return the teacher's training data; work: folder for data that it prepares itself."""
         return pretraining
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError if ``build`` would because of the settings; without a download."""
+        """Raise UserError if the settings make ``build`` fail for ``image``; downloads nothing."""

@@ -28,7 +28,7 @@ class Dense(Teacher):
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Return its own data, which the first rank prepares in ``work``."""
+        """Return its own data, prepared in ``work`` by the first rank, else ``pretraining``."""
         if self.data is None:
             return pretraining
         path = work / "data"

@@ -99,7 +99,7 @@ class OpenClip(Teacher):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """Return open_clip's weights under our names, in fp32; biases that CLIP lacks are 0."""
+    """Return open_clip's weights under moecore's names, in fp32; biases that CLIP lacks are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
@@ -130,7 +130,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
 def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
-    """Return the sizes of both towers, from the shapes of their weights under our names."""
+    """Return the settings of a two-tower model, from the shapes of weights with moecore's names."""
     kernel = weights["visual.patch_embed.proj.weight"]
     width = kernel.shape[0]
     text = weights["text.positions"].shape[1]

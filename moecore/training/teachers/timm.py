@@ -50,7 +50,7 @@ class Timm(Teacher):
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError for a name that timm does not know, or a model unlike ours."""
+        """Raise UserError for a name that timm does not know, or a model that moecore lacks."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert_model(source, image)
@@ -58,7 +58,7 @@ class Timm(Teacher):
     def _convert_model(
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
-        """Return our version of a timm model, and its weights; UserError for other features."""
+        """Return moecore's version of a timm model, and its weights; UserError if it has none."""
         unsupported = unsupported_features(source)
         if unsupported:
             raise self._name_error(f"which has {', '.join(unsupported)}")
@@ -100,7 +100,7 @@ class Timm(Teacher):
         return self.name.startswith(("swin_", "swinv2_"))
 
     def _image_arguments(self, image: ImageSpec) -> dict[str, Any]:
-        """Return timm's arguments for the images; a Swin keeps its own size (None)."""
+        """Return timm's arguments ``in_chans`` and ``img_size``; None: a Swin's own size."""
         return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
     def _import_timm(self) -> Any:
@@ -159,7 +159,7 @@ class Timm(Teacher):
 
 
 def unsupported_features(source: Any) -> list[str]:
-    """Return the features of a timm model, in words, that our ViT or Swin does not have."""
+    """Return the features of a timm model, in words, that moecore's ViT or Swin does not have."""
     if not hasattr(source, "blocks"):  # a Swin
         first = [stage.blocks[0] for stage in source.layers]
         window = max(block.window_size[0] for block in first)
@@ -200,7 +200,7 @@ def unsupported_features(source: Any) -> list[str]:
 
 
 def vit_settings(source: Any) -> Vit:
-    """Return our settings of a timm VisionTransformer or VisionTransformerDistilled."""
+    """Return moecore's settings of a timm VisionTransformer or VisionTransformerDistilled."""
     block = source.blocks[0]
     return Vit(
         patch=source.patch_embed.patch_size[0],
@@ -217,7 +217,7 @@ def vit_settings(source: Any) -> Vit:
 
 
 def swin_settings(source: Any) -> SwinSettings:
-    """Return our settings of a timm SwinTransformer or SwinTransformerV2."""
+    """Return moecore's settings of a timm SwinTransformer or SwinTransformerV2."""
     first = [stage.blocks[0] for stage in source.layers]
     second = hasattr(first[0].attn, "logit_scale")
     learned = None
@@ -236,7 +236,7 @@ def swin_settings(source: Any) -> SwinSettings:
 
 
 def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return timm's weights of a Swin under our names, without buffers."""
+    """Return timm's weights of a Swin under moecore's names, without buffers."""
     return {
         name.replace("head.fc.", "head."): value
         for name, value in state.items()
