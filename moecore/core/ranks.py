@@ -61,7 +61,7 @@ def has_process_group() -> bool:
 
 
 def current_ranks() -> Ranks:
-    """Return this process's rank; ``Ranks()`` without a process group."""
+    """Return this process's rank and the number of ranks; 0 and 1 without a process group."""
     if not has_process_group():
         return Ranks()
     return Ranks(distributed.get_rank(), distributed.get_world_size())
@@ -141,7 +141,7 @@ def print_failure_once(text: str) -> None:
 
 
 def check_equal_across_ranks(what: str, text: str) -> None:
-    """Raise UserError on every rank unless ``text`` is equal on all ranks."""
+    """Raise UserError, naming ``what``, on every rank unless ``text`` is equal on all of them."""
     if not has_process_group():
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -163,7 +163,7 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 
 def leave_ranks() -> None:
-    """End the watch and the process group, if they exist."""
+    """Stop the watch for late ranks and end the process group, if they exist."""
     if _MeetingPlace.watch is not None:
         _MeetingPlace.watch.stop()
         _MeetingPlace.watch = None
@@ -308,7 +308,7 @@ class RankWatch(Thread):
         self.join(INTERVAL)
 
     def _print_late_ranks(self, begun: int, question: int) -> None:
-        """Print the late ranks; only the first waiting rank prints."""
+        """Print, on the first waiting rank, which ranks began fewer than ``begun`` collectives."""
         late = {}
         for rank in range(self.size):
             key = f"watch/{question}/{rank}"
