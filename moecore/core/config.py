@@ -121,7 +121,7 @@ class Config(BaseModel):
         yield from ()
 
     def remarks(self) -> Misfits:
-        """Yield notes of ``moecore check`` that are not errors: a key, and the text."""
+        """Yield (key below these settings, note) to be printed by ``moecore check``; no errors."""
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:

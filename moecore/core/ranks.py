@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's indices (b,) int64 into a batch, None if alone; else UserError."""
+        """Return this rank's indices (b,) int64 of the ``batch``, None if alone; else UserError."""
         if self.size == 1:
             return None
         if batch % self.size:

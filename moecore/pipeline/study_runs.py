@@ -104,7 +104,7 @@ def project_texts_from_overlay(folder: Path) -> dict[str, str]:
 
 
 def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
-    """Return the params.yaml of a project: its overlay.yaml over this version's; and its text."""
+    """Return a project's composed params.yaml (overlay.yaml over this version's) and its text."""
     base = layers.load_root_layer(SHIPPED)
     overlay = layers.load_overlay_layer(folder, base)
     composed = layers.compose_layers([base, overlay], SHIPPED)
@@ -113,7 +113,7 @@ def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
 
 
 def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
-    """Write dvc.yaml, or several for many stages, and remove previous ones."""
+    """Write dvc.yaml, or several for many stages, and remove those that are not written again."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
     texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
@@ -124,7 +124,7 @@ def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
 
 
 def why_results_stay(question_round: Round) -> str:
-    """Return why the numbers in a round's folder are not its results; "" if they are."""
+    """Return why a round's folder has no current results; "" if its numbers may be kept."""
     folder = question_round.folder
     if not (folder / NUMBERS).is_file():
         return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
@@ -206,7 +206,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
 
 
 def _check_round(question_round: Round) -> str:
-    """Return a text that a round is valid, and whether its data are here; else UserError."""
+    """Return "in order", and if its data are not here; UserError with what is wrong in a round."""
     document, _, stages = question_round.compose()
     home = question_round.folder
     if not home.is_dir():

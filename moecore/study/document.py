@@ -265,10 +265,7 @@ def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
 
 
 def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
-    """Return a text as one line of about ``limit`` letters, with control characters escaped.
-
-    The middle is left out, as messages end with what is allowed.
-    """
+    """Return one line of about ``limit`` letters: middle left out, control characters escaped."""
     if len(text) > limit:
         half = (limit - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"

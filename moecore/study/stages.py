@@ -27,10 +27,7 @@ EACH = {  # the matrix of DVC: the stage runs once per item
 
 
 class Stage(NamedTuple):
-    """One stage; {method}, {seed}, … in texts stand for the values of one of its runs.
-
-    A stage with an empty ``each`` runs once.
-    """
+    """One stage, run once per value of ``each``; {method}, {seed}, … stand for those of a run."""
 
     name: str
     says: str

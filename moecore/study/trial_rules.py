@@ -49,10 +49,7 @@ Keys = tuple[str | int, ...]
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
-    """Yield (keys, message) per outside data source whose preview fails its check.
-
-    notes: gets a line per source that could not be tried.
-    """
+    """Yield (keys, message) per outside source that fails; ``notes`` gets those not tried."""
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
@@ -61,10 +58,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield (keys, message) per outside part, except data sources, that fails its check.
-
-    notes: gets a line per part that could not be tried.
-    """
+    """Yield (keys, message) per other outside part that fails; ``notes`` gets those not tried."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)

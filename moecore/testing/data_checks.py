@@ -338,7 +338,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
 
 def small_target(task: Task) -> Target:
-    """Return a small model of the task with eight images, one of them black and one white."""
+    """Return an attack's target: a small model with eight images, one of them black, one white."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
     images[1] = 1.0
