@@ -35,7 +35,7 @@ Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
+    """The method, model and data of a part; None, (), {} and "" mean nothing, or not known yet."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router that contains the part, or of the same method
@@ -125,7 +125,7 @@ class Config(BaseModel):
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of nested settings.
+        """Return the surroundings of the settings inside these.
 
         Args:
             around: The surroundings of these settings.
@@ -160,7 +160,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return settings validated again, as they are stored; UserError, which names ``key``."""
+    """Return changed settings, validated by their class, with errors as UserError for ``key``."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:
@@ -225,12 +225,12 @@ class Part(Config):
 
 
 def is_family_base(cls: type) -> bool:
-    """Return whether a field of this type may be any part of a family."""
+    """Return whether ``cls`` is a family's base: a field of this type may be any of its parts."""
     return issubclass(cls, Part) and cls.family is cls
 
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    """Return the class of a kind; ValueError for an invalid outside part, KeyError if unknown."""
+    """Return the class of kind ``name``; ValueError for an invalid outside part, else KeyError."""
     if outside_packages.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
@@ -239,7 +239,7 @@ def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
 
 
 def list_own_names(family: type[Config]) -> list[str]:
-    """Return the names of built-in parts, from the files in the family's folder."""
+    """Return the kinds of built-in parts, sorted, from the files in the family's folder."""
     stems = sorted(file.stem for file in _folder(family).glob("*.py"))
     return [stem for stem in stems if _own_class(family, stem)]
 

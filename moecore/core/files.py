@@ -175,7 +175,7 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Return the JSON of a file, without its seal, which ``sealed`` demands; else UserError."""
+    """Return a file's JSON without its checksum, which ``sealed`` requires; UserError if wrong."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))

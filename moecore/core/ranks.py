@@ -119,7 +119,7 @@ class _MeetingPlace:
 def print_failure_once(text: str) -> None:
     """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it.
 
-    Ranks that fail before they met meet for this. If they cannot in ten seconds, each prints.
+    Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     """
     try:
         store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)

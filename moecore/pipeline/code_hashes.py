@@ -100,7 +100,7 @@ def is_code_written(inputs: str, document: Document) -> bool:
 
 
 def remember_code(inputs: str) -> None:
-    """Store what ``is_code_written`` compares; inputs: ``code_inputs`` of before the check."""
+    """Store checksums for ``is_code_written``; inputs: ``code_inputs`` of before the check."""
     write_whole(CODE_STATE, _code_state(inputs))
 
 
@@ -300,7 +300,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 
 
 def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
-    """Return [(package, name)] of an import; of a public module, where it has the name from."""
+    """Return [(package, name)] that an import reads; for a public module, its names' origins."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""
@@ -340,7 +340,7 @@ def _read_source(file: Path, root: Path) -> _Source:
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
-    """Return a file's imports, hash, and what it has; caching its tree would slow Python down."""
+    """Return a file's _Source; caching its syntax tree would slow the garbage collector."""
     tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports: list[tuple[str, str]] = []

@@ -42,7 +42,7 @@ WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 def study_dvc_yaml_texts(
     stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
 ) -> dict[str, str]:
-    """Return path → text of a study's dvc.yaml, split if it has many stages; run: the section."""
+    """Return path → text of a study's dvc.yaml, split if large; run: ``run`` of its params.yaml."""
     if count_stages(stages, run) <= LARGE_STUDY:
         return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]

@@ -73,7 +73,7 @@ def _row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage needs the whole machine; one of several teachers does not."""
+    """Return whether a stage must run alone; a teacher need not if ``above`` has several."""
     if _row(stage).alone and _row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _row(stage).alone or stage.split("-")[0] == TIMED
@@ -130,7 +130,7 @@ def run_job_stages(
 def run_stages(
     above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
 ) -> list[str]:
-    """Run stages, ``jobs`` at a time, until one fails; return those not finished.
+    """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done.
 
     above: stage → its direct ancestors. environments: variables of each process that may run.
     """
@@ -251,7 +251,7 @@ def list_gpus() -> list[str]:
 
 
 def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return environments with a server of stages, or with our ``python`` first in PATH."""
+    """Return environments with a stage server or, with GPUs, with our ``python`` in PATH first."""
     import torch
 
     if SOCKET in os.environ:

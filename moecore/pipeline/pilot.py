@@ -244,7 +244,7 @@ def pilot_score_for_task(task: Task) -> Score:
 
 
 def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
-    """Return whether routing gains enough, leaves room above a learned router, and trains fast.
+    """Return three conditions (holds, line): routing gains enough, has room to learn, is fast.
 
     Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
     seeds, pooled from the variances of all four.

@@ -70,7 +70,7 @@ def version_range(text: str) -> str:
 
 
 def moecore_requirement() -> str:
-    """Return the requirement ``moecore @ URL`` from where pip installed it, else its versions."""
+    """Return a project's requirement: ``moecore @ URL`` of the installation, or ``moecore>=…``."""
     # By name alone, pip would install any package that an index has under it.
     recorded = distribution("moecore").read_text("direct_url.json")  # PEP 610
     if recorded is None:

@@ -117,8 +117,8 @@ def shipped_params_text(study: str) -> str:
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that an upgrade writes again.
 
-    folder: the project. Its overlay.yaml, if any, is read; its stages of this version stay, as its
-    params.yaml has their settings.
+    folder: the project. Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version
+    has stay there, as its params.yaml has their settings.
     """
     stages: list[str] = []
     for file in list_project_dvc_files(folder):

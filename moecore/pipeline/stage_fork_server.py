@@ -51,7 +51,7 @@ class StageServerPaths(NamedTuple):
 
 
 def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServerPaths:
-    """Start a server that ends with this process; UserError if it ends before it listens."""
+    """Start a server that ends with this process; return its paths. UserError if it ends early."""
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     server = StageServerPaths(folder / "socket", folder / "bin")
     server.commands.mkdir()
@@ -101,7 +101,7 @@ def serve_stages(path: str, stages: Stages) -> None:
 
 
 def _serve_request(line: socket.socket, stages: Stages) -> None:
-    """Fork the requested stage and send its id and exit code; end it if the client is gone."""
+    """Fork the requested stage, send its id and exit code; terminate it if the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
     request = line.makefile().readline()

@@ -85,7 +85,7 @@ def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
 
 
 def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of an overlay, in a clone dvc.yaml; return what changes."""
+    """Write params.yaml and dvc.yaml of an overlay (clone: dvc.yaml); return a line per change."""
     if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
         files.write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
@@ -143,7 +143,7 @@ def why_results_stay(question_round: Round) -> str:
 
 
 def keep_results(question_round: Round) -> Path:
-    """Copy a complete round's numbers, commit and items to pipelines/results/, else UserError."""
+    """Copy a complete round's results to pipelines/results/ and return the file; else UserError."""
     if reason := why_results_stay(question_round):
         raise UserError(f"{question_round.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
@@ -186,7 +186,7 @@ def refuse_study_name(name: str) -> None:
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
-    """Yield a line per round of a question, and one for its presets; append to ``problems``.
+    """Yield a line per valid round, and one for the presets; append errors to ``problems``.
 
     A round gets all checks of ``moecore check``, and a small step of methods that it does not run.
     Presets, which may be combined, are only read.
@@ -206,7 +206,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
 
 
 def _check_round(question_round: Round) -> str:
-    """Return "in order", and if its data are not here; UserError with what is wrong in a round."""
+    """Return "in order", also whether its data are missing; UserError lists what is wrong."""
     document, _, stages = question_round.compose()
     home = question_round.folder
     if not home.is_dir():

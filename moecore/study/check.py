@@ -234,9 +234,9 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 
 
 def selection_misfits(data: Any) -> Misfits:
-    """Yield (keys, message) for wrong names in ``run``, ``claims``, ``questions`` and ``methods``.
+    """Yield (keys, message) for wrong entries of ``run``, ``claims``, ``questions``, ``methods``.
 
-    They are unknown, listed twice, or cannot name a folder. data: the file's content.
+    They are unknown, listed twice, or names that no folder can have. data: the file's content.
     """
     sections = _as_mapping(data)
     run = _as_mapping(sections.get("run"))

@@ -46,7 +46,7 @@ class TrainingPhase(NamedTuple):
 
 
 def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
-    """Return (keys, message) per model that cannot be built, guided, fine-tuned or reduced."""
+    """Return (keys, message) per model that cannot be built, guided, tuned or get fewer experts."""
     phases = [
         TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
         for name in TRAINING_PHASES

@@ -57,7 +57,7 @@ class _NullRepresenter(RoundTripRepresenter):
 
 
 class ParamsOrigin(NamedTuple):
-    """Names for a file's head: file to edit, root's file, schema; folder: base of layers' names."""
+    """What a params.yaml's head names: file to edit, root's file, schema; folder: base of paths."""
 
     edited: str
     base: str
@@ -134,7 +134,7 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
 
 
 def dump_inline_yaml(value: Any) -> str:
-    """Return YAML without anchors, with lists and mappings of plain values on one line."""
+    """Return a value as YAML without anchors; lists and mappings of plain values on one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False
@@ -229,7 +229,7 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()  # the oldest first
 
 
 def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
-    """Return a YAML text with renamed keys and its comments; UserError if both names exist."""
+    """Return a YAML text with keys renamed and comments kept; UserError if both names exist."""
     writer = round_trip_writer(text)
     data = writer.load(text)
     is_changed = False

@@ -159,7 +159,7 @@ class Round(NamedTuple):
 
     @property
     def was(self) -> str:
-        """Return its name as a study of moecore 0.2, or ""."""
+        """Return the round's name as a study of moecore 0.2, or ""."""
         return (self.document.data or {}).get("was") or ""
 
     @property
@@ -168,7 +168,7 @@ class Round(NamedTuple):
 
     @property
     def results(self) -> Path:
-        """Return the file of the round's numbers, which git tracks."""
+        """Return the path of the round's results, a JSON file that git tracks."""
         return self.question.root / PIPELINES / RESULTS / f"{self.name}.json"
 
     @property

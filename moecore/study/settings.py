@@ -71,7 +71,7 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
 def extract_declared_settings(
     model: type[AnySettings], document: Document, **item: object
 ) -> AnySettings:
-    """Return the keys of ``document`` that ``model`` declares; UserError, a line per problem."""
+    """Return a ``model`` read from its keys in ``document``; UserError, a line per problem."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()

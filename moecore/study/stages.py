@@ -27,11 +27,11 @@ EACH = {  # the matrix of DVC: the stage runs once per item
 
 
 class Stage(NamedTuple):
-    """One stage, run once per value of ``each``; {method}, {seed}, … stand for those of a run."""
+    """One row of the table; in texts {method}, {seed}, … stand for the item of a run."""
 
     name: str
     says: str
-    each: str = ""
+    each: str = ""  # key of EACH: the matrix with an item per run; "": it runs once
     keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the stage's name
     code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
     after: tuple[str, ...] = ()  # below artifacts: what it reads, if a stage of the study writes it

@@ -34,7 +34,7 @@ def assert_that(part: Any, is_true: Any, promise: str) -> None:
 
 
 def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str = "") -> None:
-    """Raise AssertionError unless ``call`` raises a UserError in one line that begins so."""
+    """Raise AssertionError unless ``call`` raises a one-line UserError beginning with ``start``."""
     try:
         call()
     except UserError as error:
