@@ -160,7 +160,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return changed settings, validated by their class, with errors as UserError for ``key``."""
+    """Return changed settings, validated by their class; UserError, for ``key``, if invalid."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:
@@ -230,7 +230,7 @@ def is_family_base(cls: type) -> bool:
 
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    """Return the class of kind ``name``; ValueError for an invalid outside part, else KeyError."""
+    """Return the class of kind ``name``; KeyError if unknown, ValueError for a bad outside part."""
     if outside_packages.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):

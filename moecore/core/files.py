@@ -43,7 +43,7 @@ class UserError(Exception):
 
 
 class UnusableFile(UserError):
-    """A file that the system does not let this process read or write."""
+    """Error for a file that the system does not let this process read or write."""
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's indices (b,) int64 of the ``batch``, None if alone; else UserError."""
+        """Return this rank's batch indices (b,) int64, None if alone; UserError if uneven."""
         if self.size == 1:
             return None
         if batch % self.size:
@@ -172,7 +172,7 @@ def leave_ranks() -> None:
 
 
 def exit_other_ranks() -> None:
-    """Leave the group, and end every process except the first rank's."""
+    """Leave the process group; exit with 0 unless this is the first rank."""
     is_first = current_ranks().first
     leave_ranks()
     if not is_first:
@@ -255,7 +255,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for ``backward``."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class RankWatch(Thread):
         self.ended = Event()
 
     def run(self) -> None:
-        """Answer every question; ask one after a long wait, and print which ranks are late."""
+        """Answer requests for this rank's count; after a long wait, ask and print late ranks."""
         with suppress(RuntimeError):  # the store or the group has ended, with the training
             begun = count_begun_collectives()
             since = time.monotonic()

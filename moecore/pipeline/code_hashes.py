@@ -117,7 +117,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def hash_settings(document: Document) -> dict[str, str]:
-    """Return key → sha256 of its values, for every key that stages name under ``params``."""
+    """Return key → sha256 of its value in params.yaml, for all ``params`` of stages in dvc.yaml."""
     run = document.data.get("run") or {}
     sources = document.data.get("data")
     methods = run.get("methods")
@@ -253,7 +253,7 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256; shown: also of metrics' labels. Raises UserError for invalid Python."""
+    """Return path → sha256; shown: metrics' labels count, too. UserError for invalid Python."""
     return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
 
 

@@ -232,7 +232,7 @@ def choose_places(
 
 
 def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return one environment with the GPUs of all ``places``, which are environments, too."""
+    """Return the first of the environments ``places``, with the GPUs of all of them."""
     environment = dict(places[0])
     if VISIBLE_GPUS in environment:
         environment[VISIBLE_GPUS] = ",".join(place[VISIBLE_GPUS] for place in places)

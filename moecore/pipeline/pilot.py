@@ -67,8 +67,8 @@ class PilotResult(NamedTuple):
     dense: PilotRow
     told: PilotRow
     learned: PilotRow
-    begun: PilotRow  # as told
-    fitted: float  # share of training tokens that its fitted routers send as told
+    begun: PilotRow  # learned, started from the oracle's weights and a fitted router
+    fitted: float  # share of tokens for which the fitted routers choose as the oracle does
 
     @property
     def rows(self) -> tuple[PilotRow, ...]:

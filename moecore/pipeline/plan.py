@@ -132,7 +132,7 @@ def stages_changed_by_code(
 
 
 def _stage_name(addressing: str) -> str:
-    """Return the name of a stage without the path of its dvc.yaml."""
+    """Return the name of a stage, ``dvc.yaml:NAME`` in DVC, without the path of the file."""
     return addressing.split(":")[-1]
 
 

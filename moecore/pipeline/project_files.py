@@ -44,8 +44,8 @@ INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
     """Write a new project into ``folder``, which must be missing or empty.
 
-    is_overlay: its params.yaml is written from an overlay.yaml. Raises UserError, and leaves
-    nothing, for an invalid name, study or folder.
+    study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
+    Raises UserError, and leaves nothing, for an invalid name, study or folder.
     """
     refuse_study_name(name)
     if importlib.util.find_spec(name):

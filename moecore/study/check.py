@@ -123,7 +123,7 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
 def read_study_and_problems(
     document: Document, stages: Sequence[str]
 ) -> tuple[Study | None, list[str]]:
-    """Return the study (None if it cannot be read), and a line per problem in the file's order."""
+    """Return (study, None if it cannot be read; a line per problem, in the file's order)."""
     study = None
     problems = []
     try:
@@ -268,7 +268,7 @@ def selection_misfits(data: Any) -> Misfits:
 
 
 def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
-    """Yield why the outside measurement ``name`` (package.module) cannot be run, if so."""
+    """Yield a message if the outside measurement ``name`` (package.module) cannot be run."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"

@@ -156,7 +156,7 @@ class _UnfitNode(Exception):
 
 
 class _Composer(Composer):
-    """A composer that refuses what DVC reads differently or not at all, and deep nesting."""
+    """A composer that refuses YAML that DVC reads differently or not at all, and deep nesting."""
 
     level = 0
 

@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        """Return the entries of ``methods``; none if it is no mapping."""
+        """Return name → entry of the section ``methods``; {} if it is no mapping."""
         entries = self.sections.get("methods")
         return entries if isinstance(entries, dict) else {}
 
@@ -73,7 +73,7 @@ Place = tuple[int, str]  # number of a layer, and name
 
 @dataclass(frozen=True)
 class LayeredFiles(Document):
-    """Several layers as one document; a key's place is in the last layer that has it."""
+    """Layers as one document; a key is placed (path:line:column) in the last layer that has it."""
 
     layers: tuple[Layer, ...] = ()
     methods: Mapping[str, Chain] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return a copy of ``base`` with the values of ``over``; lists and other kinds are replaced."""
+    """Return ``over`` merged over ``base``; a list, or mapping of another kind, is replaced."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):

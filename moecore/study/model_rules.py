@@ -225,7 +225,7 @@ def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
 def _guiding_problems(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Misfits:
-    """Yield (keys, message) for a teacher that cannot guide: other tokens, or too few blocks."""
+    """Yield (keys, message) if a teacher cannot guide: other number of tokens, too few blocks."""
     teacher, refused = _build_teacher(study, model.image)
     yield from _refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:

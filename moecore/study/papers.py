@@ -107,13 +107,13 @@ def find_paper_file(root: Path, folder: str) -> Path:
 
 
 def list_papers(root: Path) -> list[str]:
-    """Return the folders of all papers: the installed version's, then the project's."""
+    """Return the folder names of all papers: the installed version's, then the project's."""
     added = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
     return list(dict.fromkeys((*PAPERS, *added)))
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
-    """Return folder → paper; UserError for an invalid file."""
+    """Return folder → Paper for all papers; UserError for an invalid file."""
     return {
         name: validate_whole(Paper, _load(find_paper_file(root, name)))
         for name in list_papers(root)
@@ -121,7 +121,7 @@ def load_papers(root: Path) -> dict[str, Paper]:
 
 
 def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return paper folder, claim name and changed keys of an entry of ``asks``."""
+    """Return (paper's folder, claim's name, changed keys) of an entry of ``asks``."""
     changes = dict(entry) if isinstance(entry, dict) else {NAME: entry}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes

@@ -120,7 +120,7 @@ class QuestionFile:
         return [*layers, self._expand(question)]
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
-        """Yield (document, layers from the lowest) per round; one round if the file lists none."""
+        """Yield (document, layers from the lowest) per round; one if the file lists no rounds."""
         below = self.layers[:-1]
         question = self.layers[-1]
         rounds = self.document.data.get("rounds")

@@ -150,8 +150,8 @@ def answer_settings_digest(
 ) -> str:
     """Return a digest of the settings that an answer depends on; study: params.yaml as data.
 
-    Only the two methods count, and not run, claims and questions. left_out: additional sections
-    that change no result.
+    These are all sections except run, claims, questions and ``left_out``, with only the two methods
+    that are compared.
     """
     unread = ("run", "claims", "questions", "methods", *left_out)
     sections = {name: section for name, section in study.items() if name not in unread}

@@ -156,7 +156,7 @@ def line_position(line: str) -> tuple[str, int, int]:
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
-    """Return the file's keys for a pydantic error's location; places: field → keys."""
+    """Return the file's keys for the location of a pydantic error; places: field → keys."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
@@ -212,7 +212,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
 
 
 def describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return what is allowed at pydantic's location: keys, kinds, or the field's description."""
+    """Return a text of what is allowed at pydantic's location: keys, kinds, or a description."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]

@@ -67,7 +67,7 @@ class Stage(NamedTuple):
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Return the files below artifacts/code with the hashes of its code, without suffix."""
+        """Return the hash files of its code, below artifacts/code and without suffix."""
         method = ("methods/{method}",) if "method" in self.item else ()
         return (f"stages/{self.module}", *self.code, *method)
 

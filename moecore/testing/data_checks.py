@@ -180,11 +180,11 @@ def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
 
 
 class Killed(Exception):
-    """Simulates a process that is killed after it has stored a piece."""
+    """Simulates the kill of a process after it has stored a result."""
 
 
 class Pieces:
-    """A ``PartStore`` in memory, which is killed after ``until_kill`` computed pieces."""
+    """A ``PartStore`` (name → result) in memory that is killed after ``until_kill`` results."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}
