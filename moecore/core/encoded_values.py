@@ -45,7 +45,7 @@ def encode_arrays(*arrays: np.ndarray) -> str:
 
 
 def decode_compressed_text(text: str) -> bytes:
-    """Return the bytes of all arrays that ``encode_arrays`` encoded."""
+    """Return the bytes of all arrays that ``encode_arrays`` compressed into ``text``."""
     return zlib.decompress(base64.b64decode(text))
 
 

@@ -316,7 +316,7 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """Return the first existing candidate for ``root``; else UserError, which names ``what``."""
+    """Return the first existing candidate for ``root``; if none, a UserError asks for ``what``."""
     folders = candidate_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder
