@@ -35,7 +35,7 @@ Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
+    """The method, model and data of a part; None, (), {} and "" mean nothing, or not known yet."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router that contains the part, or of the same method
@@ -55,7 +55,7 @@ class Surroundings(NamedTuple):
 
     @property
     def data(self) -> str:
-        """Return the key of the data in params.yaml."""
+        """Return the key of the data in params.yaml: ``data.<phase>`` or ``teacher.data``."""
         if self.phase == "teacher":
             return "teacher.data"
         return f"data.{self.phase}"
@@ -72,7 +72,7 @@ class Surroundings(NamedTuple):
 
     @property
     def has_truth(self) -> bool:
-        """Return whether the data have the kind of each token."""
+        """Return whether the data state the true group (kind) of each token."""
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
@@ -85,7 +85,10 @@ class Surroundings(NamedTuple):
 def changed_settings(
     settings: Any, names: Iterable[str], why: str, allowed: str
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield the settings among ``names`` that have no effect but differ from their defaults."""
+    """Yield ((name,), message) for each of ``names`` whose setting is not its default.
+
+    why: the reason that it has no effect. allowed: what would give it one.
+    """
     for name in names:
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
@@ -93,7 +96,7 @@ def changed_settings(
 
 
 def format_changed_settings(value: Any) -> str:
-    """Return a text of how settings differ from their defaults."""
+    """Return the settings that are not default as text, "it" if none; other values as ``str``."""
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
     return str(value)
@@ -108,7 +111,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield what does not fit: a key below these settings, and ``found …; allowed: …``.
+        """Yield (key below these settings, ``found …; allowed: …``) for each conflict.
 
         ``moecore check`` prepends file, line and key. It also calls this on nested settings.
 
@@ -118,11 +121,11 @@ class Config(BaseModel):
         yield from ()
 
     def remarks(self) -> Misfits:
-        """Yield notes of ``moecore check`` that are not errors: a key, and the text."""
+        """Yield (key below these settings, note) to be printed by ``moecore check``; no errors."""
         yield from ()
 
     def surround(self, around: Surroundings) -> Surroundings:
-        """Return the surroundings of nested settings.
+        """Return the surroundings of the settings inside these.
 
         Args:
             around: The surroundings of these settings.
@@ -136,7 +139,7 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 def replace_and_validate(
     section: str, settings: AnySettings, changes: Mapping[str, Any], family: Any = None
 ) -> AnySettings:
-    """Return settings with ``changes``, validated again; UserError names the key.
+    """Return settings with ``changes``, validated; UserError names ``section`` and the key.
 
     family: the family of the new part if ``kind`` changes; fields that it lacks are dropped.
     """
@@ -157,7 +160,7 @@ def replace_and_validate(
 
 
 def validate_again(settings: AnySettings, key: str) -> AnySettings:
-    """Return changed settings, validated again, so that they can be stored; else UserError."""
+    """Return changed settings, validated by their class; UserError, for ``key``, if invalid."""
     try:
         return settings.__class__.model_validate(settings.model_dump())
     except ValidationError as error:
@@ -166,7 +169,7 @@ def validate_again(settings: AnySettings, key: str) -> AnySettings:
 
 
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
-    """Return the settings in a JSON file; UserError names the file if they are invalid."""
+    """Return the settings in a JSON file; UserError if it holds no valid ``what``."""
     try:
         return kind.model_validate(read_json(path))
     except ValidationError as error:
@@ -222,12 +225,12 @@ class Part(Config):
 
 
 def is_family_base(cls: type) -> bool:
-    """Return whether a field of this type may be any part of a family."""
+    """Return whether ``cls`` is a family's base: a field of this type may be any of its parts."""
     return issubclass(cls, Part) and cls.family is cls
 
 
 def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
-    """Return the class of a kind; ValueError for an invalid outside part, KeyError if unknown."""
+    """Return the class of kind ``name``; KeyError if unknown, ValueError for a bad outside part."""
     if outside_packages.DOTTED_NAME.fullmatch(name):
         return _outside_class(family, name)
     if part := _own_class(family, name):
@@ -236,7 +239,7 @@ def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
 
 
 def list_own_names(family: type[Config]) -> list[str]:
-    """Return the names of built-in parts, from the files in the family's folder."""
+    """Return the kinds of built-in parts, sorted, from the files in the family's folder."""
     stems = sorted(file.stem for file in _folder(family).glob("*.py"))
     return [stem for stem in stems if _own_class(family, stem)]
 
@@ -244,7 +247,7 @@ def list_own_names(family: type[Config]) -> list[str]:
 def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
-    """Return a family's parts by name: built-in parts, then parts of allowed packages.
+    """Return kind → class of a family's parts: built-in parts, then parts of allowed packages.
 
     imports: also import parts that are not loaded yet; ValueError with one line if one is invalid.
     """
@@ -259,7 +262,7 @@ def part_classes_by_kind(
 
 
 def collect_constants_named(package: str, name: str) -> list[Any]:
-    """Return the constants ``name`` of ``package``, then of outside modules; else ValueError."""
+    """Return the values of constant ``name`` in modules of ``package``, then in outside modules."""
 
     def defines(file: Path) -> bool:
         return f"\n{name} = " in file.read_text(encoding="utf-8")

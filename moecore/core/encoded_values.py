@@ -31,7 +31,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def spreadsheet_cell(value: Any) -> Any:
-    """Return a cell for CSV; a text that would run as a formula gets a leading apostrophe."""
+    """Return the value for a cell of a CSV; a text that would run as a formula gets a leading '."""
     if not isinstance(value, str) or value[:1] not in ("=", "+", "-", "@", "\t", "\r"):
         return value
     is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf", value, re.IGNORECASE)
@@ -45,7 +45,7 @@ def encode_arrays(*arrays: np.ndarray) -> str:
 
 
 def decode_compressed_text(text: str) -> bytes:
-    """Return the bytes that ``encode_arrays`` encoded."""
+    """Return the bytes of all arrays that ``encode_arrays`` compressed into ``text``."""
     return zlib.decompress(base64.b64decode(text))
 
 
@@ -65,12 +65,12 @@ def pack_numbers(values: np.ndarray) -> str:
 
 
 def encode_exact(values: np.ndarray) -> str:
-    """Return numbers (N,) encoded as fp64, without loss."""
+    """Return numbers (N,) as text: base64 of compressed fp64, without loss."""
     return encode_arrays(np.asarray(values, np.float64))
 
 
 def decode_float_array(text: str) -> np.ndarray:
-    """Return fp64 numbers (N,) of ``pack_numbers``, with the exact mean, or ``encode_exact``."""
+    """Return the fp64 numbers (N,) that ``pack_numbers`` or ``encode_exact`` encoded."""
     if ":" not in text:
         return np.frombuffer(decode_compressed_text(text), "<f8")
     mean, largest, rest = text.split(":")

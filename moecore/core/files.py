@@ -43,7 +43,7 @@ class UserError(Exception):
 
 
 class UnusableFile(UserError):
-    """A file that the system does not let this process read or write."""
+    """Error for a file that the system does not let this process read or write."""
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def file_errno(error: BaseException) -> int | None:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return ``.NAME.MACHINE.PID.part``; remove what killed processes of this machine left."""
+    """Return ``.NAME.MACHINE.PID.part`` next to ``path``; remove such files of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
     for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
@@ -164,7 +164,7 @@ def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify_and_remove_seal(value: Any) -> bool:
-    """Remove the seal from ``value``; return whether it had one that matches the content."""
+    """Remove the checksum (seal) from ``value``; return whether it was there and is correct."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_seal(value)
 
@@ -175,7 +175,7 @@ def _content_seal(value: Any) -> str:
 
 
 def read_json(path: str | Path, sealed: bool = False) -> Any:
-    """Return the JSON of a file, without its seal, which ``sealed`` demands; else UserError."""
+    """Return a file's JSON without its checksum, which ``sealed`` requires; UserError if wrong."""
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -213,7 +213,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first incomplete or invalid line."""
+    """Yield (line, its JSON value) up to the first line cut off, not JSON, or not ``is_whole``."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)
@@ -225,10 +225,10 @@ def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tup
 
 
 class KeptParts:
-    """Parts by key in ``folder``/kept.jsonl; those after the first damaged line are recomputed."""
+    """Results of a stage by name, in ``folder``/kept.jsonl, with which a killed stage resumes."""
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """Read the stored parts; ``inputs`` of the stage are compared before a part is stored."""
+        """Read the intact stored parts; inputs: the stage's, refused if edited during the stage."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -246,11 +246,11 @@ class KeptParts:
             write_whole(self.path, intact)
 
     def show_progress(self, bar: Any) -> None:
-        """Update ``bar`` after every part from now on."""
+        """Update ``bar``, with the number of stored parts, after every part from now on."""
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the part stored under ``name``, or compute and store it; always as JSON has it."""
+        """Return the value stored under ``name``, else compute and store it; as read from JSON."""
         if name not in self.parts:
             part = compute()
             if self.inputs is not None:
@@ -296,7 +296,7 @@ def join_below_root(root: Path, name: str | Path) -> Path:
 
 
 def outermost_dvc_project() -> Path | None:
-    """Return the outermost DVC project of the running stage; None outside of one."""
+    """Return the folder of the outermost DVC project around the running stage, or None."""
     inner = os.environ.get("DVC_ROOT")
     if not inner:
         return None
@@ -306,7 +306,7 @@ def outermost_dvc_project() -> Path | None:
 
 
 def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
-    """Return where raw data may lie: below this folder, then the repository that DVC runs in."""
+    """Return the paths ``root`` (one or several) here, and in the repository in which DVC runs."""
     roots = (root,) if isinstance(root, str) else root
     home = outermost_dvc_project()
     candidates: dict[Path, None] = {}  # an absolute path is the same in both folders
@@ -316,7 +316,7 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
 
 
 def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
-    """Return the first existing candidate for ``root``; else UserError, which names ``what``."""
+    """Return the first existing candidate for ``root``; if none, a UserError asks for ``what``."""
     folders = candidate_folders(root)
     if folder := next((path for path in folders if path.is_dir()), None):
         return folder

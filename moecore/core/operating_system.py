@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use; else of the machine."""
+    """Return the number of cores that this process may use, or, if unknown, that exist."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -53,7 +53,7 @@ def allowed_packages() -> tuple[str, ...]:
 
 
 def check_package_name(name: str) -> str:
-    """Return ``name`` if it may be listed, whether or not it is installed; else ValueError."""
+    """Return ``name`` if ``packages`` may list it, installed or not; else ValueError."""
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
     if not _is_outside_name(name):
@@ -83,7 +83,7 @@ def _find_folder(package: str) -> Path | None:
 
 
 def import_module_of_package(name: str) -> ModuleType:
-    """Return a module of an allowed package; ValueError with one line if it cannot be imported."""
+    """Import and return a module of an allowed package; ValueError with one line if that fails."""
     top = name.partition(".")[0]
     if top not in allowed_packages():
         listed = ", ".join((*allowed_packages(), top))
@@ -105,7 +105,7 @@ def import_module_of_package(name: str) -> ModuleType:
 
 
 def outside_kinds_in_settings(value: Any) -> Iterator[str]:
-    """Yield the kinds of outside parts in settings that were read from JSON."""
+    """Yield every ``kind: package.module`` in nested settings that were read from JSON."""
     if isinstance(value, dict):
         kind = value.get("kind")
         if isinstance(kind, str) and DOTTED_NAME.fullmatch(kind):
@@ -127,7 +127,7 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
 
 
 def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return a traceback's last line and place, preferably in ``folder`` or an allowed package."""
+    """Return an error's ``message (file:line)``, preferably of ``folder`` or an allowed package."""
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{message} ({error.filename}:{error.lineno})"

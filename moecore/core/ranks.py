@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's indices (b,) int64 into a batch, None if alone; else UserError."""
+        """Return this rank's batch indices (b,) int64, None if alone; UserError if uneven."""
         if self.size == 1:
             return None
         if batch % self.size:
@@ -61,7 +61,7 @@ def has_process_group() -> bool:
 
 
 def current_ranks() -> Ranks:
-    """Return this process's rank; ``Ranks()`` without a process group."""
+    """Return this process's rank and the number of ranks; 0 and 1 without a process group."""
     if not has_process_group():
         return Ranks()
     return Ranks(distributed.get_rank(), distributed.get_world_size())
@@ -119,7 +119,7 @@ class _MeetingPlace:
 def print_failure_once(text: str) -> None:
     """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it.
 
-    Ranks that fail before they met meet for this. If they cannot in ten seconds, each prints.
+    Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     """
     try:
         store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
@@ -141,7 +141,7 @@ def print_failure_once(text: str) -> None:
 
 
 def check_equal_across_ranks(what: str, text: str) -> None:
-    """Raise UserError on every rank unless ``text`` is equal on all ranks."""
+    """Raise UserError, naming ``what``, on every rank unless ``text`` is equal on all of them."""
     if not has_process_group():
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -163,7 +163,7 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 
 def leave_ranks() -> None:
-    """End the watch and the process group, if they exist."""
+    """Stop the watch for late ranks and end the process group, if they exist."""
     if _MeetingPlace.watch is not None:
         _MeetingPlace.watch.stop()
         _MeetingPlace.watch = None
@@ -172,7 +172,7 @@ def leave_ranks() -> None:
 
 
 def exit_other_ranks() -> None:
-    """Leave the group, and end every process except the first rank's."""
+    """Leave the process group; exit with 0 unless this is the first rank."""
     is_first = current_ranks().first
     leave_ranks()
     if not is_first:
@@ -255,7 +255,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for ``backward``."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class RankWatch(Thread):
         self.ended = Event()
 
     def run(self) -> None:
-        """Answer every question; ask one after a long wait, and print which ranks are late."""
+        """Answer requests for this rank's count; after a long wait, ask and print late ranks."""
         with suppress(RuntimeError):  # the store or the group has ended, with the training
             begun = count_begun_collectives()
             since = time.monotonic()
@@ -308,7 +308,7 @@ class RankWatch(Thread):
         self.join(INTERVAL)
 
     def _print_late_ranks(self, begun: int, question: int) -> None:
-        """Print the late ranks; only the first waiting rank prints."""
+        """Print, on the first waiting rank, which ranks began fewer than ``begun`` collectives."""
         late = {}
         for rank in range(self.size):
             key = f"watch/{question}/{rank}"

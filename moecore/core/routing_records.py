@@ -76,7 +76,7 @@ class RoutingContext(NamedTuple):
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
     ) -> "RoutingContext":
-        """Return the context with the block's attention, as far as ``wants`` names it."""
+        """Return the context with the attention's weights, and its output if a router wants it."""
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
@@ -84,7 +84,7 @@ class RoutingContext(NamedTuple):
     def with_previous(
         self, wants: Collection[str], records: Sequence[RoutingRecord]
     ) -> "RoutingContext":
-        """Return the context with the logits of the last record, if ``wants`` names them."""
+        """Return the context with the logits of the last record, if ``wants`` names "previous"."""
         if "previous" not in wants or not records:
             return self
         return self._replace(previous=records[-1].logits)

@@ -26,13 +26,13 @@ FAMILIES = (  # folders of parts
 
 
 def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
-    """Return a project's existing files ``name``, also in ``steps/`` of a large study."""
+    """Return the existing paths of a project's ``name``, also in ``steps/*/`` of a large study."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]
 
 
 def project_of(folder: Path) -> Path:
-    """Return the project of a run folder; any other folder is returned itself."""
+    """Return the project of a run folder, below .runs/; for any other folder, the folder itself."""
     resolved = folder.resolve()
     if resolved.parent.name == RUNS:
         return resolved.parents[1]
@@ -40,7 +40,7 @@ def project_of(folder: Path) -> Path:
 
 
 def question_folders(folder: Path) -> tuple[Path, ...]:
-    """Return the folder of a run folder's question, which may hold packages; () for others."""
+    """Return (pipelines/<folder>,) of a run folder's question; () for any other folder."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()

@@ -35,7 +35,7 @@ Who = Literal[
 
 
 def generator_for(*numbers: int) -> Generator:
-    """Return a CPU generator for integers (seed, step, purpose), independent of all others."""
+    """Return a CPU generator for integers such as (seed, step, purpose), independent of others."""
     # Not numpy's SeedSequence, for which (1, 5) and (1, 5, 0) are the same
     return Generator().manual_seed(_hash_words(*numbers))
 
@@ -69,12 +69,12 @@ class BatchDraws(NamedTuple):
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return (B, *shape) uniform numbers in [0, 1)."""
+        """Return uniform numbers in [0, 1) of shape (B, *shape)."""
         size = (self.whole, *shape)
         return self.select_rows(torch.rand(size, generator=self.generator, dtype=dtype))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return (B, *shape) int64 from ``low`` to ``high`` − 1."""
+        """Return uniform int64 numbers of shape (B, *shape), from ``low`` to ``high`` − 1."""
         size = (self.whole, *shape)
         return self.select_rows(torch.randint(low, high, size, generator=self.generator))
 
@@ -99,22 +99,22 @@ class RowsOfBatch:
 
 
 def normal_like(values: Tensor) -> Tensor:
-    """Return this rank's part of the batch's normal draws, for ``values`` (views · b, …)."""
+    """Return N(0, 1) draws shaped as ``values`` (views · b, …): this rank's part of the batch's."""
     return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
 
 
 def uniform_like(values: Tensor) -> Tensor:
-    """Return uniform draws in [0, 1) for ``values`` (views · b, …), like ``normal_like``."""
+    """Return uniform draws in [0, 1) shaped as ``values`` (views · b, …), like ``normal_like``."""
     return RowsOfBatch.of(torch.rand_like(_whole_batch_like(values)))
 
 
 def draw_bernoulli_mask(values: Tensor, probability: float) -> Tensor:
-    """Return 0 or 1 for ``values`` (views · b, …), drawn as in ``normal_like``."""
+    """Return draws, 1 with ``probability``, else 0, shaped as ``values``, like ``normal_like``."""
     return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))
 
 
 def _whole_batch_like(values: Tensor) -> Tensor:
-    """Return a tensor of the whole batch's shape, whose memory is not read."""
+    """Return a tensor (views · B, …) for this rank's ``values`` (views · b, …); not to be read."""
     size = current_ranks().size
     if size == 1:
         return values
@@ -122,7 +122,7 @@ def _whole_batch_like(values: Tensor) -> Tensor:
 
 
 def derived_seed(who: Who, seed: int) -> int:
-    """Return the seed, from 0 to 2⁶³ − 1, of ``who`` in the run of ``seed``."""
+    """Return the seed, from 0 to 2⁶³ − 1, with which ``who`` draws in the run of ``seed``."""
     return _hash_words(who, seed) >> 1  # valid for torch and numpy
 
 

@@ -23,7 +23,7 @@ def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
 
 
 def is_in_backward_pass() -> bool:
-    """Return whether a backward pass recomputes this; in a compiled graph always False."""
+    """Return whether a backward pass runs this code again; always False in a compiled graph."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -298,7 +298,7 @@ def study_preset(
 def study_run(
     name: Question, number: RoundNumber = None, jobs: JobCount = None, sets: SetValues = None
 ) -> None:
-    """Write the folder of a question, run its stages that are not up to date, keep its results."""
+    """Write a question's folder, run its stages that are not up to date, and store its results."""
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
     from moecore.study.questions import find_question
 
@@ -319,7 +319,7 @@ def study_run(
 
 @study_app.command("keep")
 def study_keep(name: Question, number: RoundNumber = None) -> None:
-    """Keep the results of a question that `dvc repro` or `moecore run` ran in its folder."""
+    """Copy the results of a question, which ran in its folder, to pipelines/results/."""
     from moecore.pipeline.study_runs import keep_results
     from moecore.study.questions import find_question
 

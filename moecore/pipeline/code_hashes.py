@@ -57,7 +57,7 @@ FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a ki
 
 
 def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """Return file below artifacts/code/ → source file → sha256; UserError for invalid Python."""
+    """Return file below artifacts/code/ → {source file: sha256}; UserError for invalid Python."""
     allow_packages(document.packages, document.folders)
     return {
         name: hash_files(files, root, shown=name == f"stages/{COMPARE}.json")
@@ -66,7 +66,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
-    """Write artifacts/code/, replacing the previous folder."""
+    """Write artifacts/code/ for the file ``params``, replacing the previous folder."""
     document = load_yaml_document(str(params))
     hashed = hash_code_files(document, root)
     with whole_folder(folder) as temporary:
@@ -77,7 +77,7 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 
 
 def code_inputs(document: Document) -> str:
-    """Return a checksum of all that the stage ``code`` reads, except raw data."""
+    """Return a sha256 of all that the stage ``code`` reads, except raw data."""
     allow_packages(document.packages, document.folders)
     outside = map(outside_packages.package_folder, allowed_packages())
     folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *outside]
@@ -100,7 +100,7 @@ def is_code_written(inputs: str, document: Document) -> bool:
 
 
 def remember_code(inputs: str) -> None:
-    """Store what ``is_code_written`` compares; inputs: from before the check, to notice edits."""
+    """Store checksums for ``is_code_written``; inputs: ``code_inputs`` of before the check."""
     write_whole(CODE_STATE, _code_state(inputs))
 
 
@@ -117,7 +117,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def hash_settings(document: Document) -> dict[str, str]:
-    """Return key → sha256 of its values, for every key that stages name under ``params``."""
+    """Return key → sha256 of its value in params.yaml, for all ``params`` of stages in dvc.yaml."""
     run = document.data.get("run") or {}
     sources = document.data.get("data")
     methods = run.get("methods")
@@ -183,7 +183,7 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 
 
 def _report_files(root: Path) -> list[Path]:
-    """Return the files that decide what the page shows; it finds them by folder, not by import."""
+    """Return the files that decide what the page shows: found by folder, not by imports."""
     folders = ("report/measures", "report/pictures", "measure")
     files = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
     modules = outside_packages.list_allowed_modules(_shows_results)
@@ -194,7 +194,7 @@ def _report_files(root: Path) -> list[Path]:
 
 
 def _shows_results(file: Path) -> bool:
-    """Return whether an outside module declares something that the page shows."""
+    """Return whether an outside module has a Measurement or ``SHOWN``, which the page shows."""
     text = file.read_text(encoding="utf-8")
     return "(Measurement):" in text or "\nSHOWN = " in text
 
@@ -202,11 +202,12 @@ def _shows_results(file: Path) -> bool:
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
-    """Return ``path`` and the files of ``rooms`` that importing it reaches, below ``root``.
+    """Return ``path`` and the files that importing it reaches, below ``root``.
 
-    Files of ``PASSED_THROUGH`` are followed but left out, as are ``__init__`` files with only a
-    docstring. Of a family only the base class is reached: params.yaml names the part. Other files
-    in a module's folder (an atlas, a template) belong to the module.
+    rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left out,
+    as are ``__init__`` files with only a docstring. Of a family only the base class is reached:
+    params.yaml names the part. Other files in a module's folder (an atlas, a template) belong to
+    the module.
     """
     reached: set[Path] = set()
     waiting = [Path(path)]
@@ -252,7 +253,7 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
-    """Return path → sha256, sorted; shown: with metrics' words; UserError for invalid Python."""
+    """Return path → sha256; shown: metrics' labels count, too. UserError for invalid Python."""
     return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
 
 
@@ -299,7 +300,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
 
 
 def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
-    """Return (package, name) of an import; for a public module, where the name is defined."""
+    """Return [(package, name)] that an import reads; for a public module, its names' origins."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""
@@ -339,7 +340,7 @@ def _read_source(file: Path, root: Path) -> _Source:
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
-    """Return facts about a source file; caching its tree would slow the garbage collector."""
+    """Return a file's _Source; caching its syntax tree would slow the garbage collector."""
     tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports: list[tuple[str, str]] = []

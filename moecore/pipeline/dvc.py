@@ -42,7 +42,7 @@ WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 def study_dvc_yaml_texts(
     stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
 ) -> dict[str, str]:
-    """Return path → text of a study's dvc.yaml, several if it has many stages; run: section."""
+    """Return path → text of a study's dvc.yaml, split if large; run: ``run`` of its params.yaml."""
     if count_stages(stages, run) <= LARGE_STUDY:
         return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
@@ -73,7 +73,7 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
 
 
 def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return stages' entries in dvc.yaml, by default of the usual stages; UserError if unknown."""
+    """Return name → entry in dvc.yaml; names: by default the usual stages; UserError if unknown."""
     names = [stage.name for stage in ROWS if stage.usual] if names is None else names
     if unknown := [name for name in names if name not in STAGES]:
         raise UserError(f"stages: found {unknown[0]!r}; allowed: {', '.join(STAGES)}")
@@ -97,7 +97,7 @@ def stage_definitions(names: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def dvc_entry(stage: Stage) -> dict[str, Any]:
-    """Return the entry of a stage in dvc.yaml, with all possible dependencies."""
+    """Return a stage's entry in dvc.yaml (cmd, deps, outs, …), with all possible dependencies."""
     item = [f"{{{name}}}" for name in stage.item]
     command = [f"python -m {STAGE_MODULES}{stage.module}", stage.words or " ".join(item)]
     settings = [f"code/settings/{key}.json" for key in stage.reads]

@@ -73,7 +73,7 @@ def _row(stage: str) -> Stage:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage needs the whole machine; one of several teachers does not."""
+    """Return whether a stage must run alone; a teacher need not if ``above`` has several."""
     if _row(stage).alone and _row(stage).trains:
         return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
     return _row(stage).alone or stage.split("-")[0] == TIMED
@@ -130,7 +130,10 @@ def run_job_stages(
 def run_stages(
     above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
 ) -> list[str]:
-    """Run all stages, ``jobs`` at a time, until a failure; return unfinished stages."""
+    """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done.
+
+    above: stage → its direct ancestors. environments: variables of each process that may run.
+    """
     done: set[str] = set()
     begun: set[str] = set()
     free = list(environments)
@@ -196,7 +199,7 @@ def run_pipeline(jobs: int | None = None) -> None:
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
-    """Return the environments of ``jobs`` processes: one GPU each, or a share of the cores.
+    """Return the variables of ``jobs`` processes: one GPU each, or a share of the cores.
 
     There are at least as many as a stage has ranks on GPUs. MOECORE_THREADS overrides the number of
     threads; a launcher assigns devices itself. Raises UserError for more ranks than GPUs.
@@ -218,7 +221,7 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
 def choose_places(
     stages: Sequence[str], free: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]] | None:
-    """Return the ``free`` places that a job takes, one or one per GPU; None if too few."""
+    """Return the ``free`` environments that a job takes, one per GPU it needs; None if too few."""
     if not free:
         return None
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
@@ -229,7 +232,7 @@ def choose_places(
 
 
 def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the environment of a job with all these places."""
+    """Return the first of the environments ``places``, with the GPUs of all of them."""
     environment = dict(places[0])
     if VISIBLE_GPUS in environment:
         environment[VISIBLE_GPUS] = ",".join(place[VISIBLE_GPUS] for place in places)
@@ -237,7 +240,7 @@ def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def list_gpus() -> list[str]:
-    """Return the usable GPUs of this machine, as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process may use, spelled as in CUDA_VISIBLE_DEVICES."""
     import torch
 
     count = torch.cuda.device_count()
@@ -248,7 +251,7 @@ def list_gpus() -> list[str]:
 
 
 def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return environments with a server of stages, or with our ``python`` first in PATH."""
+    """Return environments with a stage server or, with GPUs, with our ``python`` in PATH first."""
     import torch
 
     if SOCKET in os.environ:

@@ -67,8 +67,8 @@ class PilotResult(NamedTuple):
     dense: PilotRow
     told: PilotRow
     learned: PilotRow
-    begun: PilotRow  # as told
-    fitted: float  # share of training tokens that its fitted routers send as told
+    begun: PilotRow  # learned, started from the oracle's weights and a fitted router
+    fitted: float  # share of tokens for which the fitted routers choose as the oracle does
 
     @property
     def rows(self) -> tuple[PilotRow, ...]:
@@ -81,11 +81,11 @@ class PilotResult(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Return how many ``unit`` a difference of 1 is."""
+        """Return the factor by which a difference of scores is multiplied to be in ``unit``."""
         return 100 / (1 if self.score.form == "share" else abs(fmean(self.dense.scores)))
 
     def told_ahead_of(self, other: PilotRow) -> float:
-        """Return by how many ``unit`` the oracle's mean is better than another method's."""
+        """Return how much better, in ``unit``, the oracle's mean score is than another method's."""
         ahead = self.scale * (fmean(self.told.scores) - fmean(other.scores))
         return ahead if self.score.better == "higher" else -ahead
 
@@ -118,11 +118,11 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
 
 
 def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, Method]:
-    """Return the first dense method, the first oracle, and the oracle with a learned router, twice.
+    """Return name → method: a dense one, the oracle, and the oracle with a learned router, twice.
 
-    The learned router is the file's first noisy top-k, or a plain one with k = 1. Routing losses
-    are dropped, so that no method of the study is trained. Raises UserError if the file has no
-    dense method or no oracle.
+    They are the file's first; the learned router is its first noisy top-k, or a plain one with k =
+    1. Routing losses are dropped, so that no method of the study is trained. Raises UserError if
+    the file has no dense method or no oracle.
     """
     dense = [name for name, method in params.methods.items() if method.router is None]
     told = [name for name, method in params.methods.items() if isinstance(method.router, Told)]
@@ -176,10 +176,10 @@ def _train_all(
 def fit_learner_to_oracle(
     learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
 ) -> float:
-    """Give ``learner.model`` the oracle's weights, and routers fitted to the oracle's choices.
+    """Copy the oracle's weights to ``learner.model`` and fit its routers to the oracle's choices.
 
     Both models are untrained, so the two trainings differ only in their routers. Returns the share
-    of the fitted tokens that these routers send as the oracle does, mean over layers.
+    of the fitted tokens for which these routers choose as the oracle does, mean over layers.
     """
     learner.model.load_state_dict(oracle.model.state_dict(), strict=False)
     shares = []
@@ -196,7 +196,7 @@ def fit_learner_to_oracle(
 def _oracle_choices(
     oracle: TrainingJob, settings: Training, seed: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return each oracle router's tokens of training images (n, d) and its choices (n,)."""
+    """Return name of a router → tokens (n, d) of training images, and its chosen experts (n,)."""
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, router: nn.Module, inputs: tuple, outputs: tuple) -> None:
@@ -237,16 +237,16 @@ def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 
 def pilot_score_for_task(task: Task) -> Score:
-    """Return the score of a task; perplexity for text."""
+    """Return the score by which a pilot judges: perplexity for text, else the task's."""
     if task.long:
         return Score("ppl", "perplexity", "", "number", "lower")
     return task.score
 
 
 def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
-    """Return three conditions: enough gain by routing, room above a learned router, and speed.
+    """Return three conditions (holds, line): routing gains enough, has room to learn, is fast.
 
-    Differences are in ``PilotResult.unit``. The scatter is a method's standard deviation over
+    Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
     seeds, pooled from the variances of all four.
     """
     told = result.told.name

@@ -27,7 +27,7 @@ RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
-    """A stage that would run; seconds: last run, else mean of siblings, else None."""
+    """A stage that would run; seconds: of its last run, else mean over its kind, else None."""
 
     stage: str
     reasons: tuple[str, ...]
@@ -42,7 +42,7 @@ class DvcStatus(NamedTuple):
 
 
 def query_pipeline_status() -> DvcStatus:
-    """Return DVC's status of the project here; UserError, also for a damaged dvc.lock."""
+    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
@@ -103,7 +103,7 @@ def plan_stages(
 def stages_changed_by_code(
     pipeline: DvcStatus, root: Path = ROOT
 ) -> dict[str, tuple[str, ...]] | None:
-    """Return stage → edited source files; None if that is not known. root: of the code.
+    """Return stage → ("FILE edited", …); None if that is not known. root: folder of the code.
 
     DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage, and
     compared with the stage's last result.
@@ -132,12 +132,12 @@ def stages_changed_by_code(
 
 
 def _stage_name(addressing: str) -> str:
-    """Return the name of a stage without the path of its dvc.yaml."""
+    """Return the name of a stage, ``dvc.yaml:NAME`` in DVC, without the path of the file."""
     return addressing.split(":")[-1]
 
 
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
-    """Yield entries as text, such as ``{'changed deps': {'params.yaml': {'k': 'modified'}}}``."""
+    """Yield DVC's status entries as text: ``seed modified``, ``dep artifacts/data modified``."""
     for entry in entries:
         for what, changes in (entry if isinstance(entry, dict) else {str(entry): None}).items():
             if not changes:
@@ -150,7 +150,7 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
 
 
 def past_seconds() -> dict[str, float]:
-    """Return DVC stage → seconds of its finished run."""
+    """Return stage, as DVC names it → seconds of its last run, if that finished."""
     seconds = {}
     for file in sorted(Path("artifacts/history").rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)

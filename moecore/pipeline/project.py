@@ -27,7 +27,7 @@ HOLDER = "driver.json"  # in the same folder: the process, and its start
 
 
 class ProjectAnswers(Config):
-    """How a project was begun, and the files that ``moecore upgrade`` writes again."""
+    """How a project was begun, and hashes of the files that ``moecore upgrade`` writes again."""
 
     moecore: str  # the version that wrote them
     name: str
@@ -36,14 +36,14 @@ class ProjectAnswers(Config):
 
 
 def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
-    """Write the answers and the hashes of these files for a later ``moecore upgrade``."""
+    """Write .moecore.json: version, name, study, and hashes of ``texts`` (path → text)."""
     files = {path: hash_text(text) for path, text in texts.items()}
     answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
     write_json(folder / PROJECT_ANSWERS, answers.model_dump())
 
 
 def read_answers(folder: Path) -> ProjectAnswers:
-    """Return a project's answers; UserError if they are missing or of a newer version."""
+    """Return a project's .moecore.json; UserError if it is missing or of a newer version."""
     path = folder / PROJECT_ANSWERS
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
@@ -70,7 +70,7 @@ def version_range(text: str) -> str:
 
 
 def moecore_requirement() -> str:
-    """Return a project's requirement: where pip installed moecore from, else its version."""
+    """Return a project's requirement: ``moecore @ URL`` of the installation, or ``moecore>=…``."""
     # By name alone, pip would install any package that an index has under it.
     recorded = distribution("moecore").read_text("direct_url.json")  # PEP 610
     if recorded is None:
@@ -92,7 +92,7 @@ def hash_text(text: str) -> str:
 
 @contextmanager
 def hold_project(path: Path = LOCK) -> Iterator[None]:
-    """Hold the project's lock while its stages run; UserError names the process that holds it."""
+    """Hold the project's lock within the block; UserError names the process that holds it."""
     holder = path.with_name(HOLDER)
 
     def describe_driver() -> str:

@@ -44,8 +44,8 @@ INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
     """Write a new project into ``folder``, which must be missing or empty.
 
-    is_overlay: its params.yaml is written from an overlay.yaml. Raises UserError, and leaves
-    nothing, for an invalid name, study or folder.
+    study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
+    Raises UserError, and leaves nothing, for an invalid name, study or folder.
     """
     refuse_study_name(name)
     if importlib.util.find_spec(name):
@@ -94,7 +94,7 @@ def write_quick_look(place: Path) -> Path:
 
 
 def find_shipped_question(name: str) -> QuestionFile:
-    """Return a question of this version, also by its name without folder; else UserError."""
+    """Return a question of the installed version by folder/file or file; else UserError."""
     try:
         return find_question(SHIPPED, name)
     except UserError as error:
@@ -102,13 +102,13 @@ def find_shipped_question(name: str) -> QuestionFile:
 
 
 def compose_shipped_question(name: str) -> Composed:
-    """Return the first round of a question of this version, or the round of an old study."""
+    """Return a shipped question's first round, composed, or the round with this name in 0.2."""
     old = find_old_study(SHIPPED, name)
     return (old or find_shipped_question(name).round(1)).compose()
 
 
 def shipped_params_text(study: str) -> str:
-    """Return the params.yaml of a question of this version, or the main one, for a project."""
+    """Return a shipped question's params.yaml, or the main one, as text for a new project."""
     if study == MAIN_STUDY:
         return params_file.rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
     return params_file.project_params_text(compose_shipped_question(study))
@@ -117,8 +117,8 @@ def shipped_params_text(study: str) -> str:
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that an upgrade writes again.
 
-    folder: the project. Its overlay.yaml, if any, is read; its stages of this version stay, as its
-    params.yaml has their settings.
+    folder: the project. Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version
+    has stay there, as its params.yaml has their settings.
     """
     stages: list[str] = []
     for file in list_project_dvc_files(folder):
@@ -129,7 +129,7 @@ def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, s
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
-    """Return path → text of dvc.yaml for ``stages``, and of params.yaml with an overlay."""
+    """Return path → text of dvc.yaml with ``stages``; for an overlay.yaml, of params.yaml, too."""
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
@@ -148,7 +148,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
-    """Return path → text of the template's files that the user edits, or of the other files."""
+    """Return path → text of a project's files that are the user's to edit, or of the others."""
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
         path = file.relative_to(TEMPLATE).as_posix()
@@ -212,7 +212,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
 
 
 def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
-    """Return path → text of settings files whose keys were renamed since the project's version."""
+    """Return path → new text of settings files with keys renamed since the project's version."""
     since = project.version_numbers(answers.moecore)
     renamed = params_file.RENAMED_KEYS
     steps = [step for step in renamed if project.version_numbers(step.version) > since]
@@ -228,7 +228,7 @@ def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
 def _changed_texts(
     answers: project.ProjectAnswers, texts: Mapping[str, str]
 ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Return the template's files to write, and those that the user edited; None: removed."""
+    """Return path → text of files to write, and of those that the user edited; None: removed."""
     written: dict[str, str | None] = {}
     edited: dict[str, str | None] = {}
     for path in {**answers.files, **texts}:

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_on_server(python: str, arguments: list[str]) -> int:
-    """Run a stage on the server; return its exit code, 128 + n for signal n, as a shell does."""
+    """Run a stage on the server, or exec ``python``; return its exit code, 128 + n for signal n."""
     is_stage = (
         len(arguments) > 1 and arguments[0] == "-m" and arguments[1].startswith("moecore.stages.")
     )

@@ -45,13 +45,13 @@ class StageServerPaths(NamedTuple):
     commands: Path
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which DVC starts its stages here."""
+        """Return the environment variables with which DVC starts its stages on this server."""
         path = os.pathsep.join([str(self.commands), os.environ["PATH"]])
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
 def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServerPaths:
-    """Start a server that ends with this process; UserError if it ends before it listens."""
+    """Start a server that ends with this process; return its paths. UserError if it ends early."""
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     server = StageServerPaths(folder / "socket", folder / "bin")
     server.commands.mkdir()
@@ -101,7 +101,7 @@ def serve_stages(path: str, stages: Stages) -> None:
 
 
 def _serve_request(line: socket.socket, stages: Stages) -> None:
-    """Fork the stage; end it if the client is gone."""
+    """Fork the requested stage, send its id and exit code; terminate it if the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
     request = line.makefile().readline()
@@ -131,7 +131,7 @@ def _run_forked(
     environment: Mapping[str, str],
     descriptors: list[int],
 ) -> None:
-    """Run a stage in this forked process, then exit with its code."""
+    """Run a stage in this process, then exit with its code; descriptors: stdout and stderr."""
     os.dup2(descriptors[0], 1)
     os.dup2(descriptors[1], 2)
     os.chdir(folder)

@@ -85,7 +85,7 @@ def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
 
 
 def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of an overlay, in a clone dvc.yaml; return what changes."""
+    """Write params.yaml and dvc.yaml of an overlay (clone: dvc.yaml); return a line per change."""
     if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
         files.write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
@@ -104,7 +104,7 @@ def project_texts_from_overlay(folder: Path) -> dict[str, str]:
 
 
 def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
-    """Return the params.yaml of a project: its overlay.yaml over this version's; and its text."""
+    """Return a project's composed params.yaml (overlay.yaml over this version's) and its text."""
     base = layers.load_root_layer(SHIPPED)
     overlay = layers.load_overlay_layer(folder, base)
     composed = layers.compose_layers([base, overlay], SHIPPED)
@@ -113,7 +113,7 @@ def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
 
 
 def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
-    """Write dvc.yaml, or several for many stages, and remove previous ones."""
+    """Write dvc.yaml, or several for many stages, and remove those that are not written again."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
     texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
@@ -124,7 +124,7 @@ def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
 
 
 def why_results_stay(question_round: Round) -> str:
-    """Return why the numbers in a round's folder are not its results; "" if they are."""
+    """Return why a round's folder has no current results; "" if its numbers may be kept."""
     folder = question_round.folder
     if not (folder / NUMBERS).is_file():
         return f"{folder / NUMBERS} does not exist; run `{question_round.command}`"
@@ -143,7 +143,7 @@ def why_results_stay(question_round: Round) -> str:
 
 
 def keep_results(question_round: Round) -> Path:
-    """Copy a complete round's numbers, commit and items to pipelines/results/, else UserError."""
+    """Copy a complete round's results to pipelines/results/ and return the file; else UserError."""
     if reason := why_results_stay(question_round):
         raise UserError(f"{question_round.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
@@ -186,7 +186,7 @@ def refuse_study_name(name: str) -> None:
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
-    """Yield a line per round of a question, and one for its presets; append to ``problems``.
+    """Yield a line per valid round, and one for the presets; append errors to ``problems``.
 
     A round gets all checks of ``moecore check``, and a small step of methods that it does not run.
     Presets, which may be combined, are only read.
@@ -206,7 +206,7 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
 
 
 def _check_round(question_round: Round) -> str:
-    """Return a text that a round is valid, and whether its data are here; else UserError."""
+    """Return "in order", also whether its data are missing; UserError lists what is wrong."""
     document, _, stages = question_round.compose()
     home = question_round.folder
     if not home.is_dir():

@@ -2,8 +2,9 @@
 
 ``check_study`` checks everything, ``read_study_and_problems`` the file alone. Settings check
 themselves (``Config.misfits``); rules (``*_misfits``, in the modules ``*_rules``) compare sections.
-Both yield keys and texts, which get file, line and column here. ``run``, ``claims`` and
-``questions`` are compared with the plain data of the file, so also if a section is invalid.
+Both yield (keys, message): the keys to a setting in params.yaml, and what is wrong; file, line and
+column are added here. ``run``, ``claims`` and ``questions`` are compared with the plain data of the
+file, so also if a section is invalid.
 """
 
 import math
@@ -39,7 +40,7 @@ PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 class MissingData(UserError):
-    """The only problem is that data are not on this machine, or cannot be read."""
+    """Error of a study whose only problem is that its data are not here, or cannot be read."""
 
 
 class CheckedStudy(NamedTuple):
@@ -51,10 +52,11 @@ class CheckedStudy(NamedTuple):
 def check_study(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Validate the file, open its data sources (headers and counts) and build its models.
+    """Check a params.yaml, its data (headers and counts) and its models; return study and notes.
 
-    home: the folder in which its stages run; by default the file's. Raises UserError with one line
-    per problem: first of the file, in its order, then of data and models.
+    home: the folder in which its stages run; by default the file's. also: an additional check, run
+    last. Raises UserError with one line per problem: first of the file, in its order, then of data
+    and models.
     """
     folder = Path(path).parent
     document, stages = load_yaml_document(path), list_folder_stages(folder)
@@ -64,7 +66,7 @@ def check_study(
 def check_study_document(
     document: Document, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Validate a params.yaml for these stages, which run in ``home``, like ``check_study``."""
+    """Check a parsed params.yaml like ``check_study``; home: the folder in which ``stages`` run."""
     study, problems = read_study_and_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
@@ -111,7 +113,7 @@ def check_and_describe_study(
 
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
-    """Validate a params.yaml for these stages; UserError with one line per problem."""
+    """Check a params.yaml without its data and return its study; UserError, a line per problem."""
     study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
         raise UserError(cap_line_count(problems))
@@ -121,7 +123,7 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
 def read_study_and_problems(
     document: Document, stages: Sequence[str]
 ) -> tuple[Study | None, list[str]]:
-    """Return the study (None if it cannot be read), and a line per problem in the file's order."""
+    """Return (study, None if it cannot be read; a line per problem, in the file's order)."""
     study = None
     problems = []
     try:
@@ -153,7 +155,7 @@ def params_schema() -> dict[str, Any]:
 
 
 def cross_misfits(data: Any, study: Study | None) -> Misfits:
-    """Yield misfits between two sections, and between parts and what surrounds them."""
+    """Yield (keys, message) for sections and parts that conflict; study: None if it is invalid."""
     yield from selection_misfits(data)
     if study is not None:
         of_sections = part_rules.section_misfits(study)
@@ -163,7 +165,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
 
 
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
-    """Yield missing sections that a stage reads, and sections that no stage reads."""
+    """Yield (keys, message) for missing sections that a stage reads, and for those read by none."""
     run = data["run"] if isinstance(data.get("run"), dict) else {}
     readers = stage_by_section(stages, run)
     for key, stage in readers.items():
@@ -194,7 +196,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
 
 
 def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
-    """Yield a calibrator that is fitted to out-of-fold predictions which no stage makes."""
+    """Yield (keys, message) for a calibrator whose out-of-fold predictions no stage computes."""
     split = study.calibrate.calibrator.split if study.calibrate is not None else ""
     if split != "out_of_fold":
         return
@@ -209,7 +211,7 @@ def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
 
 
 def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
-    """Yield numbers that are not finite, or larger than MAX_NUMBERS."""
+    """Yield (keys, message) for numbers in ``value`` that are not finite or exceed MAX_NUMBERS."""
     if isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
@@ -224,7 +226,7 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
 
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
-    """Yield parts whose ``kind`` is missing in the file, from which code hashes are made."""
+    """Yield (keys, message) for parts whose ``kind``, needed by code hashes, is not in the file."""
     for keys, settings, _ in part_rules.walk_settings((), study, Surroundings()):
         if isinstance(settings, Part) and count_existing_keys(data, (*keys, KIND)) <= len(keys):
             text = f"found none; allowed: `kind: {settings.kind}`, as a default is not tracked"
@@ -232,7 +234,10 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 
 
 def selection_misfits(data: Any) -> Misfits:
-    """Yield names in ``run``, ``claims`` and ``questions`` that the file does not define."""
+    """Yield (keys, message) for wrong entries of ``run``, ``claims``, ``questions``, ``methods``.
+
+    They are unknown, listed twice, or names that no folder can have. data: the file's content.
+    """
     sections = _as_mapping(data)
     run = _as_mapping(sections.get("run"))
     methods = list(_as_mapping(sections.get("methods")))
@@ -263,7 +268,7 @@ def selection_misfits(data: Any) -> Misfits:
 
 
 def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
-    """Yield why a measurement from outside cannot be run."""
+    """Yield a message if the outside measurement ``name`` (package.module) cannot be run."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
@@ -298,7 +303,7 @@ def _claims(sections: dict, run: dict) -> Misfits:
 
 
 def _repeated_claims(sections: dict) -> Misfits:
-    """Yield claims of one paper about the same two numbers, in either order."""
+    """Yield (keys, message) for claims that compare the same numbers as a previous one."""
     first: dict[str, int] = {}
     for index, claim in enumerate(map(_as_mapping, _as_list(sections.get("claims")))):
         metric = claim.get("metric")
@@ -312,7 +317,7 @@ def _repeated_claims(sections: dict) -> Misfits:
 
 
 def _phases(sections: dict, run: dict) -> Misfits:
-    """Yield phases of ``run.phases`` without the sections that they need."""
+    """Yield (keys, message) for phases of ``run.phases`` whose section, or data, are missing."""
     if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     data = _as_mapping(sections.get("data"))

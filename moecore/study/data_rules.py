@@ -1,4 +1,7 @@
-"""The data of each phase before they are prepared, and whether the phases fit together."""
+"""The data of each phase before they are prepared, and whether the phases fit together.
+
+Rules yield (keys, message): the keys to a setting in params.yaml, and what is wrong.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +23,7 @@ DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project; DVC sets it for its 
 
 @contextmanager
 def chdir_to_stages(home: Path) -> Iterator[None]:
-    """Change to ``home``, where the project's stages run and from which paths count."""
+    """Work in the folder ``home`` within the block, with DVC_ROOT set to its DVC project."""
     before = os.environ.get(DVC_VARIABLE)
     with chdir(home):
         working = Path.cwd()
@@ -35,7 +38,7 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
 
 
 def load_previews(study: Study) -> dict[str, Card]:
-    """Return phase (or teacher) → card of its data: prepared with the same settings, else raw."""
+    """Return phase or "teacher" → Card: of data prepared with these settings, else of raw data."""
     sources: dict[str, Source] = {**study.data}
     if study.teacher is not None and study.teacher.data is not None:
         sources["teacher"] = study.teacher.data
@@ -47,12 +50,12 @@ def load_previews(study: Study) -> dict[str, Card]:
 
 
 def data_source_key_path(phase: str) -> tuple[str, str]:
-    """Return the key in params.yaml of a source in ``load_previews``."""
+    """Return the key in params.yaml of a phase's or the teacher's data: ("data", "pretrain")."""
     return ("teacher", "data") if phase == "teacher" else ("data", phase)
 
 
 def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
-    """Yield problems with the data; written: the file as plain data."""
+    """Yield (keys, message) for each card with a problem; written: the content of params.yaml."""
     for phase, preview in previews.items():
         if preview.problem is not None:
             section, key = data_source_key_path(phase)
@@ -62,7 +65,7 @@ def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
 
 
 def misfits_with_pretrain_images(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield phases and teachers whose data do not fit those of pretraining."""
+    """Yield (keys, message) for phases and teachers whose data do not fit those of pretraining."""
     first = previews.get("pretrain")
     if first is None:
         return
@@ -106,7 +109,7 @@ def describe_planned_data(preview: Card) -> str:
 
 
 def read_matching_data_card(card: Path, source: Any) -> Card | None:
-    """Return the data card if it has the settings of ``source``; else None."""
+    """Return the Card in file ``card`` if it was written with the settings ``source``, or None."""
     if not card.is_file():
         return None
     try:

@@ -44,7 +44,7 @@ SHOWN_LETTERS = 60  # letters of a value
 
 @dataclass(frozen=True)
 class Document:
-    """One parsed YAML file: its data, and the place of each key."""
+    """One parsed YAML file: its data, and file, line and column of each key."""
 
     path: str
     data: Any
@@ -53,13 +53,13 @@ class Document:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the folder of its file, and the folder of the question that runs there."""
+        """Return the file's folder, and for a run folder also the folder of its question."""
         folder = Path(self.path).parent
         return (folder, *question_folders(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Return the packages that a params.yaml lists, without entries that are not text."""
+        """Return the outside packages in ``packages`` of a params.yaml, except non-text entries."""
         listed = self.data.get("packages") if isinstance(self.data, dict) else None
         names = listed if isinstance(listed, list) else ()
         return tuple(name for name in names if isinstance(name, str))
@@ -84,7 +84,7 @@ class Document:
         return Document(self.path, self.data[key], node, mark)
 
     def get(self, keys: Sequence[str]) -> Any:
-        """Return the value at ``keys``; UserError for the first missing key, with all existing."""
+        """Return the value at ``keys``; UserError names the first missing key and what exists."""
         value = self.data
         for depth, key in enumerate(keys):
             present = list(value) if isinstance(value, dict) else []
@@ -148,7 +148,7 @@ def _load_nodes(text: str) -> Any:
 
 
 class _UnfitNode(Exception):
-    """Valid YAML that settings may not contain; ``mark``: its place."""
+    """Error for valid YAML that settings may not contain; ``mark``: its line and column, from 0."""
 
     def __init__(self, mark: Any, text: str) -> None:
         super().__init__(text)
@@ -156,12 +156,12 @@ class _UnfitNode(Exception):
 
 
 class _Composer(Composer):
-    """A composer that refuses what DVC reads differently or not at all, and deep nesting."""
+    """A composer that refuses YAML that DVC reads differently or not at all, and deep nesting."""
 
     level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return a node. Raises _UnfitNode."""
+        """Compose a node of the YAML tree; _UnfitNode if too deep, or if DVC cannot read it."""
         event = self.parser.peek_event()
         if self.level > MAX_LEVELS:
             raise _UnfitNode(event.start_mark, DEEP)
@@ -189,7 +189,7 @@ class _PlainData:
         self.names: dict[int, list] = {}  # keys of a mapping by its id, as aliases repeat it
 
     def convert(self, node: Any, mark: Mark, level: int) -> Any:
-        """Return a node's data; UserError for a value that no setting can have."""
+        """Return a node, found at ``mark``, as plain data; UserError if no setting can have it."""
         self.left -= 1
         if self.left < 0:
             raise self._refuse(mark, f"found more than {MAX_VALUES:,} values; allowed: fewer")
@@ -218,7 +218,7 @@ class _PlainData:
         raise self._refuse(mark, f"found {type(node).__name__}; allowed: values of YAML 1.2")
 
     def _names(self, node: CommentedMap) -> list:
-        """Return the keys of a mapping, merged keys first."""
+        """Return the keys of a mapping; those that ``<<`` merges from other mappings first."""
         if id(node) not in self.names:
             merged = [name for source in node.merge for name in self._names(source)]
             self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
@@ -248,7 +248,7 @@ def _has_child(node: Any, key: str | int) -> bool:
 
 
 def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
-    """Return the place and the value of a key; the place is ``mark`` for a merged key."""
+    """Return (line, column) and value of ``key`` in ``node``; a merged key is at ``mark``."""
     if isinstance(node, CommentedSeq):
         return node.lc.item(key), node[key]
     name = key if key in node else next(name for name in node if str(name) == key)
@@ -265,10 +265,7 @@ def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
 
 
 def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
-    """Return a text as one line of about ``limit`` letters, with control characters escaped.
-
-    The middle is left out, as messages end with what is allowed.
-    """
+    """Return one line of about ``limit`` letters: middle left out, control characters escaped."""
     if len(text) > limit:
         half = (limit - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"
@@ -276,7 +273,7 @@ def shorten_to_one_line(text: str, limit: int = MAX_LINE_LETTERS) -> str:
 
 
 def cap_line_count(lines: Sequence[str]) -> str:
-    """Return the first MAX_LINES lines, and the number of the remaining lines."""
+    """Join at most MAX_LINES lines to a text, whose last line counts those left out."""
     more = len(lines) - MAX_LINES
     if more <= 1:
         return "\n".join(lines)

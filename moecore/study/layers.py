@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        """Return the entries of ``methods``; none if it is no mapping."""
+        """Return name → entry of the section ``methods``; {} if it is no mapping."""
         entries = self.sections.get("methods")
         return entries if isinstance(entries, dict) else {}
 
@@ -73,7 +73,7 @@ Place = tuple[int, str]  # number of a layer, and name
 
 @dataclass(frozen=True)
 class LayeredFiles(Document):
-    """Several layers as one document; a key's place is in the last layer that has it."""
+    """Layers as one document; a key is placed (path:line:column) in the last layer that has it."""
 
     layers: tuple[Layer, ...] = ()
     methods: Mapping[str, Chain] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Composed(NamedTuple):
 
 
 def load_root_layer(root: Path) -> Layer:
-    """Return the params.yaml of a project as the lowest layer."""
+    """Return the params.yaml of a project as the lowest layer; root: the project's folder."""
     document = load_yaml_document(root / "params.yaml")
     return Layer(document, document.data if isinstance(document.data, dict) else {})
 
@@ -144,7 +144,7 @@ def read_layer(
 
 
 def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
-    """Return the composed params.yaml; root: folder of the main dvc.yaml; else UserError."""
+    """Return a params.yaml merged from layers, lowest first; root: folder of the main dvc.yaml."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, section in layer.sections.items():
@@ -187,7 +187,7 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
 
 
 def merge_settings(base: Any, over: Any) -> Any:
-    """Return ``over`` merged over ``base``; changes neither."""
+    """Return ``over`` merged over ``base``; a list, or mapping of another kind, is replaced."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if base.get("kind") != over.get("kind", base.get("kind")):
@@ -199,7 +199,7 @@ def merge_settings(base: Any, over: Any) -> Any:
 
 
 def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
-    """Return name → chain of entries of each remaining method; UserError for an unknown name."""
+    """Return method → its entries (layer, name), lowest first; UserError for an unknown name."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
         if "methods" in layer.whole:
@@ -224,7 +224,7 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
 
 
 def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] = ()) -> Chain:
-    """Return the entries that are merged to a method, lowest first; () for an unknown name.
+    """Return the entries (layer, name) that are merged to a method, lowest first; () if unknown.
 
     above: the entries merged over this method. Raises UserError if ``from`` is unknown or circular.
     """
@@ -247,7 +247,7 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
 
 
 def visible_layers(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
-    """Return the layers from the last one that replaces a section of all others."""
+    """Return the layers from the last one with ``section`` under ``whole``; all if none has it."""
     starts = [at for at, layer in enumerate(layers) if section in layer.whole]
     return layers[starts[-1] :] if starts else layers
 
@@ -272,7 +272,7 @@ def _read_list(document: Document, key: str, allowed: Collection[str]) -> tuple[
 
 
 def list_folder_stages(folder: Path) -> tuple[str, ...]:
-    """Return the stages in the dvc.yaml files of a project, except ``code``."""
+    """Return the names of the stages in a project's dvc.yaml files, except ``code``."""
     names: list[str] = []
     for path in list_project_dvc_files(folder):
         document = load_yaml_document(path)

@@ -1,7 +1,8 @@
 """Rules that build every model of ``run.methods`` without memory, as each phase will build it.
 
 They report, before anything runs, what a constructor refuses, a teacher that does not fit the model
-that it guides, and a model that cannot have fewer experts.
+that it guides, and a model that cannot have fewer experts: (keys, message), the keys to a setting
+in params.yaml and what is wrong.
 """
 
 import re
@@ -45,7 +46,7 @@ class TrainingPhase(NamedTuple):
 
 
 def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
-    """Return the misfits of models that cannot be built, used or reduced."""
+    """Return (keys, message) per model that cannot be built, guided, tuned or get fewer experts."""
     phases = [
         TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
         for name in TRAINING_PHASES
@@ -75,7 +76,7 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
 
 @cache
 def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
-    """Return why a model cannot be built, else None; cached, as the largest take a second."""
+    """Return (keys, message) if a model cannot be built, or None; settings: PaperModel as JSON."""
     try:
         build_on_meta(PaperModel.model_validate_json(settings))
     except REFUSED as error:
@@ -84,7 +85,7 @@ def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
 
 
 def image_spec(preview: Card) -> ImageSpec:
-    """Return the images that a model is built for, with arbitrary statistics."""
+    """Return the ImageSpec of a card's images; mean and standard deviation are 0.5, a dummy."""
     channels = preview.channels
     middle = (0.5,) * preview.channels
     task = preview.task or ANY_CLASSES
@@ -97,7 +98,7 @@ def image_spec(preview: Card) -> ImageSpec:
 def build_phase_model(
     study: Study, name: str, phase: Phase, image: ImageSpec
 ) -> BackboneModel | None:
-    """Return a valid method's model after a phase, on the meta device; None without a model."""
+    """Return the model of method ``name`` after a phase, on the meta device; None without one."""
     if study.model is None:
         return None
     method = study.methods[name]
@@ -147,7 +148,10 @@ def _method_problems(
 def _layer_problems(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
-    """Yield misfits of parts that only show with the sizes of the built model."""
+    """Yield (keys, message) for parts that do not fit the sizes of the built model.
+
+    learned: the method as it is trained in this phase.
+    """
     routed = method.model_copy(update={"router": learned.router})
     training = phase.settings
     if phase.name == "pretrain":
@@ -170,7 +174,7 @@ def _layer_problems(
 def _locate_refusal(
     error: Exception, name: str, method: Method, phase: TrainingPhase
 ) -> tuple[tuple, str]:
-    """Return the key to change and the text, for an error of building ``methods.<name>``."""
+    """Return (keys to change, message) for an error that building ``methods.<name>`` raised."""
     key, text = split_key_and_message(error)
     if key[:1] == ("model",):
         is_changed = key[1:] and key[1] in method.model
@@ -182,7 +186,7 @@ def _locate_refusal(
 
 
 def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
-    """Split a message into its leading keys and the rest, ``found …; allowed: …``."""
+    """Return an error's leading keys, () if none, and its message, ``found …; allowed: …``."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
         return (), f"cannot be built: {last_traceback_line(error)}"
@@ -194,7 +198,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
 
 
 def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
-    """Yield why a model cannot take the images of a later phase."""
+    """Yield (keys, message) for a model that works at one image size only; keys: of its section."""
     if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
         allowed = "a model whose weights fit images of any size, as vit"
@@ -202,7 +206,7 @@ def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> 
 
 
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
-    """Return the dense teacher or its error; (None, None) for a teacher trained elsewhere."""
+    """Return (dense teacher, None) or (None, its error); (None, None) if trained elsewhere."""
     settings = study.teacher
     if settings is None or settings.training is None:
         return None, None
@@ -221,7 +225,7 @@ def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
 def _guiding_problems(
     study: Study, name: str, method: Method, phase: str, model: BackboneModel
 ) -> Misfits:
-    """Yield why a teacher cannot guide a model: other tokens, or too few blocks."""
+    """Yield (keys, message) if a teacher cannot guide: other number of tokens, too few blocks."""
     teacher, refused = _build_teacher(study, model.image)
     yield from _refusal_problems(refused, phase)
     if teacher is None or not method.guided_routing or model.moe is None:
@@ -244,7 +248,7 @@ def _guiding_problems(
 def _missing_block(
     name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[tuple, str]:
-    """Return the misfit of a teacher with too few blocks, or other stages, for a model."""
+    """Return (keys, message) for a teacher without this block; ours, theirs: blocks per stage."""
     if len(ours) != len(theirs):
         text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
         return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
@@ -261,7 +265,7 @@ def _missing_block(
 
 
 def _reduction_problems(study: Study, previews: Mapping[str, Card]) -> Misfits:
-    """Yield data other than for pretraining, and methods that cannot have fewer experts."""
+    """Yield (keys, message) if ``prune`` or ``merge`` has other data or a method it cannot take."""
     for phase in REDUCING_PHASES:
         reduction = getattr(study, phase)
         if reduction is None:

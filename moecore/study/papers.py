@@ -41,7 +41,7 @@ class UnjudgedMetrics(Config):
 
 
 class ModelSizeComparison(Config):
-    """Two models of ours/sizes, and which of their numbers are compared."""
+    """Two models of the question ours/sizes, and which of their numbers are compared."""
 
     models: tuple[str, str]
     metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
@@ -82,14 +82,14 @@ class Paper(Config):
 
 
 class NamedClaim(NamedTuple):
-    """A claim of a paper's file, as data."""
+    """A claim in a paper.yaml: its key there, and its values with paper and source."""
 
     keys: tuple[str | int, ...]  # its place in the paper's file
     values: dict[str, Any]  # as of a claim in a params.yaml
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
-    """Return name → claim; paper: the content of a paper's file."""
+    """Return name → claim with its paper and source; paper: the content of a paper.yaml."""
     return {
         name: NamedClaim(
             ("tables", index, "claims", name),
@@ -101,19 +101,19 @@ def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
 
 
 def find_paper_file(root: Path, folder: str) -> Path:
-    """Return the project's file of a paper, or the installed version's."""
+    """Return the path of a paper's paper.yaml: the project's, else the installed version's."""
     path = PIPELINES / folder / PAPER_FILE
     return root / path if (root / path).is_file() else SHIPPED / path
 
 
 def list_papers(root: Path) -> list[str]:
-    """Return the folders of all papers: the installed version's, then the project's."""
+    """Return the folder names of all papers: the installed version's, then the project's."""
     added = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
     return list(dict.fromkeys((*PAPERS, *added)))
 
 
 def load_papers(root: Path) -> dict[str, Paper]:
-    """Return folder → paper; UserError for an invalid file."""
+    """Return folder → Paper for all papers; UserError for an invalid file."""
     return {
         name: validate_whole(Paper, _load(find_paper_file(root, name)))
         for name in list_papers(root)
@@ -121,7 +121,7 @@ def load_papers(root: Path) -> dict[str, Paper]:
 
 
 def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return paper folder, claim name and changed keys of an entry of ``asks``."""
+    """Return (paper's folder, claim's name, changed keys) of an entry of ``asks``."""
     changes = dict(entry) if isinstance(entry, dict) else {NAME: entry}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes
@@ -130,7 +130,7 @@ def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
 def expand_asks(
     document: Document, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
-    """Return the claims under ``asks``, and file and key of each value; UserError if unknown."""
+    """Return the claims that ``asks`` names, and key → (file, key there); UserError if unknown."""
     asks = document.data[ASKS]
     if not isinstance(asks, list):
         text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"

@@ -57,7 +57,7 @@ class _NullRepresenter(RoundTripRepresenter):
 
 
 class ParamsOrigin(NamedTuple):
-    """File to edit, root's file and schema, for the head; folder: to which names are relative."""
+    """What a params.yaml's head names: file to edit, root's file, schema; folder: base of paths."""
 
     edited: str
     base: str
@@ -66,7 +66,7 @@ class ParamsOrigin(NamedTuple):
 
 
 def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
-    """Return the text of a params.yaml; UserError, with places in its layers, if it is invalid."""
+    """Return a params.yaml as text with a head comment; UserError, with place, if it is invalid."""
     check_document(composed.document, composed.all_stages)
     head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
@@ -84,7 +84,7 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
 
 
 def write_params(path: Path, text: str) -> list[str]:
-    """Write a params.yaml; return a line for every value that changes."""
+    """Write a params.yaml; return a line ``key: old → new`` for every value that changes."""
     before = load_yaml_document(path).data if path.is_file() else {}
     write_whole(path, text)
     return list(list_changes(before, load_yaml_document(path).data))
@@ -97,7 +97,7 @@ def project_params_text(composed: Composed) -> str:
 
 
 def overlay_text(composed: Composed) -> str:
-    """Return the text of an overlay.yaml that gives the same study over the root's params.yaml."""
+    """Return the text of an overlay.yaml: the sections that differ from the root's params.yaml."""
     base = composed.document.layers[0].sections
     values = composed.document.data
     differing = {key: section for key, section in values.items() if section != base.get(key)}
@@ -109,7 +109,7 @@ def overlay_text(composed: Composed) -> str:
 
 
 def rewrite_data_paths(text: str) -> str:
-    """Return a study's text with the paths of raw data relative to a project's folder."""
+    """Return the text with ``../../data/`` as ``data/``, the path of raw data in a project."""
     return text.replace("../../data/", "data/")
 
 
@@ -134,7 +134,7 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
 
 
 def dump_inline_yaml(value: Any) -> str:
-    """Return YAML without anchors, with lists and mappings of plain values on one line."""
+    """Return a value as YAML without anchors; lists and mappings of plain values on one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False
@@ -149,7 +149,10 @@ def dump_inline_yaml(value: Any) -> str:
 
 
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
-    """Write assignments into params.yaml; return changes; UserError if invalid, file unchanged."""
+    """Write each ``key=value`` into a params.yaml, and return a line ``key: old → new`` per change.
+
+    Raises UserError, and leaves the file as it was, if the result is invalid.
+    """
     before = load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
@@ -192,7 +195,7 @@ def round_trip_writer(text: str) -> YAML:
 
 
 def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) -> None:
-    """Set the value at keys and list indices; the last key of a mapping may be new."""
+    """Set the value at ``segments`` (keys, indices) in place; only the last key may be new."""
     for depth, segment in enumerate(segments):
         last = depth == len(segments) - 1
         keys = dict(enumerate(data)) if isinstance(data, list) else data
@@ -226,7 +229,7 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()  # the oldest first
 
 
 def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
-    """Return a YAML text with renamed keys and its comments; UserError if both names exist."""
+    """Return a YAML text with keys renamed and comments kept; UserError if both names exist."""
     writer = round_trip_writer(text)
     data = writer.load(text)
     is_changed = False

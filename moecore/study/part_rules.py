@@ -1,7 +1,8 @@
 """Rules of the file alone: what settings say about themselves, and comparisons of two sections.
 
 Each part has its rules in its file (``Config.misfits``). This module gives them the part's
-surroundings: its method, the data that it works on, the phases that use it.
+surroundings: its method, the data that it works on, the phases that use it. Rules yield (keys,
+message): the keys to a setting in params.yaml, and what is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +36,7 @@ MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
 
 
 def part_misfits(study: Study, previews: Previews) -> Misfits:
-    """Yield the misfits of all settings; previews: phase → card of known data."""
+    """Yield (keys, message) of all settings' ``misfits``; previews: phase → card of known data."""
     misfits = (ask_settings(*root) for root in list_sections(study, previews))
     yield from first_by_place(*misfits, _changed_trainings(study, previews))
 
@@ -48,14 +49,14 @@ def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, s
 
 
 def ask_settings(keys: tuple, settings: Any, around: Surroundings) -> Misfits:
-    """Yield the misfits of settings and of all settings inside them."""
+    """Yield (keys, message) of ``misfits`` of the settings at ``keys`` and of settings in them."""
     for place, part, near in walk_settings(keys, settings, around):
         for inner, text in part.misfits(near):
             yield (*place, *inner), text
 
 
 def walk_settings(keys: tuple, value: Any, around: Surroundings) -> Placed:
-    """Yield every settings object in ``value``, outer objects first."""
+    """Yield (keys, settings, surroundings) of every settings object in ``value``, outer first."""
     if isinstance(value, Config):
         yield keys, value, around
         around = value.surround(around)
@@ -77,7 +78,7 @@ def data_surroundings(study: Study, previews: Previews, phase: str) -> Surroundi
 
 
 def list_sections(study: Study, previews: Previews) -> Placed:
-    """Yield the sections to check, sections of measurements once per phase."""
+    """Yield (keys, settings, surroundings) per section to check; of measurements once per phase."""
     pretraining = data_surroundings(study, previews, "pretrain")
     for name, method in study.methods.items():
         around = pretraining if name in study.run.methods else Surroundings()
@@ -109,7 +110,7 @@ def find_section(study: Study, name: str) -> Any:
 
 
 def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
-    """Return phase → images per step of a method, each view counted."""
+    """Return phase → images per training step of a method; each view of an image counts."""
     images = {}
     for phase in TRAINING_PHASES:
         training = getattr(study, phase)
@@ -122,7 +123,7 @@ def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
 
 
 def _changed_trainings(study: Study, previews: Previews) -> Misfits:
-    """Yield the misfits of ``pretrain`` that only a method's changes cause."""
+    """Yield (keys, message) for conflicts in ``pretrain`` that only a method's changes cause."""
     if study.pretrain is None:
         return
     around = data_surroundings(study, previews, "pretrain")
@@ -138,7 +139,7 @@ def _changed_trainings(study: Study, previews: Previews) -> Misfits:
 
 
 def section_misfits(study: Study) -> Misfits:
-    """Yield misfits between sections, without reading data."""
+    """Yield (keys, message) for sections that conflict with each other; no data are read."""
     for name, method in study.methods.items():
         changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
         for key, change in changes.items():
@@ -168,7 +169,7 @@ def section_misfits(study: Study) -> Misfits:
 
 
 def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
-    """Yield settings of a method that need a teacher, if the study has none."""
+    """Yield (keys, message) for settings of a method that need a teacher, if the study has none."""
     teacher = study.teacher
     if teacher is not None and teacher.kind != NO_TEACHER:
         return
@@ -204,7 +205,7 @@ def _calibrator(study: Study) -> Misfits:
 
 
 def _measurements(study: Study) -> Misfits:
-    """Yield phases whose data a measurement does not measure."""
+    """Yield (keys, message) for phases whose data a measurement refuses."""
     for index, phase in enumerate(study.run.phases):
         keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
         reasons = []
@@ -219,7 +220,7 @@ def _measurements(study: Study) -> Misfits:
 
 
 def list_notes(study: Study) -> Iterator[str]:
-    """Yield what is no error but better known before anything runs."""
+    """Yield remarks, one line each, that are not errors, such as a teacher that no method needs."""
     methods = {name: study.methods[name] for name in study.run.methods}
     needed = any(method.guided or method.upcycle for method in methods.values())
     teacher = study.teacher

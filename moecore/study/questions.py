@@ -38,7 +38,7 @@ MAX_SEEDS = 1000
 
 
 class QuestionFile:
-    """A file of pipelines/<folder>/, with the layers below it."""
+    """A question's file, pipelines/<folder>/<file>.yaml, with its layers, rounds and presets."""
 
     def __init__(self, root: Path, name: str) -> None:
         """Read the question ``name`` (folder/file) of a project; UserError if it is invalid."""
@@ -52,12 +52,12 @@ class QuestionFile:
         ]
 
     def text(self, key: str) -> str:
-        """Return the text at a key of ``TEXTS``; "" if it is missing."""
+        """Return the text at ``key`` (question, answer, world or was); "" if it is missing."""
         return self.document.data.get(key) or ""
 
     @cached_property
     def presets(self) -> dict[str, Document]:
-        """Return name → preset; UserError if they are no mapping."""
+        """Return name → preset as a document; UserError if ``presets`` is no mapping."""
         presets = self.document.data.get("presets") or {}
         if not isinstance(presets, dict):
             text = f"found {show_value(presets)}; allowed: presets by their names"
@@ -75,7 +75,7 @@ class QuestionFile:
 
     @property
     def asking_files(self) -> list[Path]:
-        """Return the question's file, and the project's files of the papers that it asks."""
+        """Return the question's file, and the project's paper.yaml files whose claims it asks."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
         asked = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
@@ -83,12 +83,15 @@ class QuestionFile:
         return [self.path, *(file for file in files if self.root in file.parents)]
 
     def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
-        """Return a round or a preset as a layer, with the claims that it asks in full."""
+        """Return a round or preset as a layer, with the claims that it asks in full.
+
+        directives: keys of ``document`` that are not sections.
+        """
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand(read_layer(document, packages, directives))
 
     def _expand(self, layer: Layer) -> Layer:
-        """Return a layer with the claims that it asks, in full."""
+        """Return the layer with ``claims`` in full, if it has ``asks``, which names them."""
         if ASKS not in (layer.document.data or {}):
             return layer
         if "claims" in layer.sections:
@@ -117,7 +120,7 @@ class QuestionFile:
         return [*layers, self._expand(question)]
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:
-        """Yield each round's document, and its layers."""
+        """Yield (document, layers from the lowest) per round; one if the file lists no rounds."""
         below = self.layers[:-1]
         question = self.layers[-1]
         rounds = self.document.data.get("rounds")
@@ -156,7 +159,7 @@ class Round(NamedTuple):
 
     @property
     def was(self) -> str:
-        """Return its name as a study of moecore 0.2, or ""."""
+        """Return the round's name as a study of moecore 0.2, or ""."""
         return (self.document.data or {}).get("was") or ""
 
     @property
@@ -165,7 +168,7 @@ class Round(NamedTuple):
 
     @property
     def results(self) -> Path:
-        """Return the file of the round's numbers, which git tracks."""
+        """Return the path of the round's results, a JSON file that git tracks."""
         return self.question.root / PIPELINES / RESULTS / f"{self.name}.json"
 
     @property
@@ -174,7 +177,7 @@ class Round(NamedTuple):
         return f"moecore study run {self.question.name}{chosen}"
 
     def compose(self, presets: Sequence[str] = ()) -> Composed:
-        """Return its params.yaml with presets; UserError for an unknown preset or method."""
+        """Return the round's params.yaml with presets; UserError for unknown presets or methods."""
         question = self.question
         layers = [*self.layers]
         for name in presets:
@@ -187,7 +190,7 @@ class Round(NamedTuple):
 
 
 def list_question_names(root: Path) -> list[str]:
-    """Return the names of all questions of a project."""
+    """Return the names of all questions of a project, ``folder/file``, sorted."""
     files = sorted((root / PIPELINES).glob("*/*.yaml"))
     return [
         f"{file.parent.name}/{file.stem}"
@@ -207,7 +210,7 @@ def load_rounds(root: Path) -> list[Round]:
 
 
 def find_question(root: Path, name: str) -> QuestionFile:
-    """Return a question by folder/file or unique file; UserError with a new or similar name."""
+    """Return the question ``folder/file`` or a unique ``file``; UserError suggests another name."""
     names = list_question_names(root)
     short = name.strip("/").removeprefix(f"{PIPELINES}/").removesuffix(".yaml")
     if short in names:
@@ -229,7 +232,7 @@ def find_old_study(root: Path, name: str) -> Round | None:
 
 
 def _move_run_keys(layer: Layer) -> Layer:
-    """Return a layer of a question with ``seeds`` and ``methods`` copied to ``run``."""
+    """Return a question's layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
     moved: dict[tuple, tuple[Document, tuple]] = {}

@@ -96,7 +96,7 @@ class Comparison(Config):
 
     @property
     def words(self) -> str:
-        """Return the comparison as text: match_top1 of prc higher than of vmoe."""
+        """Return the comparison as text, such as "match_top1 of prc higher than of vmoe"."""
         ours = f"{self.metric} of {self.method}"
         theirs = f"{self.against_metric} of {self.against}".lstrip()
         if self.better == "equivalent":
@@ -140,7 +140,7 @@ class Question(Comparison):
 
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the values of a claim or question that decide its numbers, but not its verdict."""
+    """Return (metric, method, against, against_metric, phase), which decide a claim's numbers."""
     keys = ("metric", "method", "against", "against_metric", "phase")
     return tuple(comparison[key] for key in keys)
 
@@ -150,8 +150,8 @@ def answer_settings_digest(
 ) -> str:
     """Return a digest of the settings that an answer depends on; study: params.yaml as data.
 
-    Only the two methods count, and not run, claims and questions. left_out: additional sections
-    that change no result.
+    These are all sections except run, claims, questions and ``left_out``, with only the two methods
+    that are compared.
     """
     unread = ("run", "claims", "questions", "methods", *left_out)
     sections = {name: section for name, section in study.items() if name not in unread}
@@ -163,7 +163,7 @@ def answer_settings_digest(
 def has_changed_settings(
     stored: str | None, study: Mapping[str, Any], comparison: Comparison
 ) -> bool:
-    """Return whether a digest stored in compare.json, if any, differs from the study's."""
+    """Return whether the digest ``stored`` in compare.json is not the study's; False for None."""
     # In older files the digest includes ``monitor``, which changes no result.
     same = [answer_settings_digest(study, comparison, left_out) for left_out in (("monitor",), ())]
     return stored is not None and stored not in same

@@ -71,7 +71,7 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
 def extract_declared_settings(
     model: type[AnySettings], document: Document, **item: object
 ) -> AnySettings:
-    """Return the keys of ``document`` that ``model`` declares; UserError, a line per problem."""
+    """Return a ``model`` read from its keys in ``document``; UserError, a line per problem."""
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
         for name, template in params_keys_by_field(model).items()
@@ -148,7 +148,7 @@ def _list_error_lines(
 
 
 def line_position(line: str) -> tuple[str, int, int]:
-    """Return file, line and column with which an error's line begins."""
+    """Return (file, line, column) with which an error's line begins; ("", 0, 0) if it has none."""
     match = PLACE.match(line)
     if match:
         return (match[1], int(match[2]), int(match[3]))
@@ -156,7 +156,7 @@ def line_position(line: str) -> tuple[str, int, int]:
 
 
 def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
-    """Return the keys of the file for pydantic's location, without kinds of unions and marks."""
+    """Return the file's keys for the location of a pydantic error; places: field → keys."""
     if not item["loc"]:
         return ()
     first, *rest = item["loc"]
@@ -212,7 +212,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
 
 
 def describe_field(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """Return what is allowed at pydantic's location: keys, kinds, or the field's description."""
+    """Return a text of what is allowed at pydantic's location: keys, kinds, or a description."""
     if models := _models_at(model, loc):
         return _describe_models(models)
     owners = [owner for owner in _models_at(model, loc[:-1]) if loc[-1] in owner.model_fields]
@@ -227,7 +227,7 @@ def _describe_models(models: Sequence[type[BaseModel]]) -> str:
 
 
 def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[BaseModel]]:
-    """Return the models that are allowed at pydantic's location; none for a plain value."""
+    """Return the models allowed at pydantic's location ``loc`` of ``model``; [] if none."""
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
@@ -241,7 +241,7 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models inside an annotation; for a family, its parts."""
+    """Return the pydantic models in a type annotation; for a family, the classes of its parts."""
     if isinstance(annotation, type) and is_family_base(annotation):
         return list(part_classes_by_kind(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -27,14 +27,11 @@ EACH = {  # the matrix of DVC: the stage runs once per item
 
 
 class Stage(NamedTuple):
-    """One stage; {method}, {seed}, … in texts stand for the item of a run.
-
-    A stage with an empty ``each`` runs once.
-    """
+    """One row of the table; in texts {method}, {seed}, … stand for the item of a run."""
 
     name: str
     says: str
-    each: str = ""
+    each: str = ""  # key of EACH: the matrix with an item per run; "": it runs once
     keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the stage's name
     code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
     after: tuple[str, ...] = ()  # below artifacts: what it reads, if a stage of the study writes it
@@ -56,7 +53,7 @@ class Stage(NamedTuple):
 
     @property
     def item(self) -> tuple[str, ...]:
-        """Return the names of the values that differ between its runs."""
+        """Return the names of the values that differ between its runs: ("method", "seed")."""
         return tuple(EACH[self.each])
 
     @property
@@ -65,12 +62,12 @@ class Stage(NamedTuple):
 
     @property
     def item_path(self) -> str:
-        """Return the path of its result and its history, below folders of artifacts."""
+        """Return the path of its result and history: ``cost/{phase}/{method}/{seed}``."""
         return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Return the files below artifacts/code with the hashes of its code, without suffix."""
+        """Return the hash files of its code, below artifacts/code and without suffix."""
         method = ("methods/{method}",) if "method" in self.item else ()
         return (f"stages/{self.module}", *self.code, *method)
 
@@ -294,18 +291,18 @@ SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by
 
 
 def list_code_hashes(name: str, **item: str | None) -> list[str]:
-    """Return paths below artifacts/code of hashes for a stage or measurement ``name``."""
+    """Return paths below artifacts/code of the hashes that a stage or measurement depends on."""
     stage = STAGES.get(name, STAGES[MEASURE])
     return [hash_file(path).format(what=name, **item) for path in stage.hashes]
 
 
 def hash_file(path: str) -> str:
-    """Return a path of ``Stage.hashes`` with its suffix; ``methods`` is a folder."""
+    """Return a path of ``Stage.hashes`` with .json; ``methods``, a folder, stays as it is."""
     return path if path == "methods" else f"{path}.json"
 
 
 def stage_of_command(arguments: Sequence[str]) -> str:
-    """Return the stage that ``python`` runs with ``-m moecore.stages.SCRIPT WORD …``."""
+    """Return the name of the stage that ``python -m moecore.stages.SCRIPT WORD …`` runs."""
     script, *rest = arguments[1:]
     script = script.rpartition(".")[2]
     names = [stage.name for stage in ROWS if stage.module == script]

@@ -34,7 +34,7 @@ OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer"
 
 
 def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Return section → the first stage that reads it; run: the section ``run`` of the file."""
+    """Return section → the first of ``stages`` that reads it; run: the file's section ``run``."""
     readers = {"run": LAST_STAGES[0], "packages": CODE_STAGE}
     for stage in stages:
         if stage in TRAINING_PHASES:
@@ -132,7 +132,7 @@ def read_study(document: Document) -> Study:
 
 
 def study_model(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
-    """Return ``Study`` with sections of packages; measurements: outside ones, by dotted name."""
+    """Return ``Study`` with a section per outside package; measurements: package.module → class."""
     sections: dict[str, dict[str, Any]] = {}
     for name, measurement in measurements.items():
         package, _, module = name.partition(".")

@@ -1,7 +1,8 @@
 """Rules that try outside parts with the checks of ``moecore.testing``, and a step of every method.
 
 Parts have the study's settings; models and data are small. A UserError is no fault but a note that
-the part was not tried. Nothing is prepared, downloaded or trained.
+the part was not tried. Nothing is prepared, downloaded or trained. Rules yield (keys, message): the
+keys to a setting in params.yaml, and what is wrong.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ Keys = tuple[str | int, ...]
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
-    """Yield faults of the previews of outside sources; appends to ``notes`` what was not tried."""
+    """Yield (keys, message) per outside source that fails; ``notes`` gets those not tried."""
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
@@ -57,7 +58,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
 
 
 def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
-    """Yield faults of all other outside parts; appends to ``notes`` what was not tried."""
+    """Yield (keys, message) per other outside part that fails; ``notes`` gets those not tried."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):
             attempt = partial(_try_task, preview.task)
@@ -76,7 +77,7 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
-    """Yield one line if ``attempt`` fails, with its own random state; UserErrors go to refusals."""
+    """Yield one line if ``attempt`` fails, with seed 0; a UserError is appended to ``refusals``."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -135,7 +136,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
 
 
 def _try_measurement(measurement: Measurement) -> None:
-    """Try a measurement on a small ViT; other errors become UserErrors."""
+    """Raise AssertionError if a measurement fails on a small ViT; UserError for other errors."""
     # A measurement that fails here may work with the study's models and images.
     subject = MeasuredModel(check_helpers.small_vit(), check_helpers.small_data())
     if refusal := measurement.applies(subject):
@@ -160,7 +161,10 @@ def _try_task(task: Task) -> None:
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
-    """Yield faults of a step of each method, except methods with ``faulty`` keys."""
+    """Yield (keys, message) per method whose small training step fails.
+
+    faulty: keys of known faults; methods and text towers that have one are left out.
+    """
     for name in study.run.methods:
         method = study.methods[name]
         towers = (((), method, method.losses), (("text",), method.text, method.text_losses))
@@ -175,7 +179,7 @@ def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
 
 
 def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
-    """Raise AssertionError with one line if a step of a small ViT with these layers is wrong."""
+    """Raise AssertionError if a loss or gradient of a small ViT's training step is not finite."""
     model = check_helpers.small_vit(moe=moe)
     step = check_helpers.small_objective_inputs(model)
     objective = Objective(losses)

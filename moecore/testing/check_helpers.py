@@ -23,18 +23,18 @@ ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
 
 
 def settings_of(part: Any) -> Any:
-    """Return settings unchanged, and the default settings of a class."""
+    """Return ``part`` if it is settings; for a class, its default settings."""
     return part() if inspect.isclass(part) else part
 
 
 def assert_that(part: Any, is_true: Any, promise: str) -> None:
-    """Raise AssertionError with the part's name if a promise is broken."""
+    """Raise AssertionError with the part's name and ``promise`` unless ``is_true``."""
     if not is_true:
         raise AssertionError(f"{type(part).__name__}: {promise}")
 
 
 def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str = "") -> None:
-    """Raise AssertionError unless ``call`` raises a UserError in one line that begins so."""
+    """Raise AssertionError unless ``call`` raises a one-line UserError beginning with ``start``."""
     try:
         call()
     except UserError as error:
@@ -44,7 +44,7 @@ def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str 
 
 
 def has_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a module's state_dict has the bits of another."""
+    """Return whether a module's state_dict equals ``state``, bit by bit."""
     return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
@@ -65,7 +65,7 @@ def draw_weights(module: nn.Module, std: float = 0.5) -> None:
 
 
 def seeded_randn(*shape: int, seed: int = 1) -> Tensor:
-    """Return normal draws that depend only on the seed."""
+    """Return N(0, 1) draws of this shape that depend only on ``seed``."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -76,7 +76,7 @@ IMAGE = ImageSpec(channels=1, size=SIDE, mean=(0.5,), std=(0.3,), task=CLASSES)
 
 
 def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> PatchTransformer:
-    """Return a ViT of two MoE blocks in evaluation mode; by default, experts have bases."""
+    """Return a ViT of two MoE blocks in evaluation mode, with ``Eigen`` experts if moe is None."""
     if moe is None:
         router = NoisyTopK(start="orthonormal")
         moe = MoESettings(router=router, experts=Eigen(number=EXPERTS), blocks="all")
@@ -87,7 +87,7 @@ def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> Patch
 
 
 def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
-    """Return the inputs of an objective: two views of three images, and a teacher's routing."""
+    """Return the inputs of a training step: two views of three images, and a teacher's routing."""
     images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2
@@ -111,7 +111,7 @@ def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> Ob
 
 
 def small_data() -> Prepared:
-    """Return data of 24 noise images per split, in memory, with a data card."""
+    """Return prepared data in memory: 24 noise images of 8 × 8 pixels per split, four classes."""
     card = {"name": "noise", "task": CLASSES.model_dump(mode="json")}
     card |= {"channels": 1, "size": SIDE, "mean": IMAGE.mean, "std": IMAGE.std}
     splits = []

@@ -180,11 +180,11 @@ def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
 
 
 class Killed(Exception):
-    """Simulates a process that is killed after it has stored a piece."""
+    """Simulates the kill of a process after it has stored a result."""
 
 
 class Pieces:
-    """A ``PartStore`` in memory, which is killed after ``until_kill`` computed pieces."""
+    """A ``PartStore`` (name → result) in memory that is killed after ``until_kill`` results."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}
@@ -338,7 +338,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
 
 def small_target(task: Task) -> Target:
-    """Return a small model of the task with eight images, one of them black and one white."""
+    """Return an attack's target: a small model with eight images, one of them black, one white."""
     images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
     images[0] = 0.0
     images[1] = 1.0

@@ -100,7 +100,7 @@ def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
 def make_tokens_and_context(
     router: Any, layer: MoEFeedForward, seed: int = 1
 ) -> tuple[Tensor, RoutingContext]:
-    """Return tokens (B, T, d) of three groups of images, and a context with the router's wants."""
+    """Return tokens (B, T, d) and a context with what ``router.wants`` names, of random numbers."""
     # A group shares the experts' capacity; attention of a token is 0 for later ones.
     batch = 3 * coupled_image_count(layer)
     tokens = seeded_randn(batch, TOKENS, WIDTH, seed=seed)
@@ -121,7 +121,7 @@ def make_tokens_and_context(
 
 
 def count_candidate_experts(layer: MoEFeedForward) -> int:
-    """Return how many experts the layer's router chooses among."""
+    """Return the number of experts that a router chooses among, also those without computation."""
     zero_experts = layer.zero_computation
     return layer.number + (0 if zero_experts is None else sum(zero_experts.sizes))
 
@@ -129,7 +129,7 @@ def count_candidate_experts(layer: MoEFeedForward) -> int:
 def map_context_tensors(
     context: RoutingContext, change: Callable[[Tensor], Tensor]
 ) -> RoutingContext:
-    """Return the context with each of its tensors changed."""
+    """Return the context with ``change`` applied to each of its tensors."""
     changed: dict[str, Any] = {
         name: change(field)
         for name, field in context._asdict().items()
@@ -139,7 +139,7 @@ def map_context_tensors(
 
 
 def is_causal(router: Any) -> bool:
-    """Return whether the router declares that it does not use later tokens."""
+    """Return whether the router accepts ``check_causal``: it does not use later tokens."""
     try:
         router.check_causal()
     except UserError:
@@ -172,7 +172,7 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
 
 
 def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
-    """Compare the layer with a sum of all experts on all tokens, if rows are tokens."""
+    """Raise AssertionError unless the layer is the sum of all experts, weighted by ``combine``."""
     tokens, context = make_tokens_and_context(router, layer)
     if not layer.eval().shares_basis:
         rows = layer.router(tokens, context)[0].dispatch(tokens)
@@ -217,7 +217,7 @@ def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> 
 def _outputs_and_gradients(
     layer: MoEFeedForward, tokens: Tensor, forward: Callable[[MoEFeedForward, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Return the output, and a projection's gradients with respect to tokens and parameters."""
+    """Return the output, then gradients of a projection of it for tokens and each parameter."""
     leaf = tokens.clone().requires_grad_()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)  # the same noise for both layers

@@ -170,7 +170,7 @@ ZERO_COMPUTATION = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
 
 
 def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
-    """Return layers whose router or experts provide the needs beyond ``PROVIDED``, or None."""
+    """Return MoE settings that provide the ``needs`` beyond ``PROVIDED``; None if not needed."""
     for part in part_classes_by_kind(Router).values() if needs - PROVIDED else ():
         with suppress(ValidationError):  # a router with a required setting
             router = part.model_validate({"kind": part.class_kind()})
