@@ -52,8 +52,8 @@ from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular
 
 if TYPE_CHECKING:
-    from moecore.report.shown_modules import Column as Column
-    from moecore.report.shown_modules import Shown as Shown
+    from moecore.report.deprecated_results import Column as Column
+    from moecore.report.deprecated_results import Shown as Shown
 else:  # for the page of your own measurement; importing them loads matplotlib
     _OF_PAGES = ("Column", "Shown")
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
@@ -69,4 +69,4 @@ else:  # for the page of your own measurement; importing them loads matplotlib
             raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
         from pkgutil import resolve_name
 
-        return resolve_name(f"moecore.report.shown_modules:{name}")
+        return resolve_name(f"moecore.report.deprecated_results:{name}")

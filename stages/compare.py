@@ -9,7 +9,7 @@ from moecore.core.config import Config
 from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
-from moecore.report.claims.records import ITEMS, NUMBERS, pack_items
+from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import compare_methods

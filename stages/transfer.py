@@ -34,7 +34,7 @@ def transfer(phase: Phase, seed: int) -> None:
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
-        parts.show_progress(bar)
+        parts.attach_progress_bar(bar)
         result = measure(models, data, params.transfer, parts.part)
         run.result(result)
         print(result.facts["reading"]["text"], file=sys.stderr)

@@ -109,7 +109,7 @@ def forget_files() -> None:
     for cached in (
         code_hashes._read_source,
         code_hashes._imported_files,
-        code_hashes._sha256,
+        code_hashes._code_hash,
         code_hashes._module_file,
         code_hashes._data_files,
         wheel_record,

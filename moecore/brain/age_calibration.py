@@ -8,8 +8,7 @@ from moecore.brain import age_measurement, prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line
 from moecore.brain.tissue_ridge import measure_tissue_ridge
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import whole_folder, write_sealed, write_whole
+from moecore.core.files import to_jsonable, whole_folder, write_sealed, write_whole
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import ModelCalibration

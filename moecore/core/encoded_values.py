@@ -1,33 +1,11 @@
-"""Results as JSON, arrays as short text in it, and texts as cells of spreadsheets."""
+"""Arrays as short texts in JSON, and texts as cells of spreadsheets."""
 
 import base64
-import math
 import re
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
-
-
-def to_jsonable(value: Any) -> Any:
-    """Return settings, arrays, tensors and paths as types of JSON; non-finite numbers are null."""
-    if isinstance(value, BaseModel):
-        return to_jsonable(value.model_dump(mode="json"))
-    if hasattr(value, "_asdict"):
-        return to_jsonable(value._asdict())
-    if isinstance(value, Mapping):
-        return {str(key): to_jsonable(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        return to_jsonable(value.tolist())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_jsonable(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    return str(value)
 
 
 def spreadsheet_cell(value: Any) -> Any:
@@ -38,14 +16,14 @@ def spreadsheet_cell(value: Any) -> Any:
     return value if is_number else f"'{value}"
 
 
-def encode_arrays(*arrays: np.ndarray) -> str:
+def encode_concatenated_arrays(*arrays: np.ndarray) -> str:
     """Return base64 of the arrays' concatenated little-endian bytes, compressed by zlib."""
     data = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def decode_compressed_text(text: str) -> bytes:
-    """Return the bytes of all arrays that ``encode_arrays`` compressed into ``text``."""
+    """Return the bytes of the arrays in a text of ``encode_concatenated_arrays``."""
     return zlib.decompress(base64.b64decode(text))
 
 
@@ -61,12 +39,14 @@ def pack_numbers(values: np.ndarray) -> str:
     mean = float(values.mean())
     apart = values - mean
     largest = float(np.abs(apart).max()) or 1.0
-    return f"{mean!r}:{largest!r}:{encode_arrays((apart / largest).astype(np.float16))}"
+    return (
+        f"{mean!r}:{largest!r}:{encode_concatenated_arrays((apart / largest).astype(np.float16))}"
+    )
 
 
 def encode_exact(values: np.ndarray) -> str:
     """Return numbers (N,) as text: base64 of compressed fp64, without loss."""
-    return encode_arrays(np.asarray(values, np.float64))
+    return encode_concatenated_arrays(np.asarray(values, np.float64))
 
 
 def decode_float_array(text: str) -> np.ndarray:

@@ -5,6 +5,7 @@ import errno
 import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -133,6 +134,25 @@ def _remove_path(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def to_jsonable(value: Any) -> Any:
+    """Return settings, arrays, tensors and paths as types of JSON; non-finite numbers are null."""
+    if hasattr(value, "model_dump"):  # pydantic is not imported here: it takes time
+        return to_jsonable(value.model_dump(mode="json"))
+    if hasattr(value, "_asdict"):
+        return to_jsonable(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        return to_jsonable(value.tolist())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_jsonable(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    return str(value)
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically; NaN is refused, as JSON has none."""
     write_whole(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
@@ -245,7 +265,7 @@ class KeptParts:
         if intact != content:
             write_whole(self.path, intact)
 
-    def show_progress(self, bar: Any) -> None:
+    def attach_progress_bar(self, bar: Any) -> None:
         """Update ``bar``, with the number of stored parts, after every part from now on."""
         self.bar = bar
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, file_checksum, read_json
 from moecore.data.card import SPLITS, parse_card_task
 from moecore.data.layouts.images import JpegImages, open_images
-from moecore.data.layouts.text import open_text, open_token_rows
+from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
 from moecore.data.stored_arrays import PREPARE_AGAIN
 from moecore.data.volumes.subjects import read_subject_rows
@@ -87,7 +87,7 @@ class Prepared(NamedTuple):
 
     def text_rows(self, split: str) -> np.ndarray:
         """Return all tokens of a split of text, int32 (1, n), or (2, n) with their kinds below."""
-        return open_token_rows(self.folder, self.card, split)
+        return open_tokens_with_kinds(self.folder, self.card, split)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":

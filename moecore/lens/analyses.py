@@ -17,7 +17,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.exploring.expert_gallery import FavouritePatch
-from moecore.measure.exploring.expert_overlay_data import patch_crop
+from moecore.measure.exploring.expert_overlays import patch_crop
 from moecore.measure.routing_metrics import (
     epochs,
     expert_information,
@@ -250,19 +250,19 @@ def analyse_trace(
     layers: list[LayerNumbers] = []
     values_by_layer: list[expert_roles.ByImage] = []
     previous_experts: Tensor | None = None
-    context = expert_roles.RoleInputs()
+    context = expert_roles.RoleAnalysisInputs()
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, indices)
         theirs = None if against is None else against.layer(number, indices)
         layout = trace.card.layers[number].layout()
         layer_labels = labels.by_kind(number, previous_experts)
         if context.before is not None and context.before.shape[1] != routing.chosen.shape[1]:
-            context = expert_roles.RoleInputs()
+            context = expert_roles.RoleAnalysisInputs()
         layer, by_item = analyse_layer(routing, layout, layer_labels, theirs, analyses, context)
         layers.append(layer)
         values_by_layer.append(by_item)
         previous_experts = first_choices(record_of_layer(routing))
-        context = expert_roles.RoleInputs(before=routing.chosen)
+        context = expert_roles.RoleAnalysisInputs(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -277,7 +277,7 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    context: expert_roles.RoleInputs,
+    context: expert_roles.RoleAnalysisInputs,
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return a layer's quantities, and name → (N,) for those that have one value per item.
 

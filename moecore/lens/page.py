@@ -14,7 +14,7 @@ from moecore.lens import trace_explorer
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace, record_of_layer
 from moecore.lens.traces import Trace
 from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_overlay_data import patch_crop
+from moecore.measure.exploring.expert_overlays import patch_crop
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
@@ -23,8 +23,16 @@ from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.expert_figures import patch_experts_tile
 from moecore.report.page.explorer_page import PageHead
+from moecore.report.page.page_objects import (
+    NONE,
+    WORDS,
+    Block,
+    PageCell,
+    PageTable,
+    Picture,
+    TableRow,
+)
 from moecore.report.page.report_page import template_environment
-from moecore.report.page.view import NONE, WORDS, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
 

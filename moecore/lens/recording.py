@@ -15,7 +15,7 @@ from moecore.core.outside_packages import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.lens.traces import write_trace
-from moecore.measure.exploring.expert_overlay_data import SIDE
+from moecore.measure.exploring.expert_overlays import SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
 from moecore.nn.router_hooks import routing_collector
@@ -79,7 +79,7 @@ def record_python_file(path: Path, out: Path) -> int:
     tokens. Optional: ``adapters`` (see ``moecore.trace``), ``vocabulary`` and ``layouts`` (see
     ``write_trace``), and ``name``, of the model.
     """
-    names = load_python_globals(path)
+    names = run_python_file(path)
     model, batches = names.get("model"), names.get("batches")
     if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):
         types = f"{type(model).__name__} model, {type(batches).__name__} batches"
@@ -154,7 +154,7 @@ def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"tokens": inputs["input_ids"]}
 
 
-def load_python_globals(path: Path) -> dict[str, Any]:
+def run_python_file(path: Path) -> dict[str, Any]:
     """Run a Python file and return its global names → values; it may import from its folder."""
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.encoded_values import encode_arrays
+from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
 from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_overlay_data import CROP, encode_thumbnails
+from moecore.measure.exploring.expert_overlays import CROP, encode_thumbnails
 from moecore.measure.routing_metrics.epochs import spread_places
 from moecore.nn import routing_traces
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
@@ -66,7 +66,7 @@ class TraceExplorer:
         self.is_text = len(self.fine.grid) == 1
         self.has_pictures = pictures is not None
         self.has_kinds = labels is not None and labels.ndim == 2
-        self.numbers = {name: count_numbers(trace, name, self.parts) for name in NUMBERED}
+        self.numbers = {name: count_item_numbers(trace, name, self.parts) for name in NUMBERED}
         self.layers = [self._explore_layer(number) for number in range(len(shapes))]
 
     def result(self, items: int = ITEMS, examples: int = analyses.EXAMPLES) -> Result:
@@ -103,7 +103,9 @@ class TraceExplorer:
             item_labels = [[label] if label >= 0 else [] for label in labels.tolist()]
         if labels is not None and labels.shape[1:] == record.probs.shape[1:2]:
             numbers = (labels[:, shown_tokens] + 1).clamp(min=0)
-            kinds = encode_arrays(numbers.where(numbers <= MAX_KIND, 0).numpy().astype(np.uint8))
+            kinds = encode_concatenated_arrays(
+                numbers.where(numbers <= MAX_KIND, 0).numpy().astype(np.uint8)
+            )
         return Result(
             special=fine.special,
             grid=fine.grid,
@@ -239,7 +241,7 @@ def render_traces(
             for name, side in zip(names, sides, strict=True)
         ]
         text = json.dumps([phase], ensure_ascii=False).encode()
-        encoded = encode_arrays(np.frombuffer(text, np.uint8))
+        encoded = encode_concatenated_arrays(np.frombuffer(text, np.uint8))
         page = explorer_page.render_explorer(encoded, pool, head)
         if len(page.encode()) <= MAX_BYTES:
             break
@@ -253,7 +255,7 @@ def can_explore(layers: Sequence[LayerShape]) -> bool:
     return len({(layout.special, len(layout.grid)) for layout in layouts}) == 1 and len(rows) < 2
 
 
-def count_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return how often each number ≥ 0 occurs in item tensor ``name``, (V,); empty if missing."""
     counts = np.zeros(0, int)
     for places in parts:

@@ -21,8 +21,8 @@ from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
-from moecore.nn.layers.layer_lipschitz_bound import soften_model
+from moecore.measure.exploring.expert_overlays import EncodedPicture, encode_thumbnails
+from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.tasks.base import Task

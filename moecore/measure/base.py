@@ -84,7 +84,7 @@ class Measurement(MeasuredPart, ABC):
     ``my_lab: {brightness: …}``, which run.measurements calls my_lab.brightness, is the class
     Brightness of that module. A measurement declares ``metrics`` and puts values under their
     names. Without metrics and without a page title it returns a typed result instead, which the
-    report shows as declared in ``SHOWN`` (moecore/report/shown_modules.py).
+    report shows as declared in ``SHOWN`` (moecore/report/deprecated_results.py).
     """
 
     # Optional settings of the section, by name. Their values are in the same file; Found.facts has

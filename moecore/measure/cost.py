@@ -9,7 +9,7 @@ from pydantic import Field
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import forward_cost
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics.sweeps import copy_with_k
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import copy_with_k
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.predict import image_batches

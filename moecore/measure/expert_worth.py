@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import barred_experts
+from moecore.measure.routing_metrics import alternative_choices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
@@ -28,7 +28,7 @@ ORDERS = {  # which experts are removed
     "least_used": "least used first",
     "random": "random",
 }
-WAYS: dict[barred_experts.Way, str] = {  # a token's other choices
+WAYS: dict[alternative_choices.Way, str] = {  # a token's other choices
     "as_is": "the others as they are",
     "renormalised": "the others scaled to the old sum",
     "reroute": "the next one in its place",
@@ -101,7 +101,7 @@ class ExpertWorth(Measurement):
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
         """Return the reason why the router's experts cannot be barred, or None."""
-        return barred_experts.no_barring_reason(model)
+        return alternative_choices.no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
         """Put the loss of score without one expert, without several, and without a token's choice.
@@ -140,9 +140,9 @@ class ExpertWorth(Measurement):
             lows.append(interval.low or 0.0)
         out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
         put_removals(model, measure_loss, counts, self.draws, out)
-        choices = experts - barred_experts.removable_expert_count(model)
+        choices = experts - alternative_choices.removable_expert_count(model)
         for rank, way in product(range(1, min(MAX_POINTS, choices) + 1), WAYS):
-            change = barred_experts.drop_choices(model, rank, way)
+            change = alternative_choices.drop_choices(model, rank, way)
             values = measure_loss(f"rank {rank} {way}", change)
             out.put(f"lost_without_choice_{way}", values, rank=rank)
             if rank <= len(ORDINALS):
@@ -164,7 +164,7 @@ def put_removals(
     """
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
-    numbers = expert_counts_to_remove(barred_experts.removable_expert_count(model))
+    numbers = expert_counts_to_remove(alternative_choices.removable_expert_count(model))
     shown = max([number for number in numbers if 2 * number <= experts], default=numbers[0])
 
     def lost_without(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
@@ -192,7 +192,7 @@ def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractCo
     """Return a context in which no token can choose the ``removed`` experts of each layer."""
     experts = torch.arange(model.experts_and_router.experts.choices)
     masks = [torch.isin(experts, torch.tensor(barred).long()) for barred in removed]
-    return barred_experts.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
+    return alternative_choices.bar_experts(model, [mask.to(model_device(model)) for mask in masks])
 
 
 def scores_without_experts(

@@ -12,14 +12,14 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config, Misfits, Surroundings
-from moecore.core.encoded_values import encode_arrays
+from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
+from moecore.measure.exploring.expert_overlays import EncodedPicture, encode_thumbnails
 from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics.two_view_agreement import (
     Preset,
@@ -187,7 +187,7 @@ def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImage
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = picture = None
     if variant.origins is not None:
-        places = encode_arrays(variant.origins.numpy().astype(np.uint16))
+        places = encode_concatenated_arrays(variant.origins.numpy().astype(np.uint16))
     if variant.pixels.ndim == 4 or variant.kind == "clean":
         picture = encode_thumbnails(variant.pixels[:, : model.image.channels])
     return ShownVariant(
@@ -201,7 +201,7 @@ def trace_variant(model: Model, task: Task, variant: changed_images.ChangedImage
 
 def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
     """Return the tokens' true kinds (N, T), packed as uint8, from the images' channel of truth."""
-    return encode_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
+    return encode_concatenated_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
 
 
 def label_lists_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.routing_metrics import barred_experts
+from moecore.measure.routing_metrics import alternative_choices
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
@@ -104,7 +104,7 @@ class RouterRegret(Measurement):
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
         """Return why experts cannot be barred or tokens or items depend on others, or None."""
-        if reason := barred_experts.no_barring_reason(model):
+        if reason := alternative_choices.no_barring_reason(model):
             return reason
         if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
@@ -124,8 +124,8 @@ class RouterRegret(Measurement):
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - barred_experts.removable_expert_count(subject.model)
-        subsets = barred_experts.list_subsets(experts, k, SEED)
+        k = experts - alternative_choices.removable_expert_count(subject.model)
+        subsets = alternative_choices.list_subsets(experts, k, SEED)
         out.people = test.people_at(indices)
         by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
@@ -200,7 +200,7 @@ def layer_losses(
             passes = item_loss_passes(model, pixels, labels[place : place + 1])
             rows = []
             for part in masks.split(batch):
-                with barred_experts.bar_experts(model, [*[None] * layer, part, *later_barred]):
+                with alternative_choices.bar_experts(model, [*[None] * layer, part, *later_barred]):
                     rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
@@ -229,7 +229,7 @@ def best_choices(
         for token, (*set_losses, loss) in zip(tokens.tolist(), rows, strict=True):
             saved = loss - min(set_losses)
             experts = subsets[int(np.argmin(set_losses))].nonzero()[0].tolist()
-            if saved <= barred_experts.TOLERANCE:
+            if saved <= alternative_choices.TOLERANCE:
                 saved = 0.0
                 experts = []
             places = [token]
@@ -248,7 +248,7 @@ def regret_metrics_by_image(
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
-    subset = barred_experts.subset_regret(sets, chosen)
+    subset = alternative_choices.subset_regret(sets, chosen)
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
@@ -257,7 +257,9 @@ def regret_metrics_by_image(
     by_image = {
         "router_regret": regret,
         "better_sets": mean_by_image(subset.better),
-        "fixed_set_gain": mean_by_image(barred_experts.fixed_subset_gain(sets, chosen, is_first)),
+        "fixed_set_gain": mean_by_image(
+            alternative_choices.fixed_subset_gain(sets, chosen, is_first)
+        ),
     }
     if room.any():
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)

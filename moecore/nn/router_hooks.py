@@ -20,7 +20,7 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.routers.token_choice import Score, expert_probs, expert_scores
+from moecore.nn.routers.token_choice import Score, expert_probs, scores_from_logits
 
 # (router, its positional arguments, its output) → record with fields (B, T, E), or (B · T, E) if
 # the layer around it flattens its tokens
@@ -233,7 +233,7 @@ def read_top_k_router(
         problem = f"{type(router).__name__} does not return logits, weights and experts"
         raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
     logits, weights, experts = output
-    scores = expert_scores(logits.detach().float(), score).gather(-1, experts)
+    scores = scores_from_logits(logits.detach().float(), score).gather(-1, experts)
     expected, actual = (
         values / values.sum(-1, keepdim=True) for values in (scores, weights.detach())
     )

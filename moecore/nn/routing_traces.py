@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_arrays
+from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.tasks.base import Task
 
@@ -102,7 +102,7 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def encode_top_experts(record: RoutingRecord) -> str:
-    """Return the MAX_EXPERTS best experts of every token, encoded by ``encode_arrays``.
+    """Return each token's MAX_EXPERTS best experts as a text (``encode_concatenated_arrays``).
 
     Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
     dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
@@ -119,4 +119,6 @@ def encode_top_experts(record: RoutingRecord) -> str:
     best = np.where(combine.max(axis=-1) > 0, combine.argmax(axis=-1), unprocessed)
     shares = np.rint(np.take_along_axis(probs, order, axis=-1).clip(0, 1) * MAX_PROBABILITY)
     marks = shares + CHOSEN_BIT * np.take_along_axis(chosen, order, axis=-1)
-    return encode_arrays(best.astype(dtype), order.astype(dtype), marks.astype(np.uint8))
+    return encode_concatenated_arrays(
+        best.astype(dtype), order.astype(dtype), marks.astype(np.uint8)
+    )

@@ -106,11 +106,11 @@ def pilot_command(
     if path.is_dir():
         path /= PARAMS_FILE
     elif not path.is_file() or path.name != str(PARAMS_FILE):
-        from moecore.pipeline.study_runs import write_run
+        from moecore.pipeline.study_runs import write_run_folder
         from moecore.study.questions import find_question
 
         question_round = find_question(HERE, study).round(None)
-        write_run(question_round)
+        write_run_folder(question_round)
         path = question_round.folder / PARAMS_FILE
     result = run_pilot(path, seeds)
     verdicts = pilot_verdicts(result)
@@ -253,7 +253,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in a clone of
     moecore its dvc.yaml, from the table of stages.
     """
-    from moecore.pipeline.study_runs import write_project, write_run
+    from moecore.pipeline.study_runs import write_project, write_run_folder
     from moecore.study.questions import find_question
 
     if name is None:
@@ -261,7 +261,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
             typer.echo(f".: {line}")
         return
     question_round = find_question(HERE, name).round(number)
-    for line in write_run(question_round) or ["nothing changes"]:
+    for line in write_run_folder(question_round) or ["nothing changes"]:
         typer.echo(f"{question_round.folder}: {line}")
 
 
@@ -280,7 +280,7 @@ def study_preset(
     number: RoundNumber = 1,
 ) -> None:
     """Write the folder of a question's first round with presets; without names: list them."""
-    from moecore.pipeline.study_runs import write_run
+    from moecore.pipeline.study_runs import write_run_folder
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
@@ -289,7 +289,7 @@ def study_preset(
         return
     question_round = question.round(number)
     folder = question_round.folder
-    for line in write_run(question_round, names) or ["nothing changes"]:
+    for line in write_run_folder(question_round, names) or ["nothing changes"]:
         typer.echo(line)
     typer.echo(f"{folder}: written; to run it: cd {folder} && moecore run")
 
@@ -299,7 +299,7 @@ def study_run(
     name: Question, number: RoundNumber = None, jobs: JobCount = None, sets: SetValues = None
 ) -> None:
     """Write a question's folder, run its stages that are not up to date, and store its results."""
-    from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
+    from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
@@ -307,7 +307,7 @@ def study_run(
     if len(question.rounds) > 1:
         of = f"round {question_round.number} of {len(question.rounds)}"
         typer.echo(f"{question.name}: {of}; another one: --round NUMBER")
-    for line in write_run(question_round):
+    for line in write_run_folder(question_round):
         typer.echo(f"{question_round.folder}: {line}")
     with chdir(question_round.folder):
         run_command(jobs, sets)
@@ -371,7 +371,11 @@ def claims_write() -> None:
 def claims_check() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
     from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
-    from moecore.report.claims.records import date_questions, has_whole_history, verify_kept_items
+    from moecore.report.claims.result_evidence import (
+        date_questions,
+        has_whole_history,
+        verify_kept_items,
+    )
     from moecore.study.questions import load_rounds
 
     rounds = load_rounds(HERE)

@@ -60,7 +60,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
     """Return file below artifacts/code/ → {source file: sha256}; UserError for invalid Python."""
     allow_packages(document.packages, document.folders)
     return {
-        name: hash_files(files, root, shown=name == f"stages/{COMPARE}.json")
+        name: hash_source_files(files, root, shown=name == f"stages/{COMPARE}.json")
         for name, files in _files_by_name(document, root)
     }
 
@@ -252,13 +252,15 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     return [file] if file else []
 
 
-def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
+def hash_source_files(
+    files: Iterable[Path], root: Path = ROOT, shown: bool = False
+) -> dict[str, str]:
     """Return path → sha256; shown: metrics' labels count, too. UserError for invalid Python."""
-    return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
+    return {file.as_posix(): _code_hash(file, root, shown) for file in sorted(files)}
 
 
 @cache
-def _sha256(file: Path, root: Path, shown: bool) -> str:
+def _code_hash(file: Path, root: Path, shown: bool) -> str:
     if file.suffix != ".py" or (shown and _read_source(file, root).has_metrics):
         return source_hashes.hash_source_file(file, root, shown)
     return _read_source(file, root).syntax

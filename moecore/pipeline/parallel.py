@@ -54,7 +54,9 @@ def next_job_stages(
         return None
     first = [stage for stage in shared if _row(stage).early]
     if first:
-        return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
+        return tuple(
+            stage for stage in first if _seed_in_stage_name(stage) == _seed_in_stage_name(first[0])
+        )
     chosen = shared[:1]
     work = _model_work(chosen[0])
     for stage in above if work else ():
@@ -79,7 +81,7 @@ def _is_exclusive(stage: str, above: Collection[str]) -> bool:
     return _row(stage).alone or stage.split("-")[0] == TIMED
 
 
-def _stage_seed(stage: str) -> str:
+def _seed_in_stage_name(stage: str) -> str:
     """Return the seed of a stage: ``0`` for ``teacher@0`` and ``teacher_router@tgr-0``."""
     return stage.partition("@")[2].split("-")[-1]
 

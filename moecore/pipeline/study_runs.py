@@ -17,7 +17,7 @@ from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.records import ASKED, ITEMS, NUMBERS, committed_at, run_git
+from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, committed_at, run_git
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
 from moecore.study import layers
@@ -50,7 +50,7 @@ stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
 """
 
 
-def write_run(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
+def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
     """Write the run folder of a round; return a line for every value that changes in it.
 
     Raises UserError, and writes nothing, for an invalid question or preset, and while a process

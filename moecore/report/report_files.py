@@ -14,8 +14,8 @@ from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
+from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, svg
-from moecore.report.page.view import Picture
 from moecore.report.pictures import sizes
 from moecore.report.pictures.robustness import draw_attack_curve
 from moecore.report.study_results import Measured, Phase, Results

@@ -20,7 +20,7 @@ from moecore.measure.transfer import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures import charts
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection

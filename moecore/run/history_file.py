@@ -28,8 +28,7 @@ import psutil
 import yaml
 
 from moecore.core.config import Config
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError, whole_lines
+from moecore.core.files import UserError, to_jsonable, whole_lines
 from moecore.core.outside_packages import allow_packages, allowed_packages, package_versions
 from moecore.core.source_layout import list_project_dvc_files, project_of
 from moecore.study.document import load_yaml_document

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError, file_checksum, read_json
+from moecore.core.files import UserError, file_checksum, read_json, to_jsonable
 from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, package_folder
 from moecore.core.source_layout import CODE, ROOT
 from moecore.run.history_file import flatten_keys

@@ -51,7 +51,7 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
             pieces = settings.pieces
             with report_progress(title, pieces) if pieces else nullcontext() as bar:
                 if bar is not None:
-                    parts.show_progress(bar)
+                    parts.attach_progress_bar(bar)
                 result = settings.collect_result(subject, parts.part)
         else:
             result = Skipped(skipped=reason)

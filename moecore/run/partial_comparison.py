@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from moecore.report.claims.evaluation import describe_missing_metric
+from moecore.report.claims.evaluation import describe_method_without_metric
 from moecore.report.study_results import Results
 from moecore.study.sections import Claim, Comparison, Selection
 
@@ -36,7 +36,7 @@ def choose_answerable_comparisons(
     answerable = []
     for comparison in candidates:
         # ``moecore check`` does not foresee every missing metric.
-        if missing := describe_missing_metric(comparison, results):
+        if missing := describe_method_without_metric(comparison, results):
             text = f"{comparison.words}, {comparison.phase}: {missing}"
             print(f"not answered: {text}", file=sys.stderr)
         else:

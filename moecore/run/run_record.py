@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 
 from moecore.core import files
 from moecore.core.config import Config
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UnusableFile, UserError, append_line
+from moecore.core.files import UnusableFile, UserError, append_line, to_jsonable
 from moecore.run import history_file
 from moecore.run.history_file import HISTORY_FILE, execution_subpath, read_clocks, read_lines
 from moecore.run.inputs import StageInputs, read_stage_inputs

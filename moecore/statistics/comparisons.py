@@ -61,7 +61,7 @@ class Difference(NamedTuple):
         limits = () if half is None else (self.value - half, self.value + half)
         return Interval(self.value, *limits)
 
-    def p_at(self, distance: float) -> float | None:
+    def p_at_distance(self, distance: float) -> float | None:
         """Return the two-sided p of a value ``distance`` from the mean, or None without sources."""
         if not self.sources:
             return None
@@ -98,7 +98,7 @@ class Difference(NamedTuple):
     @property
     def p(self) -> float | None:
         """Two-sided p of no difference; None without a variance source."""
-        return self.p_at(abs(self.value))
+        return self.p_at_distance(abs(self.value))
 
     @property
     def smallest(self) -> float | None:

@@ -84,7 +84,7 @@ class LayeredFiles(Document):
 
     def place(self, keys: Sequence[str | int]) -> str:
         """Return ``path:line:column`` in the file that decides the value at ``keys``."""
-        layers = visible_layers(self.layers, keys[0]) if keys else self.layers
+        layers = layers_after_replacement(self.layers, keys[0]) if keys else self.layers
         places = [(layer, tuple(keys)) for layer in layers]
         if len(keys) > 1 and keys[0] == "methods":
             chain = self.methods.get(str(keys[1]), ())
@@ -228,7 +228,7 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
 
     above: the entries merged over this method. Raises UserError if ``from`` is unknown or circular.
     """
-    layers = visible_layers(layers, "methods")
+    layers = layers_after_replacement(layers, "methods")
     for at, layer in reversed(list(enumerate(layers))):
         if name not in layer.methods:
             continue
@@ -246,7 +246,7 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
     return ()
 
 
-def visible_layers(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
+def layers_after_replacement(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
     """Return the layers from the last one with ``section`` under ``whole``; all if none has it."""
     starts = [at for at, layer in enumerate(layers) if section in layer.whole]
     return layers[starts[-1] :] if starts else layers

@@ -127,7 +127,7 @@ def split_asked(entry: Any) -> tuple[str, str, dict[str, Any]]:
     return folder, name, changes
 
 
-def expand_asks(
+def resolve_asked_claims(
     document: Document, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
     """Return the claims that ``asks`` names, and key → (file, key there); UserError if unknown."""

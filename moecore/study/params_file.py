@@ -22,7 +22,7 @@ from moecore.study.document import (
     parse_yaml_document,
     shorten_to_one_line,
 )
-from moecore.study.layers import Composed, visible_layers
+from moecore.study.layers import Composed, layers_after_replacement
 
 HEAD = """\
 # yaml-language-server: $schema={schema}
@@ -75,7 +75,7 @@ def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str]
     root = composed.document.layers[0]
     for key, value in composed.document.data.items():
         names = []  # of the files that have a section, the one that decides last
-        for layer in visible_layers(composed.document.layers, key):
+        for layer in layers_after_replacement(composed.document.layers, key):
             if key in layer.sections:
                 path = Path(layer.document.path)
                 names.append(origin.base if layer is root else str(path.relative_to(origin.folder)))

@@ -94,14 +94,14 @@ def list_sections(study: Study, previews: Previews) -> Placed:
     if any(method.guided_routing and not method.joint for method in chosen):
         yield ("teacher_router",), study.teacher_router, pretraining
     for section in (*MEASURING_SECTIONS, *study.run.measurements):
-        settings = find_section(study, section)
+        settings = find_section_settings(study, section)
         for phase in study.run.phases:
             if study.run.covers(section, phase):
                 around = data_surroundings(study, previews, phase)
                 yield tuple(section.split(".")), settings, around
 
 
-def find_section(study: Study, name: str) -> Any:
+def find_section_settings(study: Study, name: str) -> Any:
     """Return the settings of a section or of a measurement ``package.module``, or None."""
     settings: Any = study
     for key in name.split("."):
@@ -210,7 +210,7 @@ def _measurements(study: Study) -> Misfits:
         keys = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
         reasons = []
         for name in study.run.measurements if phase in study.data else ():
-            part = builtin_measurements().get(name) or find_section(study, name)
+            part = builtin_measurements().get(name) or find_section_settings(study, name)
             if part is not None and study.run.covers(name, phase):
                 refusal = part.data_refusal(study.data[phase])
                 reasons += [f"{name} {refusal}"] if refusal else []

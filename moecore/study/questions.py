@@ -97,7 +97,7 @@ class QuestionFile:
         if "claims" in layer.sections:
             text = f"found it together with {ASKS}; allowed: one of them"
             raise layer.document.error(("claims",), text)
-        claims, moved = papers.expand_asks(layer.document, self.root)
+        claims, moved = papers.resolve_asked_claims(layer.document, self.root)
         sections = {**layer.sections, "claims": claims}
         return layer._replace(sections=sections, moved={**layer.moved, **moved})
 

@@ -28,7 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
-from moecore.study.part_rules import find_section, walk_settings
+from moecore.study.part_rules import find_section_settings, walk_settings
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing import check_helpers
@@ -72,7 +72,7 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
             yield from _part_misfits(keys, part.kind, attempt, notes)
     for name in study.run.measurements:
         if DOTTED_NAME.fullmatch(name):
-            attempt = partial(_try_measurement, find_section(study, name))
+            attempt = partial(_try_measurement, find_section_settings(study, name))
             yield from _part_misfits(tuple(name.split(".")), name, attempt, notes)
 
 

@@ -43,7 +43,7 @@ def assert_refused(part: Any, call: Callable[[], Any], promise: str, start: str 
         assert_that(part, False, promise)
 
 
-def has_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
+def has_same_state(module: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Return whether a module's state_dict equals ``state``, bit by bit."""
     return all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 

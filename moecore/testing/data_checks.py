@@ -29,7 +29,7 @@ from moecore.testing.check_helpers import (
     SIDE,
     assert_refused,
     assert_that,
-    has_state,
+    has_same_state,
     is_close,
     seeded_randn,
     settings_of,
@@ -229,7 +229,7 @@ def check_measurement(
     decoded = type(result).model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
-    same = has_state(subject.model, weights) and not subject.model.training
+    same = has_same_state(subject.model, weights) and not subject.model.training
     assert_that(settings, same, "it leaves the model as it was")
     pieces = Pieces()
     resumed = None
@@ -327,7 +327,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
     assert_that(settings, same, "it draws no global number")
     weights = dict(target.model.named_parameters())
     frozen = [name for name, weight in weights.items() if not weight.requires_grad]
-    same = has_state(target.model, before) and frozen == ["head.weight", "head.bias"]
+    same = has_same_state(target.model, before) and frozen == ["head.weight", "head.bias"]
     same = same and all(weight.grad is None for weight in weights.values())
     assert_that(settings, same, "it leaves the model as it was, without gradients")
     if settings.climbs_task:

@@ -28,7 +28,7 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
     assert_that,
     draw_weights,
-    has_state,
+    has_same_state,
     is_close,
     seeded_randn,
     settings_of,
@@ -87,7 +87,7 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     tokens, context = make_tokens_and_context(settings, layer)
     before = copy.deepcopy(layer.state_dict())
     update_routers(layer, layer(tokens, context)[1])
-    assert_that(settings.balance, has_state(layer, before), "evaluation teaches it nothing")
+    assert_that(settings.balance, has_same_state(layer, before), "evaluation teaches it nothing")
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
@@ -277,7 +277,7 @@ def _check_resuming(router: Any, experts: Any) -> None:
     for layer in (uninterrupted, resumed):
         _train_steps(router, layer, range(1, 3))
     promise = "a training that is resumed from its state_dict ends with the same bits"
-    assert_that(router, has_state(uninterrupted, resumed.state_dict()), promise)
+    assert_that(router, has_same_state(uninterrupted, resumed.state_dict()), promise)
 
 
 def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:

@@ -26,7 +26,7 @@ from moecore.testing.check_helpers import (
     assert_refused,
     assert_that,
     draw_weights,
-    has_state,
+    has_same_state,
     is_close,
     seeded_randn,
     settings_of,
@@ -59,7 +59,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
     assert_that(settings, sum(settings.stages) == settings.depth, "depth is the sum of stages")
     for moe in (None, MOE):
         model, twin = _build(settings, image, moe), _build(settings, image, moe)
-        same = has_state(model, twin.state_dict())
+        same = has_same_state(model, twin.state_dict())
         assert_that(settings, same, "the same seed builds the same model")
         fits = model.layout_of(0).grid == settings.grid(image)
         assert_that(settings, fits, "grid() is the model's grid")
@@ -90,7 +90,7 @@ def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) ->
     model, other = (_build(settings, image, seed=seed) for seed in (0, 1))
     fits = (model.image.shape, model.image.channels) == (image.shape, image.channels)
     assert_that(settings, fits, "its model takes the images that it is built for")
-    same = settings.training is not None or has_state(model, other.state_dict())
+    same = settings.training is not None or has_same_state(model, other.state_dict())
     assert_that(settings, same, "it comes trained, the same for every seed")
     _check_model(settings, model)
 

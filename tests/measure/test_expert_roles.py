@@ -15,7 +15,7 @@ from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import choice_patterns as patterns
 from moecore.measure.routing_metrics import expert_information as information
 from moecore.measure.routing_metrics import expert_similarity as similarity
-from moecore.measure.routing_metrics.barred_experts import list_routers
+from moecore.measure.routing_metrics.alternative_choices import list_routers
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
     read_encoded_choices,

@@ -8,7 +8,7 @@ import torch
 
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
-from moecore.measure.routing_metrics.barred_experts import (
+from moecore.measure.routing_metrics.alternative_choices import (
     bar_experts,
     drop_choices,
     drop_weights,

@@ -30,7 +30,7 @@ from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1_terms, row_jacobians
+from moecore.nn.layers.lipschitz_lemma import LemmaTerms, lemma_1_terms, row_jacobians
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
@@ -382,7 +382,7 @@ def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
     tokens = torch.randn(9, 3, generator=torch.Generator().manual_seed(2))
     whole = lemma_1_terms(layer, tokens)
     # 2 tokens of 2·3² numbers
-    monkeypatch.setattr("moecore.nn.layers.layer_lipschitz_bound._NUMBERS", 40)
+    monkeypatch.setattr("moecore.nn.layers.lipschitz_lemma._NUMBERS", 40)
     for one, other in zip(whole, lemma_1_terms(layer, tokens), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 

@@ -20,7 +20,7 @@ from moecore.measure.router_regret import (
     means_over_layers,
     regret_metrics_by_image,
 )
-from moecore.measure.routing_metrics.barred_experts import (
+from moecore.measure.routing_metrics.alternative_choices import (
     fixed_subset_gain,
     list_routers,
     list_subsets,

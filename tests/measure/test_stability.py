@@ -13,7 +13,7 @@ from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result
-from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
+from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import evenly_spaced_indices
@@ -20,7 +19,7 @@ from moecore.measure.base import (
     find_measurement,
     read_result,
 )
-from moecore.measure.exploring.expert_overlay_data import overlay_middle_slices, parse_expert_grid
+from moecore.measure.exploring.expert_overlays import overlay_middle_slices, parse_expert_grid
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views

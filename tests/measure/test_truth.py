@@ -7,8 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError
+from moecore.core.files import UserError, to_jsonable
 from moecore.data.corruptions import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.measure.base import MeasuredModel, Measurement, find_measurement, read_result
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit

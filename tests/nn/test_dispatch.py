@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.measure.routing_metrics import two_view_agreement
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
+    SweepImages,
+    SweepSettings,
+    run_sweeps,
+)
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
-from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.classification import Classification

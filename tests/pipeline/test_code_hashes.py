@@ -13,7 +13,12 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import hash_code_files, hash_files, import_closure, part_files
+from moecore.pipeline.code_hashes import (
+    hash_code_files,
+    hash_source_files,
+    import_closure,
+    part_files,
+)
 from moecore.run.inputs import hash_syntax
 from moecore.study.document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
@@ -88,7 +93,7 @@ def test_parts_bring_their_helpers(tree):
 def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
     def print_of() -> dict:
         forget_files()
-        return hash_files(part_files({"router": {"kind": "top"}}, tree), tree)
+        return hash_source_files(part_files({"router": {"kind": "top"}}, tree), tree)
 
     before = print_of()
     (tree / "moecore/nn/routers/new.py").write_text("x = 1")

@@ -23,7 +23,7 @@ from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_
 from moecore.report.claims.evaluation import (
     claim_entry,
     compare_json_claims,
-    describe_missing_metric,
+    describe_method_without_metric,
     difference_from_json,
     evaluate_claims,
     judge_difference,
@@ -339,9 +339,13 @@ def test_what_is_not_there_is_named(changes, expected):
 
 def test_a_method_without_the_metric_is_told():
     shown = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
-    assert describe_missing_metric(claim(), shown) == ""
-    assert describe_missing_metric(claim(against="dense"), shown) == "dense has no match_top1"
-    assert describe_missing_metric(claim(metric="tail_mass"), shown) == "prc has no tail_mass"
+    assert describe_method_without_metric(claim(), shown) == ""
+    assert (
+        describe_method_without_metric(claim(against="dense"), shown) == "dense has no match_top1"
+    )
+    assert (
+        describe_method_without_metric(claim(metric="tail_mass"), shown) == "prc has no tail_mass"
+    )
 
 
 def test_an_interval_of_one_model_counts_by_its_value():

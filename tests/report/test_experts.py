@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from moecore.core.encoded_values import to_jsonable
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import (

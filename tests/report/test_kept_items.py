@@ -12,7 +12,7 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims import records
+from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.pages import Answer
@@ -30,7 +30,7 @@ def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
     evaluated = evaluate_claims(comparisons, shown)
     numbers = compare_json_claims(evaluated)
     write_json(path, record | numbers)
-    write_tensors(path.with_suffix(".safetensors"), records.pack_items(evaluated, numbers))
+    write_tensors(path.with_suffix(".safetensors"), result_evidence.pack_items(evaluated, numbers))
     return path
 
 
@@ -44,21 +44,21 @@ def drawn_items(steps: int):
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(tmp_path, steps, size):
     path = write_result(tmp_path / "one.json", drawn_items(steps))
-    assert records.verify_kept_items(path) == len(ASKED)
+    assert result_evidence.verify_kept_items(path) == len(ASKED)
     tensors, _ = read_tensors(path.with_suffix(".safetensors"))
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(path.with_suffix(".safetensors"), tensors)
     with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        records.verify_kept_items(path)
+        result_evidence.verify_kept_items(path)
 
 
 def test_numbers_of_seeds_are_kept_too(tmp_path):
     path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert records.verify_kept_items(path) == len(ASKED)
+    assert result_evidence.verify_kept_items(path) == len(ASKED)
     path.with_suffix(".safetensors").unlink()
-    assert records.verify_kept_items(path) == 0
+    assert result_evidence.verify_kept_items(path) == 0
 
 
 def test_items_of_another_result_are_refused(tmp_path):
@@ -68,27 +68,27 @@ def test_items_of_another_result_are_refused(tmp_path):
     first["difference"]["variances"][0] *= 1.01  # the limits follow from them
     write_json(path, numbers)
     with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
-        records.verify_kept_items(path)
+        result_evidence.verify_kept_items(path)
     first["difference"]["variances"][0] /= 1.01
     numbers["questions"].popitem()
     write_json(path, numbers)
     with pytest.raises(UserError, match="one.safetensors: found the items of another result"):
-        records.verify_kept_items(path)
+        result_evidence.verify_kept_items(path)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moecore.report.claims.records.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.report.claims.result_evidence.MOST_BYTES", 1000)
     path = write_result(tmp_path / "one.json", drawn_items(0))
-    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {records.RESULT}
+    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {result_evidence.RESULT}
     assert "items are too large to be stored: match_top1 of prc higher" in capsys.readouterr().err
-    assert records.verify_kept_items(path) == 0
+    assert result_evidence.verify_kept_items(path) == 0
 
 
 @pytest.mark.parametrize("name", RESULT_NAMES)
 def test_intervals_follow_from_the_items_in_git(name):
     path = ROOT / f"pipelines/results/{name}.json"
     if path.with_suffix(".safetensors").is_file():
-        assert records.verify_kept_items(path) > 0
+        assert result_evidence.verify_kept_items(path) > 0
         assert path.with_suffix(".safetensors").stat().st_size <= 2e6
 
 
@@ -153,9 +153,9 @@ def asked(tmp_path) -> Path:
     """A project with one question, in a repository."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
-    assert not records.has_whole_history(tmp_path)
+    assert not result_evidence.has_whole_history(tmp_path)
     git(tmp_path, "init", "--quiet")
-    assert records.has_whole_history(tmp_path)
+    assert result_evidence.has_whole_history(tmp_path)
     return tmp_path
 
 
@@ -174,25 +174,31 @@ def commit(place: Path) -> str:
 
 
 def dates(one: Round) -> list[tuple[bool, bool]]:
-    return [(dated.is_late, dated.is_refused) for dated in records.date_questions(one)]
+    return [(dated.is_late, dated.is_refused) for dated in result_evidence.date_questions(one)]
 
 
 def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim())
     path = Path("pipelines/own/one.yaml")
-    assert records.committed_at(asked, path) is None, "it is not committed"
+    assert result_evidence.committed_at(asked, path) is None, "it is not committed"
     first = commit(asked)
-    assert records.committed_at(asked, path) == first and records.date_questions(one) == []
+    assert (
+        result_evidence.committed_at(asked, path) == first
+        and result_evidence.date_questions(one) == []
+    )
     record = {"commit": first, "file": str(path)}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
-    (dated,) = records.date_questions(one)
+    (dated,) = result_evidence.date_questions(one)
     words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
     assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
     second = commit(asked)
-    assert records.date_questions(one)[0].line == f"{words}{first[:8]}, answered in {second[:8]}"
+    assert (
+        result_evidence.date_questions(one)[0].line
+        == f"{words}{first[:8]}, answered in {second[:8]}"
+    )
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
-    assert records.committed_at(asked, path) is None, "it was edited since"
+    assert result_evidence.committed_at(asked, path) is None, "it was edited since"
     with_both = commit(asked)
     assert dates(one) == [(False, False), (True, True)], "another direction, asked later"
     both = ask(asked, lower)
@@ -231,13 +237,13 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     write_whole(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
     one = QuestionFile(asked, "own/one").rounds[0]
     files = [file.relative_to(asked) for file in one.question.asking_files]
-    assert records.committed_at(asked, *files) is None
+    assert result_evidence.committed_at(asked, *files) is None
     first = commit(asked)
-    assert records.committed_at(asked, *files) == first
+    assert result_evidence.committed_at(asked, *files) == first
     record = {"commit": first, "file": "pipelines/own/one.yaml"}
     write_result(one.results, drawn_items(1), [claim()], asked=record)
     assert dates(one) == [(False, False)]
     content["better"] = "lower"
     write_whole(path, json.dumps(paper | {"tables": [table]}))
-    assert records.committed_at(asked, *files) is None, "the paper's file was edited since"
+    assert result_evidence.committed_at(asked, *files) is None, "the paper's file was edited since"
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, True)], "another direction"

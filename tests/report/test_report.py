@@ -13,8 +13,8 @@ from moecore.core.files import UserError
 from moecore.measure.cost import Cost
 from moecore.measure.robustness import Robustness
 from moecore.report.column import Column
+from moecore.report.page.page_objects import format_column
 from moecore.report.page.report_page import render_report
-from moecore.report.page.view import format_column
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.study_results import Measured

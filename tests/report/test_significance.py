@@ -19,9 +19,9 @@ from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, find_moe_baseline, references
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
+from moecore.report.page.page_objects import WORDS, find_explaining_word
 from moecore.report.page.report_page import build_page, render_report
 from moecore.report.page.sections import describe_claims, describe_phase_findings
-from moecore.report.page.view import WORDS, find_explaining_word
 from moecore.report.study_results import Measured, Results
 from moecore.report.tables import metrics_by_method
 from moecore.statistics.intervals import Interval

@@ -8,7 +8,11 @@ from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.truth import Truth, truth_layer
 from moecore.measure.values import Found, Value
 from moecore.report.column import Column
-from moecore.report.figures.overview import draw_scatter, methods_to_label, overview_charts
+from moecore.report.figures.overview import (
+    draw_clean_against_attacked,
+    methods_to_label,
+    overview_charts,
+)
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
 from moecore.report.page.report_page import main_finding
 from moecore.report.page.sections import describe_phase_findings
@@ -103,7 +107,7 @@ def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
     assert methods_to_label(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
     looks = {name: {"color": "black", "marker": "o"} for name in values}
-    (axes,) = draw_scatter(score, errors, looks).axes
+    (axes,) = draw_clean_against_attacked(score, errors, looks).axes
     assert {text.get_text() for text in axes.texts} == methods_to_label(score, errors)
     assert len([line for line in axes.lines if line.get_marker() == "o"]) == 13
 

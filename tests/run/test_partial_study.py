@@ -10,7 +10,7 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
+from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
 from moecore.run.partial_comparison import describe_waiting_claims, split_answerable_comparisons
 from moecore.stages.compare import Params
 from moecore.study.params_file import write_assignments
@@ -30,7 +30,7 @@ def study(tmp_path, monkeypatch) -> Round:
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
     one = QuestionFile(Path(), NAME).rounds[0]
-    assert write_run(one) == ["written"] and write_run(one) == []
+    assert write_run_folder(one) == ["written"] and write_run_folder(one) == []
     return one
 
 
@@ -76,7 +76,7 @@ def test_numbers_that_are_not_of_these_settings_are_not_kept(study):
     finish(study)
     write_assignments(study.folder / "params.yaml", ["run.seeds=[0]"])
     finish(study)
-    lines = write_run(study)
+    lines = write_run_folder(study)
     assert lines == ["run.seeds: [0] → [0, 1, 2]"], "the question's, again"
     assert "params.yaml is not what the stages compare and numbers saw" in why_results_stay(study)
     finish(study)
@@ -96,11 +96,11 @@ def test_who_asked_is_known_before_the_run_and_stays(study):
     git("add", ".")
     git("commit", "--quiet", "-m", "one")
     first = git("rev-parse", "HEAD").strip()
-    write_run(study)
+    write_run_folder(study)
     assert read_json(study.folder / "asked.json")["commit"] == first
     finish(study)
     git("commit", "--quiet", "--allow-empty", "-m", "two")
-    write_run(study)
+    write_run_folder(study)
     assert read_json(study.folder / "asked.json")["commit"] == first, "this commit has seen answers"
     assert git("status", "--porcelain").strip() == ""
     done = subprocess.run(["git", "log", "--format=%s"], cwd=study.folder, capture_output=True)

@@ -230,8 +230,8 @@ def test_p_and_interval_say_the_same(level):
     found = compare.crossed_difference(
         generator.standard_normal((3, 40)) + generator.standard_normal((3, 1))
     )
-    assert found.p_at(found.half(level)) == pytest.approx(1 - level, rel=1e-6)
-    assert found.p_at(0) == 1 and found.p_at(1e6) < 1e-9
+    assert found.p_at_distance(found.half(level)) == pytest.approx(1 - level, rel=1e-6)
+    assert found.p_at_distance(0) == 1 and found.p_at_distance(1e6) < 1e-9
 
 
 def test_what_never_varies():

@@ -72,7 +72,7 @@ def open_text(
     folder: Path, card: Mapping[str, Any], task: Task, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return blocks (N, C, M), or (N, 2C, M) with kinds, of a split, and next words (N, M)."""
-    rows = open_token_rows(folder, card, split)
+    rows = open_tokens_with_kinds(folder, card, split)
     block = card["size"][0]
     context = card["channels"] - 1
     images, labels = block_windows(rows[0], block, context)
@@ -82,7 +82,7 @@ def open_text(
     return images, labels
 
 
-def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
+def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
     """Return the tokens of a split, int32 (1, n), or (2, n) with their kinds in the second row."""
     shape = (card["tokens"][split],)
     tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.files.published_image_sets import (
+from moecore.data.files.published_source import (
     LabelledImages,
     PublishedSetFacts,
     PublishedSource,

@@ -15,7 +15,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split
 from moecore.data.text.tokenizers import Tokenizer
-from moecore.measure.exploring.expert_overlay_data import (
+from moecore.measure.exploring.expert_overlays import (
     CROP,
     EncodedPicture,
     encode_thumbnails,

@@ -18,7 +18,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.barred_experts import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.comparisons import linearize_ratio

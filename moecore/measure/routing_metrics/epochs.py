@@ -19,7 +19,7 @@ from moecore.core.files import UserError, read_json, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared, evenly_spaced_indices
-from moecore.measure.routing_metrics import layer_metrics, regions
+from moecore.measure.routing_metrics import layer_metrics, single_tissue_experts
 from moecore.nn import routing_traces
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
@@ -302,7 +302,7 @@ def write_epoch_tissue_routing(
     chosen = evenly_spaced_indices(len(data.validation.labels), TISSUE_VOLUMES)
     volumes = np.array(data.validation.images[chosen])
     maps = np.array(data.regions("validation")[chosen])
-    rows = regions.region_rows(model, volumes, maps, tissues, experts, seed)
+    rows = single_tissue_experts.region_rows(model, volumes, maps, tissues, experts, seed)
     routing = EpochTissueRouting(epoch=epoch, rows=rows)
     write_json(folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
 

@@ -13,12 +13,12 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_arrays
+from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics import choice_patterns, expert_information, expert_similarity
-from moecore.measure.routing_metrics.barred_experts import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.measure.routing_metrics.expert_similarity import EncodedChoices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Found, Metric, OnPage, Place, Values
@@ -249,7 +249,9 @@ def put_roles(
     by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
         layer_labels = dict(labels_on_grid[layout])
-        inputs = RoleInputs(people, similarity[index], predicted[index], scores=scores[index])
+        inputs = RoleAnalysisInputs(
+            people, similarity[index], predicted[index], scores=scores[index]
+        )
         if index > 0:
             before = record_on_finer_grid(
                 records[index - 1], subject.model.layouts[index - 1], layout
@@ -332,7 +334,7 @@ def compare_seeds(ours: Found, theirs: Found) -> expert_similarity.PairAgreement
 ByImage = dict[str, np.ndarray]  # name → one value per image, (N,)
 
 
-class RoleInputs(NamedTuple):
+class RoleAnalysisInputs(NamedTuple):
     """Inputs of a layer's analysis in addition to its record; None if not available."""
 
     people: np.ndarray | None = None  # (N,), the person of each image
@@ -347,7 +349,7 @@ def measure_layer_roles(
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    inputs: RoleInputs,
+    inputs: RoleAnalysisInputs,
 ) -> tuple[RolesLayer, ByImage]:
     """Return one layer's roles, and metric → values per image, (N,).
 
@@ -410,7 +412,7 @@ def encode_some_choices(chosen: Tensor, people: np.ndarray | None) -> EncodedCho
         numbers = np.unique(people, return_inverse=True)[1][few].tolist()
     return EncodedChoices(
         shape=(len(few), *chosen.shape[1:]),
-        bits=encode_arrays(np.packbits(chosen[few].numpy())),
+        bits=encode_concatenated_arrays(np.packbits(chosen[few].numpy())),
         people=numbers,
     )
 

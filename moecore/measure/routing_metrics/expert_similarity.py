@@ -20,7 +20,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_values import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.routing_metrics.barred_experts import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
@@ -175,7 +175,7 @@ def cross_strength(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class EncodedChoices(Config):
-    """Experts that some tokens chose, as packed bits, encoded by ``encode_arrays``."""
+    """Experts that some tokens chose, as packed bits, encoded by ``encode_concatenated_arrays``."""
 
     shape: tuple[int, int, int]  # images, tokens, experts
     bits: str

@@ -1,6 +1,6 @@
 """Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained model's MoE layers.
 
-n tokens of width d; see nn/layers/layer_lipschitz_bound.py for the lemma of one layer.
+n tokens of width d; see nn/layers/lipschitz_lemma.py for the lemma of one layer.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from torch import Tensor
 from moecore.core.streams import derived_seed
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
-from moecore.nn.layers import layer_lipschitz_bound
-from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms
+from moecore.nn.layers import lipschitz_lemma
+from moecore.nn.layers.lipschitz_lemma import LemmaTerms
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 
@@ -49,7 +49,7 @@ def why_lemma_undefined(model: Model) -> str | None:
         return "experts.zero_computation: some experts are no networks"
     if "previous" in model.moe.router.wants:
         return f"router {model.moe.router.kind}: its logits also depend on the layer before"
-    return layer_lipschitz_bound.why_lemma_fails(model.moe.router.kind)
+    return lipschitz_lemma.why_lemma_fails(model.moe.router.kind)
 
 
 def lemma_terms_by_layer(
@@ -59,7 +59,7 @@ def lemma_terms_by_layer(
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     inputs = layer_tokens(model, images, tokens, batch, seed, device)
     return [
-        LemmaTerms(*(term.cpu() for term in layer_lipschitz_bound.lemma_1_terms(layer, tokens)))
+        LemmaTerms(*(term.cpu() for term in lipschitz_lemma.lemma_1_terms(layer, tokens)))
         for layer, tokens in zip(layers, inputs, strict=True)
     ]
 
@@ -134,7 +134,7 @@ def slopes_at(
     the ascent; halvings: of its best pair, to a distance of at most 2·radius/2^halvings. The model
     and the global random state do not change.
     """
-    exact = layer_lipschitz_bound.frozen_double_copy(model)
+    exact = lipschitz_lemma.frozen_double_copy(model)
     device = model_device(exact)
     chunks = []
     with eval_mode(exact), torch.autocast(device.type, enabled=False):
@@ -142,7 +142,7 @@ def slopes_at(
             image_batches(images, batch, device), labels.split(batch), strict=True
         ):
             pixels = pixels.double()
-            jacobians = layer_lipschitz_bound.row_jacobians(
+            jacobians = lipschitz_lemma.row_jacobians(
                 lambda images: exact(images).prediction, pixels
             )
             local, direction = top_singular_pair(jacobians)

@@ -316,7 +316,7 @@ class BackboneModel(Model):
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
     ) -> ModelOutput:
         encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
-        heads = self.heads(encoded.tokens)
+        heads = self.head_outputs(encoded.tokens)
         return ModelOutput(self.prediction_of(heads), encoded.routing, heads)
 
     @abstractmethod
@@ -334,7 +334,7 @@ class BackboneModel(Model):
             context = RoutingContext(progress=router.phase(options.progress))
             if "patches" in router.wants:
                 channels = self.seen_channels(images)
-                context = context._replace(patches=pixels_of_tokens(channels, layout))
+                context = context._replace(patches=cut_token_pixels(channels, layout))
             if "words" in router.wants:
                 context = context._replace(words=images[:, 0].long())
             if "truth" in router.wants:
@@ -373,7 +373,7 @@ class BackboneModel(Model):
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep the cache of ``streams`` text streams between steps; 0: none. By default nothing."""
 
-    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
+    def extra_step_inputs(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of a training step after (images, guidance, progress), from labels."""
         return ()
 
@@ -388,12 +388,12 @@ class BackboneModel(Model):
         update_routers(self, output.routing, progress)
 
     @abstractmethod
-    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs (B, K) of every head for final tokens (B, T, width)."""
 
     def predict(self, tokens: Tensor) -> Tensor:
         """Return the prediction (B, K) for final tokens (B, T, width)."""
-        return self.prediction_of(self.heads(tokens))
+        return self.prediction_of(self.head_outputs(tokens))
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
         """Return the mean (B, K) of the outputs of all heads, as DeiT at inference."""
@@ -432,7 +432,7 @@ class BackboneModel(Model):
         return images
 
 
-def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
+def cut_token_pixels(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's pixels (B, T, pixels); 0 outside of images and for special tokens."""
     sizes = images.shape[2:]
     excess = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
@@ -445,7 +445,7 @@ def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's most frequent true kind, int64 (B, T), in the last channel; 0: none."""
     if images.ndim == 3:
         return images[:, -1].long()
-    return (pixels_of_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
+    return (cut_token_pixels(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
 def parameter_counts(model: Model) -> dict[str, int]:

@@ -63,13 +63,13 @@ class Windows(nn.Module):
 
     def cut(self, tokens: Tensor) -> Tensor:
         """Return windows (B, W, n, d) of tokens (B, T, d); padding is 0."""
-        cut = _GatherPadded.apply(tokens, self.places, self.back, self.padded, False)
+        cut = _GatherWindowTokens.apply(tokens, self.places, self.back, self.padded, False)
         return cut.unflatten(1, (self.number, self.length))
 
     def join(self, windows: Tensor) -> Tensor:
         """Return tokens (B, T, d) of windows (B, W, n, d) without padding."""
         flat = windows.flatten(1, 2)
-        return _GatherPadded.apply(flat, self.back, self.places, False, self.padded)
+        return _GatherWindowTokens.apply(flat, self.back, self.places, False, self.padded)
 
     def expand_attention(self, attention: Tensor) -> Tensor:
         """Return attention within windows (B, W, n, n) as attention of all tokens (B, T, T)."""
@@ -82,7 +82,7 @@ class Windows(nn.Module):
         return full_attention[:, :-1].unflatten(1, (self.tokens, self.tokens))
 
 
-class _GatherPadded(Function):
+class _GatherWindowTokens(Function):
     """Return ``values[:, index]``, 0 at index T; indices differ: the gradient is a gather too."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class _GatherPadded(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # pyrefly: ignore[bad-override]
         index, inverse = ctx.saved_tensors
-        to_values = _GatherPadded.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
+        to_values = _GatherWindowTokens.apply(gradient, inverse, index, ctx.dropped, ctx.padded)
         return to_values, None, None, None, None
 
 

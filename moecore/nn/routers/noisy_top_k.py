@@ -317,7 +317,7 @@ class NoisyTopKRouter(nn.Module):
         noisy = logits if jittered is None else jittered
         if std:
             noisy = noisy + normal_like(noisy) * std
-        scores = token_choice.expert_scores(noisy, settings.score)
+        scores = token_choice.scores_from_logits(noisy, settings.score)
         preferences = self._preferences(noisy, scores)
         chosen, is_open = token_choice.top_k_and_open_slots(preferences, settings.k, self.barred)
         best = noisy.gather(-1, chosen)
@@ -347,7 +347,7 @@ class NoisyTopKRouter(nn.Module):
         """Return the scores (B, T, E) by which the record's experts were chosen, without noise."""
         if self.config.chooses_by_logits:
             return record.probs
-        scores = token_choice.expert_scores(record.logits, self.config.score)
+        scores = token_choice.scores_from_logits(record.logits, self.config.score)
         return self._preferences(record.logits, scores)
 
     def valid_slots(self, scores: Tensor) -> Tensor | None:
@@ -368,7 +368,7 @@ class NoisyTopKRouter(nn.Module):
         """Update the balance after a training step; place: index of this layer's record."""
         if self.balance is not None and self.is_learning:
             record = records[place]
-            scores = token_choice.expert_scores(record.logits.detach(), self.config.score)
+            scores = token_choice.scores_from_logits(record.logits.detach(), self.config.score)
             self.balance.after_step(scores, record.chosen, progress)
 
     def _within_capacity(self, chosen: Tensor, scores: Tensor) -> Tensor | None:

@@ -30,7 +30,7 @@ def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
     return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
 
 
-def expert_scores(logits: Tensor, score: Score) -> Tensor:
+def scores_from_logits(logits: Tensor, score: Score) -> Tensor:
     """Return scores (B, T, E) ≥ 0 of logits (B, T, E); only softmax scores sum to 1."""
     if score == "sigmoid":
         return torch.sigmoid(logits)
@@ -43,7 +43,7 @@ def expert_scores(logits: Tensor, score: Score) -> Tensor:
 
 def expert_probs(logits: Tensor, score: Score) -> Tensor:
     """Return scores over their sum, (B, T, E); 1/E each if all scores are 0."""
-    scores = expert_scores(logits, score)
+    scores = scores_from_logits(logits, score)
     if score == "softmax":
         return scores
     positive = scores.clamp_min(torch.finfo(scores.dtype).tiny)

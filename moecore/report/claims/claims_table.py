@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.claims import evaluation
-from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
+from moecore.report.page.page_objects import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import (
     NumberFormat,
     interval_from_json,

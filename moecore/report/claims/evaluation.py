@@ -59,7 +59,7 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
-def describe_missing_metric(asked: Comparison, results: Results) -> str:
+def describe_method_without_metric(asked: Comparison, results: Results) -> str:
     """Return "<method> has no <metric>" for the first missing side of a comparison, or ""."""
     phase = results.phases[asked.phase]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
@@ -125,7 +125,7 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
     if asked.margin is None:
         return difference.p
     gap, _ = verdict_gap_and_level(difference, asked, good)
-    p = difference.p_at(abs(gap))
+    p = difference.p_at_distance(abs(gap))
     return p / 2 if p is not None and gap >= 0 else p
 
 

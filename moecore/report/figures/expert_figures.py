@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.expert_overlay_data import MatchedCrops, Overlays, parse_expert_grid
+from moecore.measure.exploring.expert_overlays import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
 from moecore.report.figures import drawing

@@ -12,7 +12,7 @@ from moecore.report.column import CEILING, DENSE
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import label_points
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
-from moecore.report.page.view import Picture
+from moecore.report.page.page_objects import Picture
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
@@ -41,7 +41,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
         corner = BEST[quantities.score.column.better]
         named = " Named: floor, ceiling and the best; the next picture names all marks."
         yield Picture(
-            draw_scatter(quantities.score, quantities.attacked, looks),
+            draw_clean_against_attacked(quantities.score, quantities.attacked, looks),
             f"{phase.name}: overview of scores",
             f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
             + (named if len(looks) > NAMED else ""),
@@ -63,7 +63,9 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 
 @drawing.styled_drawing
-def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
+def draw_clean_against_attacked(
+    score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks
+) -> Figure:
     """Draw a point per method: score against score under attack; named points have whiskers."""
     form = score.column.form
     figure = drawing.empty_figure(5.0, 4.3)

@@ -23,7 +23,7 @@ from moecore.report.column import CEILING, find_moe_baseline
 from moecore.report.figures import overview
 from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.page import view
+from moecore.report.page import page_objects
 from moecore.report.page.sections import (
     describe_claims,
     describe_phase_findings,
@@ -62,7 +62,7 @@ def render_report(
     return template_environment().get_template("page.html.jinja").render(page=page)
 
 
-def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Page:
+def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     sections = [claims_section(evaluated)] if evaluated else []
     overviews = []
     facts = []
@@ -81,18 +81,20 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Pa
             notes.append(f"Not shown: {join_names(left_out)} (control).")
         charts = list(overview.overview_charts(phase, quantities[name]))
         place = f"overview-{phase.name}"
-        overviews.append(view.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
+        overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
         sections.append(phase_section(results, phase, table))
-        facts.append(view.PageTable((), card_facts(phase), title=phase_title(phase)))
+        facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.theorem_failure_blocks(linear))
         title = "Linear experts"
-        sections.append(view.Section("linear_experts", title, title, (), blocks))
+        sections.append(page_objects.Section("linear_experts", title, title, (), blocks))
     if counted_sizes := results.alone.get(Sizes):
         blocks = list(sizes.paper_size_blocks(counted_sizes))
-        sections.append(view.Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
+        sections.append(
+            page_objects.Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks)
+        )
     cards = [phase.card for phase in results.phases.values()]
-    return view.Page(
+    return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
         answer=main_finding(results, quantities, evaluated),
         opening=report_introduction(results),
@@ -100,7 +102,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> view.Pa
         sections=sections,
         facts=facts,
         settings=results.settings,
-        words=view.WORDS,
+        words=page_objects.WORDS,
     )
 
 
@@ -147,7 +149,7 @@ def report_introduction(results: Results) -> str:
     return f"{compared} Measured for every model: {measurements}."
 
 
-def card_facts(phase: Phase) -> list[view.TableRow]:
+def card_facts(phase: Phase) -> list[page_objects.TableRow]:
     """Return a table row per fact about the phase's data, from the card.json of `prepare`."""
     card = phase.card
     if phase.task.kind == "regression":
@@ -163,7 +165,9 @@ def card_facts(phase: Phase) -> list[view.TableRow]:
     if "seed" in card:  # text is split without random numbers
         facts |= {"Split seed": str(card["seed"])}
     return [
-        view.TableRow(view.PageCell(name), [view.PageCell(text, look="words")])
+        page_objects.TableRow(
+            page_objects.PageCell(name), [page_objects.PageCell(text, look="words")]
+        )
         for name, text in facts.items()
     ]
 
@@ -200,7 +204,7 @@ def template_environment() -> Environment:
     return environment
 
 
-def render_picture(picture: view.Picture) -> Markup | str:
+def render_picture(picture: page_objects.Picture) -> Markup | str:
     """Return a picture as SVG markup, or as the data URI of a PNG."""
     if picture.raster:
         return png(picture.figure)

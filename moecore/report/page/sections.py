@@ -15,7 +15,13 @@ from moecore.report.headline_quantities import (
     cells_by_method,
     first_columns,
 )
-from moecore.report.page.view import Block, Picture, Section, method_rows_table, metric_rows_table
+from moecore.report.page.page_objects import (
+    Block,
+    Picture,
+    Section,
+    method_rows_table,
+    metric_rows_table,
+)
 from moecore.report.pictures import transfer
 from moecore.report.results import list_displays
 from moecore.report.study_results import Phase, Results, list_without_none
@@ -184,7 +190,10 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
     sizes = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [metric_rows_table(compared.metrics, compared.cells)]
     folded += transfer.phase_blocks(phase)
-    folded += [Block("All measurements", grids=grids, finding=sizes), inapplicable_block(phase)]
+    folded += [
+        Block("All measurements", grids=grids, finding=sizes),
+        skipped_measurements_block(phase),
+    ]
     blocks += [block._replace(folded=True) for block in folded]
     shown = []
     for block in blocks:
@@ -213,7 +222,7 @@ def sigma_schedule_block(results: Results) -> Block:
     return Block("How the neighbourhood narrows", pictures=pictures, finding=finding)
 
 
-def inapplicable_block(phase: Phase) -> Block:
+def skipped_measurements_block(phase: Phase) -> Block:
     """Return a block that lists, per method, measurements that do not apply, with reasons."""
     methods_by_reason = {
         f"{method}, {reason}.": method

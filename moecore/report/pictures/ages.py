@@ -13,7 +13,7 @@ from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
-from moecore.report.page.view import Block, PageCell, PageTable, TableRow, format_column
+from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRow, format_column
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds

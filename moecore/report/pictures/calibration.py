@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from moecore.measure.calibration import ClassCalibration
 from moecore.measure.values import Found
 from moecore.report.figures import drawing
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
 from moecore.tasks.base import Task

@@ -13,7 +13,14 @@ from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow, cells_of_methods
+from moecore.report.page.page_objects import (
+    NONE,
+    Block,
+    PageCell,
+    PageTable,
+    TableRow,
+    cells_of_methods,
+)
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Models, Phase, list_without_none
 from moecore.report.tables.cells import NumberFormat

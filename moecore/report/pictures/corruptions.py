@@ -7,7 +7,7 @@ import numpy as np
 from moecore.measure.corruptions import Corruptions, errors_of
 from moecore.measure.values import Found
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.page.view import Block, PageTable, percent_grid
+from moecore.report.page.page_objects import Block, PageTable, percent_grid
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_look, styled_drawing
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import Figures
 
 TARGETS = {

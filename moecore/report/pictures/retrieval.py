@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moecore.measure.exploring.expert_overlay_data import Overlays
+from moecore.measure.exploring.expert_overlays import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRow
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 

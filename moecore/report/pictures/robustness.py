@@ -11,7 +11,7 @@ from moecore.measure.values import Found, Metric, Place, Value, place_slug
 from moecore.report.column import references, score_slug
 from moecore.report.figures import charts
 from moecore.report.figures.drawing import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.results import Figures, Pictures, draw_method_curves
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import PIXEL, format_epsilon, shorten_epsilons

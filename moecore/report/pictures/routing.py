@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from moecore.measure.cost import Cost
-from moecore.measure.exploring import expert_overlay_data
+from moecore.measure.exploring import expert_overlays
 from moecore.measure.routing import Routing
 from moecore.measure.values import Chart, Found
 from moecore.report.figures import expert_figures
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import (
     Figures,
     Pictures,
@@ -32,7 +32,7 @@ TEACHER = Chart(
 def figures(result: Found) -> Figures:
     if result.facts["load"]:
         yield "expert_load", expert_figures.expert_load(result.facts["load"])
-    overlays = expert_overlay_data.Overlays.model_validate(result.facts["overlays"])
+    overlays = expert_overlays.Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
         yield "expert_overlays", expert_figures.expert_overlays(overlays)
 
@@ -48,7 +48,7 @@ def loads_and_patches(phase: Phase) -> Iterator[Block]:
     crops = []
     first = next(iter(results.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
-        pair = expert_overlay_data.MatchedCrops.model_validate(first.facts["corresponding"])
+        pair = expert_overlays.MatchedCrops.model_validate(first.facts["corresponding"])
         figure = expert_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
@@ -63,7 +63,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]
-        rows = [expert_overlay_data.parse_expert_grid(image) for layer in grids for image in layer]
+        rows = [expert_overlays.parse_expert_grid(image) for layer in grids for image in layer]
         same = [(row[:, 1:] == row[:, :-1]).mean() for row in rows if row.shape[1] > 1]
         if same:
             shares[method] = float(np.mean(same))

@@ -8,7 +8,15 @@ from matplotlib.figure import Figure
 from moecore.measure.sizes import METRICS
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
-from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.page_objects import (
+    EMPTY,
+    NONE,
+    Block,
+    PageCell,
+    PageTable,
+    Picture,
+    TableRow,
+)
 from moecore.report.results import Figures
 from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
 
@@ -87,7 +95,7 @@ def size_table(result: Found) -> PageTable:
         TableRow(
             PageCell(model["name"], note=find_paper_numbers(model).source.partition(":")[0]),
             [count_beside_paper(result, model, metric) for metric in METRICS]
-            + [deviation_reason(model)],
+            + [model_deviation_cell(model)],
         )
         for model in result.facts["models"]
     ]
@@ -108,7 +116,7 @@ def count_beside_paper(result: Found, model: Model, metric: str) -> PageCell:
     return PageCell(format_size(value, metric), small=note, value=value)
 
 
-def deviation_reason(model: Model) -> PageCell:
+def model_deviation_cell(model: Model) -> PageCell:
     if model["needs"]:
         return PageCell(f"Needs {model['needs']}. {model['why']}".strip(), look="reason")
     if model["why"]:

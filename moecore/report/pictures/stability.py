@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
+from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
 from moecore.measure.values import Found
 from moecore.report.figures import drawing
-from moecore.report.page.view import Block
+from moecore.report.page.page_objects import Block
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Phase
 

@@ -12,7 +12,7 @@ from moecore.measure.values import Found
 from moecore.report.column import score_slug
 from moecore.report.figures import charts, training_figures
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class
-from moecore.report.page import view
+from moecore.report.page import page_objects
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Phase
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
@@ -46,15 +46,15 @@ def class_routing_figures(result: Found) -> Figures:
         yield "class_maps", draw_expert_grids_by_class(rows, classes, "Last MoE layer.")
 
 
-def phase_blocks(phase: Phase) -> Iterator[view.Block]:
+def phase_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield blocks: training curves, settling of routing, warnings, tissues, classes, confusion."""
     outcomes = phase.outcomes
     if any(outcome.curve for seeds in outcomes.values() for outcome in seeds):
         chart = training_figures.training_curves(outcomes)
         caption = "One line per seed." if phase.seeds > 1 else ""
-        picture = view.Picture(chart, f"{phase.name}: training", caption)
+        picture = page_objects.Picture(chart, f"{phase.name}: training", caption)
         score = f"test_{score_slug(phase.task.score)}"
-        yield view.Block("Training", pictures=[picture], about=score)
+        yield page_objects.Block("Training", pictures=[picture], about=score)
     yield agreement_block(phase)
     warnings = [
         f"{method}, seed {seed}: {line}."
@@ -65,15 +65,15 @@ def phase_blocks(phase: Phase) -> Iterator[view.Block]:
     ]
     finding = f"warnings while training: {len(warnings)}"
     title = "Experts without tokens, loads that collapsed"
-    yield view.Block(title, below=warnings, finding=finding)
+    yield page_objects.Block(title, below=warnings, finding=finding)
     yield from tissue_blocks(phase)
     maps = first_seed_pictures(phase, Trained, class_routing_figures)
     finding = training_figures.describe_strongest_preference(phase.first_outcomes)
-    yield view.Block("Which class goes to which expert", pictures=maps, finding=finding)
+    yield page_objects.Block("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion_block(phase)
 
 
-def agreement_block(phase: Phase) -> view.Block:
+def agreement_block(phase: Phase) -> page_objects.Block:
     curves = {
         name: {
             method: training_figures.agreement_points(seeds, name)
@@ -83,18 +83,18 @@ def agreement_block(phase: Phase) -> view.Block:
     }
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
-        return view.Block(title)
+        return page_objects.Block(title)
     caption = (
         "Share of tokens with the same first expert as at the end, and as one epoch before; "
         "saturation: share of a token's final experts. Mean over MoE layers. "
         f"{charts.interval_caption(phase.outcomes)}"
     )
     chart = training_figures.routing_agreement(curves)
-    picture = view.Picture(chart, f"{phase.name}: agreement", caption)
-    return view.Block(title, pictures=[picture], about="agreement_with_final")
+    picture = page_objects.Picture(chart, f"{phase.name}: agreement", caption)
+    return page_objects.Block(title, pictures=[picture], about="agreement_with_final")
 
 
-def confusion_block(phase: Phase) -> view.Block:
+def confusion_block(phase: Phase) -> page_objects.Block:
     """Return a block with a confusion table per method, and the most frequent confusion."""
     tables = {
         method: training_figures.row_shares(result.confusion)
@@ -102,7 +102,7 @@ def confusion_block(phase: Phase) -> view.Block:
         if result.confusion is not None
     }
     if not tables:
-        return view.Block("")
+        return page_objects.Block("")
     classes = phase.task.answers
     below = "Percent of each true class." + phase.first_seed
     tiles = [
@@ -116,25 +116,28 @@ def confusion_block(phase: Phase) -> view.Block:
         over = ", mean over methods" if len(tables) > 1 else ""
         pair = f"{classes[true]} is taken for {classes[predicted]}"
         finding = f"{pair} most often ({100 * share:.0f} %{over})"
-    return view.Block("Confusion of classes", tiles=tiles, finding=finding)
+    return page_objects.Block("Confusion of classes", tiles=tiles, finding=finding)
 
 
-def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> view.PageTable:
+def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.PageTable:
     """Return a table of percentages, or of the main confusions if classes are many.
 
     shares: of each true class (row) predicted as each class (column).
     """
     if len(classes) <= training_figures.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
-        return view.percent_grid("True, predicted", rows, classes)
+        return page_objects.percent_grid("True, predicted", rows, classes)
     lines = [
-        view.TableRow(
-            view.PageCell(classes[true]),
-            [view.PageCell(classes[predicted], look="words"), view.PageCell(f"{100 * share:.0f}")],
+        page_objects.TableRow(
+            page_objects.PageCell(classes[true]),
+            [
+                page_objects.PageCell(classes[predicted], look="words"),
+                page_objects.PageCell(f"{100 * share:.0f}"),
+            ],
         )
         for share, true, predicted in list_confusions(shares)
     ]
-    return view.PageTable(["True class", "Taken for", "Percent"], lines)
+    return page_objects.PageTable(["True class", "Taken for", "Percent"], lines)
 
 
 def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
@@ -146,7 +149,7 @@ def list_confusions(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
             yield float(wrong[true, predicted]), int(true), int(predicted)
 
 
-def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
+def tissue_blocks(phase: Phase) -> Iterator[page_objects.Block]:
     """Yield a block with each tissue's two best experts over epochs, and the final choices."""
     probed = {
         method: result.region_routing
@@ -158,13 +161,15 @@ def tissue_blocks(phase: Phase) -> Iterator[view.Block]:
     for method, probes in probed.items():
         chart = region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows)
         caption = f"{method}. Last epoch, percent of the tokens."
-        pictures.append(view.Picture(chart, f"{phase.name}: regions of {method}", caption))
+        pictures.append(page_objects.Picture(chart, f"{phase.name}: regions of {method}", caption))
     words = [TISSUE_WORDS + phase.first_seed]
     title = "Which expert answers for which tissue"
-    yield view.Block(title, words, grids, pictures, about="own_expert_gain")
+    yield page_objects.Block(title, words, grids, pictures, about="own_expert_gain")
 
 
-def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> view.PageTable:
+def tissue_experts_by_epoch(
+    probes: Sequence[EpochTissueRouting], method: str
+) -> page_objects.PageTable:
     """Return a table with a row per tissue: per epoch its experts, and those of random tokens."""
     columns = ["Tissue"]
     for probe in probes:
@@ -177,17 +182,21 @@ def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -
             by_region = {row.region: row for row in probe.rows}
             pair = by_region.get(region), by_region.get(CONTROL + region)
             items += map(tissue_experts_cell, pair)
-        lines.append(view.TableRow(view.PageCell(TISSUES.get(region, region)), items))
-    return view.PageTable(columns, lines, title=method)
+        lines.append(
+            page_objects.TableRow(page_objects.PageCell(TISSUES.get(region, region)), items)
+        )
+    return page_objects.PageTable(columns, lines, title=method)
 
 
-def tissue_experts_cell(row: TissueRoutingRow | None) -> view.PageCell:
+def tissue_experts_cell(row: TissueRoutingRow | None) -> page_objects.PageCell:
     """Return a cell with a tissue's experts, their scores, and shares of tokens that chose them."""
     if row is None:
-        return view.NONE
+        return page_objects.NONE
     experts = "\n".join(f"{name} {score:.3f}" for name, score in row.experts)
     shares = [f"{row.share[name]:.0%}" for name, _ in row.experts if name in row.share]
-    return view.PageCell(experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines")
+    return page_objects.PageCell(
+        experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines"
+    )
 
 
 def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
@@ -200,7 +209,7 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     return charts.draw_heatmap(table, charts.percent_annotations(table), labels, size)
 
 
-def read_outcome(path: Path, stage: str) -> Found | Skipped:
+def read_training_outcome(path: Path, stage: str) -> Found | Skipped:
     outcome = read_result(path, Outcome, stage)
     if isinstance(outcome, Skipped):
         return outcome
@@ -208,5 +217,5 @@ def read_outcome(path: Path, stage: str) -> Found | Skipped:
 
 
 PICTURES = Pictures(
-    "", figures, is_on_page=False, more=phase_blocks, kind=Trained, read=read_outcome
+    "", figures, is_on_page=False, more=phase_blocks, kind=Trained, read=read_training_outcome
 )

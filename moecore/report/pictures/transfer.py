@@ -9,7 +9,7 @@ from moecore.measure.transfer import Transfer
 from moecore.measure.values import Found
 from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, draw_heatmap
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.pictures.robustness import MARKS, attack_title
 from moecore.report.results import Figures
 from moecore.report.study_results import Phase

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moecore.measure.zero_shot import ZeroShot
-from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, TableRow
 from moecore.report.results import Pictures
 from moecore.report.study_results import Phase
 

@@ -11,7 +11,7 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.page import view
+from moecore.report.page import page_objects
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import (
@@ -38,19 +38,21 @@ WORDS = (
 
 def paper_tables_block(
     columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
-) -> view.Block:
+) -> page_objects.Block:
     """Return a block with a table per paper with any of the metrics; one is shown at a time."""
     grids = [
         table_of_paper(paper, columns, cells, controls)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
-    return view.Block("Every method on the metrics of every paper", [WORDS], grids, choice=True)
+    return page_objects.Block(
+        "Every method on the metrics of every paper", [WORDS], grids, choice=True
+    )
 
 
 def table_of_paper(
     paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
-) -> view.PageTable:
+) -> page_objects.PageTable:
     """Return a paper's table: its metrics, methods that have any, and the paper's own numbers."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
@@ -65,13 +67,15 @@ def table_of_paper(
     more = []
     for model in models:  # all its numbers, and their place in the paper
         values = [
-            f"{column.label} {view.format_paper_number(model.values[column.name], column)}"
+            f"{column.label} {page_objects.format_paper_number(model.values[column.name], column)}"
             for column in shown
             if column.name in model.values
         ]
-        head = view.PageCell(model.model, note=model.source)
-        more.append(view.TableRow(head, [view.PageCell("; ".join(values), look="words")]))
-    grid = view.method_rows_table(
+        head = page_objects.PageCell(model.model, note=model.source)
+        more.append(
+            page_objects.TableRow(head, [page_objects.PageCell("; ".join(values), look="words")])
+        )
+    grid = page_objects.method_rows_table(
         shown, having, controls, lambda column: paper_values(column, models)
     )
     below = " ".join(filter(None, below))
@@ -83,7 +87,7 @@ def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[st
     name = column.name
     values = {model.model: model.values[name] for model in models if name in model.values}
     printed = {
-        model: view.format_paper_number(value, column).replace(" ", "\u00a0")
+        model: page_objects.format_paper_number(value, column).replace(" ", "\u00a0")
         for model, value in sorted(values.items(), key=lambda pair: pair[1])
     }
     if len(values) <= FEW:

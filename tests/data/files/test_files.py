@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, file_checksum, join_below_root
-from moecore.data.files.published_image_sets import check_digest, download_file
+from moecore.data.files.published_source import check_digest, download_file
 from moecore.data.sources import fashion_mnist
 from moecore.data.sources.fashion_mnist import FashionMnist, read_idx
 from tests.data.making import fashion_folder, idx_bytes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, chosen_first_scores, first_choices
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
-from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, parse_expert_grid
+from moecore.measure.exploring.expert_overlays import encode_expert_overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     below_k_eligible_flags,

@@ -22,9 +22,7 @@ from moecore.measure.routing_metrics.epochs import (
     watched_epochs,
     write_epoch_trace,
 )
-from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
-from moecore.measure.routing_metrics.regions import region_rows, shuffle_tissue_in_brain
-from moecore.measure.routing_metrics.sweeps import (
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
     SweepSettings,
     copy_with_router,
@@ -32,6 +30,11 @@ from moecore.measure.routing_metrics.sweeps import (
     run_sweeps,
     sweep_k,
     sweep_threshold,
+)
+from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
+from moecore.measure.routing_metrics.single_tissue_experts import (
+    region_rows,
+    shuffle_tissue_in_brain,
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     PRESETS,

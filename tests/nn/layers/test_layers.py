@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers import block
-from moecore.nn.layers.layer_lipschitz_bound import soften_model
+from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
 from moecore.nn.router_hooks import routing_collector

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.barred_experts import find_own_model
+from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.measure.values import Chart, Metric, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches

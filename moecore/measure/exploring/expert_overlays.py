@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.encoded_values import decode_compressed_text, encode_arrays
+from moecore.core.encoded_values import decode_compressed_text, encode_concatenated_arrays
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
@@ -27,7 +27,7 @@ class EncodedPicture(Config):
     """Images or volumes with one byte per pixel; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # encoded by ``core.encoded_values.encode_arrays``
+    pixels: str  # encoded by ``core.encoded_values.encode_concatenated_arrays``
 
     def array(self) -> np.ndarray:
         """Return the pixels, uint8 of this shape."""
@@ -41,7 +41,7 @@ def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
         small = [max(1, round(length * side / max(size))) for length in size]
         pixels = interpolate(pixels, small, mode=MODES[len(size)])
     data = np.rint(pixels.clamp(0, 1).numpy() * 255).astype(np.uint8)
-    return EncodedPicture(shape=data.shape, pixels=encode_arrays(data))
+    return EncodedPicture(shape=data.shape, pixels=encode_concatenated_arrays(data))
 
 
 def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
