@@ -211,7 +211,7 @@ def forward_and_embed_labels(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """Return the model's output, and ``batch`` with embedded captions instead of its labels."""
-    captions = job.model.extra_step_inputs(batch.labels)  # () for a model of images only
+    captions = job.model.beside(batch.labels)  # () for a model of images only
     output = job.model(batch.images, guidance, progress, *captions)
     if output.target is None:
         return output, batch

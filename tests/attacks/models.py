@@ -22,7 +22,7 @@ class Plain(nn.Module):
     def targets(self, labels: Tensor) -> Tensor:
         return labels
 
-    def extra_step_inputs(self, labels: Tensor) -> tuple[Tensor, ...]:
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         return ()
 
 

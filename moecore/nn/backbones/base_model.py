@@ -316,7 +316,7 @@ class BackboneModel(Model):
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
     ) -> ModelOutput:
         encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
-        heads = self.head_outputs(encoded.tokens)
+        heads = self.heads(encoded.tokens)
         return ModelOutput(self.prediction_of(heads), encoded.routing, heads)
 
     @abstractmethod
@@ -373,7 +373,7 @@ class BackboneModel(Model):
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep the cache of ``streams`` text streams between steps; 0: none. By default nothing."""
 
-    def extra_step_inputs(self, labels: Tensor) -> tuple[Tensor, ...]:
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of a training step after (images, guidance, progress), from labels."""
         return ()
 
@@ -388,12 +388,12 @@ class BackboneModel(Model):
         update_routers(self, output.routing, progress)
 
     @abstractmethod
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs (B, K) of every head for final tokens (B, T, width)."""
 
     def predict(self, tokens: Tensor) -> Tensor:
         """Return the prediction (B, K) for final tokens (B, T, width)."""
-        return self.prediction_of(self.head_outputs(tokens))
+        return self.prediction_of(self.heads(tokens))
 
     def prediction_of(self, heads: tuple[Tensor, ...]) -> Tensor:
         """Return the mean (B, K) of the outputs of all heads, as DeiT at inference."""

@@ -368,5 +368,5 @@ class LanguageTransformer(BackboneModel):
         features = options.select_features(block_features, state.tokens)
         return Encoded(state.tokens, records, features), torch.stack(after)
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return (self.head(tokens),)

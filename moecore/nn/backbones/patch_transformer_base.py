@@ -149,7 +149,7 @@ class PatchTransformer(base_model.BackboneModel):
             return self.norm_pre(torch.cat([*special, tokens], dim=1) + self.pos_embed)
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return outputs of each head for final tokens: (B, K), or (B, cells·K) with cells."""
         if self.image.task.cells > 1:
             pooled = mean_of_cells(tokens, self.layout.grid, self.image.task.cells)

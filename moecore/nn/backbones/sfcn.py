@@ -138,7 +138,7 @@ class ConvolutionalNetwork(BackboneModel):
         blocks = dict.fromkeys(options.blocks, options.select_tokens(entering, leaving))
         return Encoded(tokens, records, options.select_features(blocks, tokens))
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the logits (B, K) of bins, or the task's outputs, for tokens (B, T, channels)."""
         output = self.head(self.dropout(tokens.mean(dim=1)))
         if self.config.head == "bins":

@@ -73,5 +73,5 @@ class SingleLayerModel(base_model.BackboneModel):
         feature = options.select_tokens(entering, tokens)
         return base_model.Encoded(tokens, records, (feature,) * len(options.blocks))
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return (self.head(tokens[:, 0]),)

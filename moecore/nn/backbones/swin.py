@@ -211,7 +211,7 @@ class SwinTransformer(base_model.BackboneModel):
         tokens = self.norm(tokens)
         return base_model.Encoded(tokens, records, options.select_features(block_features, tokens))
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return (self.image.task.predict(self.head(tokens.mean(dim=1))),)
 
     def adapt_weights(

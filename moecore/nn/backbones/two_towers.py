@@ -328,7 +328,7 @@ class TwoTowerModel(base_model.BackboneModel):
     ) -> base_model.Encoded:
         return self.visual.encode(images, options)
 
-    def head_outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return image sides (B, w + 1) for final tokens of the image tower."""
         return (self.image_side(self.visual.predict(tokens)),)
 
@@ -367,7 +367,7 @@ class TwoTowerModel(base_model.BackboneModel):
         self.text.train(mode and not self.text_frozen)
         return torch.cat(parts).unflatten(0, labels.shape[:-1])
 
-    def extra_step_inputs(self, labels: Tensor) -> tuple[Tensor, ...]:
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         return (labels,)
 
     def moe_settings_of(self, name: str) -> MoESettings | None:

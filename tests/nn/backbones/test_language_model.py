@@ -269,7 +269,7 @@ def test_features_are_what_enters_and_leaves_the_layer():
         assert torch.equal(left, tokens)
     assert built.encode(images)[2] == () and len(records) == 1
     torch.testing.assert_close(built.predict(tokens), built(images).prediction)
-    assert torch.equal(built.head_outputs(tokens)[0], built.predict(tokens))
+    assert torch.equal(built.heads(tokens)[0], built.predict(tokens))
     with pytest.raises(UserError, match="the only block"):
         built.encode(images, EncodeOptions("final", (1,)))
 
