@@ -109,16 +109,16 @@ def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> 
         f"{title} (SIMULATED data)" if result.simulated else title,
         SIMULATED if result.simulated else REAL,
         "## Data",
-        _data_section(card, result),
+        _model_card_data_lines(card, result),
         "## Error on the test split",
-        _error_section(result),
+        _model_card_error_lines(result),
         "## Not for",
         NOT_FOR,
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _data_section(card: Mapping[str, Any], result: AgeResult) -> str:
+def _model_card_data_lines(card: Mapping[str, Any], result: AgeResult) -> str:
     low, high = card["target_range"]
     size = " × ".join(map(str, card["size"]))
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
@@ -135,7 +135,7 @@ def _data_section(card: Mapping[str, Any], result: AgeResult) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _error_section(result: AgeResult) -> str:
+def _model_card_error_lines(result: AgeResult) -> str:
     rows = [_error_row("as predicted", result.raw)]
     if result.pooled is not None:
         rows.append(_error_row("corrected, one line", result.pooled))

@@ -44,7 +44,7 @@ class VolumeCache(NamedTuple):
         return self.folder / f"{sha256(key.encode()).hexdigest()}.npz"
 
 
-def load_cached_volume(path: Path) -> VolumeWithTissueShares:
+def read_cached_volume(path: Path) -> VolumeWithTissueShares:
     with np.load(path, allow_pickle=False) as stored:
         return VolumeWithTissueShares(stored["image"], stored.get("regions"))
 
@@ -226,7 +226,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
                 save_cached_volume(path, volume)
         except UnusableVolume as error:
             return error
-        digest = sha256(load_cached_volume(path).image.tobytes()).hexdigest()
+        digest = sha256(read_cached_volume(path).image.tobytes()).hexdigest()
         return CachedSubject(subject, path, digest)
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
@@ -264,7 +264,7 @@ def write_cohort(
     splits = {}
     for split, part in parts.items():
         # A generator: volumes are loaded one by one, when written.
-        volumes = (load_cached_volume(entry.path) for entry in part)
+        volumes = (read_cached_volume(entry.path) for entry in part)
         splits[split] = VolumeSplitToWrite([entry.subject for entry in part], volumes)
     skipped = {"skipped": [problem._asdict() for problem in problems]}
     return write_volumes(folder, settings, card._replace(more={**card.more, **skipped}), splits)

@@ -80,7 +80,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
         return TiledProduct.apply(rows, weight.to(rows.dtype), added, offsets)
     values = grouped_mm(rows.contiguous(), weight.contiguous(), offs=offsets)
     if bias is None:
-        return _DenseGradient.apply(values)
+        return _ContiguousGradient.apply(values)
     return _AddBias.apply(values, bias, offsets)
 
 
@@ -197,7 +197,7 @@ class _AddBias(Function):
         return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
 
 
-class _DenseGradient(Function):
+class _ContiguousGradient(Function):
     """Return the values; the gradient is made contiguous, as grouped_mm refuses expanded ones."""
 
     @staticmethod

@@ -133,7 +133,7 @@ class DepthRouter(nn.Module):
             record = record._replace(combine=record.combine * factors)
             blanks = iter((0, 1 / record.probs.shape[-1], 0, False, 0))
             record = record.map_tensors(
-                lambda field: spread_tokens(field, places, shape, next(blanks))
+                lambda field: scatter_to_all_tokens(field, places, shape, next(blanks))
             )
             if (
                 self.training and self.config.sampling is not None
@@ -180,10 +180,12 @@ class DepthPlan(NamedTuple):
         return self.plan.dispatch(tokens.flatten(0, 1)[self.places])
 
     def combine(self, rows: Tensor) -> Tensor:
-        return spread_tokens(self.plan.combine(rows), self.places, self.shape, 0)
+        return scatter_to_all_tokens(self.plan.combine(rows), self.places, self.shape, 0)
 
 
-def spread_tokens(values: Tensor, places: Tensor, shape: tuple[int, int], blank: float) -> Tensor:
+def scatter_to_all_tokens(
+    values: Tensor, places: Tensor, shape: tuple[int, int], blank: float
+) -> Tensor:
     """Return (B, T, n) with values (G, C, n) at ``places`` of the B·T tokens, else ``blank``."""
     tokens = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
     return tokens.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)

@@ -246,7 +246,7 @@ def _answer_cells(answer: Answer) -> list[str]:
     return [here, difference, texts.verdict, f"`{answer.command}`"]
 
 
-def answers_table(answers: Sequence[Answer]) -> str:
+def round_answers_table(answers: Sequence[Answer]) -> str:
     """Return a Markdown table with a row per claim or question of one round, for a README."""
     described = [describe_answer(answer) for answer in answers]
     overs = {texts.over for texts in described if texts.over}
@@ -328,7 +328,7 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
                 allowed="rounds of questions, such as tgr/table_3 and moge/swin.2",
             )
         of_round = [answer for answer in answers if answer.study == name]
-        return f"{match['start']}\n{answers_table(of_round)}\n{match['end']}"
+        return f"{match['start']}\n{round_answers_table(of_round)}\n{match['end']}"
 
     return MARKED.sub(table, readme)
 

@@ -41,7 +41,7 @@ def pairwise_consistency(
     A scalar ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and 0 without pairs.
     """
     experts = first.shape[-1]
-    correlation, count = _expert_correlation(first, second, present)
+    correlation, count = _cross_view_correlation(first, second, present)
     equal = correlation.diagonal()
     unequal = correlation - torch.diag_embed(equal)
     loss = (
@@ -51,7 +51,9 @@ def pairwise_consistency(
     return torch.where(count > 0, loss, 0.0)
 
 
-def _expert_correlation(first: Tensor, second: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_view_correlation(
+    first: Tensor, second: Tensor, present: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the correlation S (E, E) of experts over the pairs of all ranks, and their number."""
     experts = first.shape[-1]
     mask = present[..., None].to(first.dtype)

@@ -24,7 +24,7 @@ from moecore.data.layouts.volumes import (
 )
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared
-from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
+from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
 from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import (
@@ -365,7 +365,7 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     assert cache.subject_path({"t1": file}) == path
     made = VolumeWithTissueShares(np.ones((1, 2, 2, 2), np.float16), regions)
     save_cached_volume(path, made)
-    kept = load_cached_volume(path)
+    kept = read_cached_volume(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16
     assert np.array_equal(kept.regions, regions) if regions is not None else not kept.regions
     assert cache._replace(settings={"voxel_mm": 2}).subject_path({"t1": file}) != path
