@@ -14,7 +14,8 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.report.claims.answers import Answer, Studies
-from moecore.report.claims.claims_table import build_claim_row
+from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.claims.significance import LEVEL
 from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import SCALES, NumberFormat, markdown_table
 from moecore.statistics.intervals import Interval
@@ -26,8 +27,6 @@ from moecore.study.settings import validate_whole
 QUESTIONS_FILE = PIPELINES / "answers.yaml"
 ANSWERS_PAGE = Path("docs/answers.md")
 YES_OR_NO = ("Do", "Does", "Is", "Are")  # first words of questions with such an answer
-ANSWER_OF_VERDICT = {"holds": "yes", "differs": "no"}  # others leave a question open
-LEVEL = 0.05
 NUMBER = re.compile(
     r"\{(?P<metric>[^\s{}]+) (?P<method>\w+)(?: - (?:(?P<other>[^\s{}]+) )?(?P<against>\w+))?"
     r"(?: @(?P<phase>\w+))?(?: of (?P<study>[\w/.]+))?(?::(?P<digits>\.\df))?\}"
@@ -88,7 +87,7 @@ class AnsweredQuestion(NamedTuple):
             return ""
         entry = self.answers[0].entry
         verdict = entry.get("verdict_holm") or entry["verdict"]
-        return ANSWER_OF_VERDICT.get(verdict, "open")
+        return ANSWERS.get(verdict, "open")
 
     @property
     def one_line(self) -> str:
