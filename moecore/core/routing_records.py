@@ -93,7 +93,7 @@ class RoutingContext(NamedTuple):
 class TokenLayout(NamedTuple):
     """The order of a model's T tokens: ``special`` tokens first, then a row-major ``grid``."""
 
-    special: int
+    special: int  # number of tokens that are no patches: class and distillation tokens
     grid: tuple[int, ...]  # patches along each axis
     size: tuple[int, ...]  # pixels along each axis
 
@@ -104,28 +104,23 @@ class ModelOutput(NamedTuple):
     A dense model has no records. The prediction of a real number is (B, 1), in the labels' unit.
     """
 
-    prediction: Tensor
-    routing: tuple[RoutingRecord, ...] = ()
+    prediction: Tensor  # (B, K) logits, or (B, 1) of a number
+    routing: tuple[RoutingRecord, ...] = ()  # per MoE layer, from the first
     heads: tuple[Tensor, ...] = ()  # class head, then the distillation token's head, if any
-    # in training with captions: the task's targets, and the routing of the captions' tokens
-    target: Tensor | None = None
-    text_routing: tuple[RoutingRecord, ...] = ()
+    target: Tensor | None = None  # in training with captions: the task's targets
+    text_routing: tuple[RoutingRecord, ...] = ()  # then also the routing of the captions' tokens
 
 
 class Batch(NamedTuple):
-    """The images and labels of one training step or one evaluation pass.
+    """The images and labels of one training step or one evaluation pass."""
 
-    images: in [0, 1], (B, C, H, W), or volumes (B, C, D, H, W), or word numbers (B, C, M) of text.
-    labels: as the task stores them; with mixed images the shares of the classes, fp32 (B, K).
-    affines: (B, A+1, A+1) over A axes; each maps a point (row, column, 1) of the original image to
-    the view, (first, second, third axis, 1) of a volume; text has none. Pixel centres are at +0.5.
-    With two ``views``, the second half of the batch shows other views of the first half's images.
-    """
-
+    # (B, C, H, W) in [0, 1], volumes (B, C, D, H, W), or word numbers (B, C, M) of text
     images: Tensor
-    labels: Tensor
+    labels: Tensor  # as the task stores them; of mixed images the shares of classes, fp32 (B, K)
+    # (B, A+1, A+1) over A axes; each maps a point (row, column, 1) of the original image to the
+    # view, (first, second, third axis, 1) of a volume; none for text. Pixel centres are at +0.5.
     affines: Tensor
-    views: int = 1
+    views: int = 1  # 2: the second half of the batch shows other views of the first half's images
     # (B, T) int64: the expert of a token of an isolated tissue, -1 for other tokens; None if no
     # volume is isolated
     belongs: Tensor | None = None
@@ -136,15 +131,15 @@ class Batch(NamedTuple):
 class Guidance(NamedTuple):
     """A frozen teacher's output for a batch: prediction (B, K), its routers' probs (B, T, E)."""
 
-    prediction: Tensor
-    probs: tuple[Tensor, ...]
+    prediction: Tensor  # (B, K)
+    probs: tuple[Tensor, ...]  # (B, T, E) of each of its routers
 
 
 class ObjectiveInputs(NamedTuple):
     """The inputs of an objective in one training step."""
 
-    batch: Batch
-    output: ModelOutput
-    model: Any
-    guidance: Guidance | None = None
+    batch: Batch  # of the step
+    output: ModelOutput  # of the model for this batch
+    model: Any  # the BackboneModel in training
+    guidance: Guidance | None = None  # of the frozen teacher, if the method has one
     progress: float = 0.0  # share of the training that is done, in [0, 1)

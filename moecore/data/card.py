@@ -16,12 +16,12 @@ SPLITS = ("train", "validation", "test")
 class Card(NamedTuple):
     """Facts of a data set that are known before it is written; card.json also has statistics."""
 
-    name: str
-    channels: int
-    size: int | tuple[int, int, int] | tuple[int]
+    name: str  # as the page and MLflow show it
+    channels: int  # that models read
+    size: int | tuple[int, int, int] | tuple[int]  # pixels along each axis, or tokens of text
     task: Task | None  # None: its classes are not known yet
-    licence: str = ""
-    source: str = ""
+    licence: str = ""  # of the data
+    source: str = ""  # publication or address
     # split → number of images per class, or one number where an image has no single class
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not counted yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known

@@ -35,14 +35,11 @@ SMALL = 2**28  # bytes: checksums of smaller data are verified at every opening,
 
 
 class Split(NamedTuple):
-    """Images uint8 (N, C, H, W) or volumes float16 (N, 1, D, H, W), memory-mapped, and labels.
+    """Images uint8 (N, C, H, W) or volumes float16 (N, 1, D, H, W), memory-mapped, and labels."""
 
-    people: (N,) int64, a number per participant of the split; None where people are unknown.
-    """
-
-    images: np.ndarray | JpegImages
-    labels: np.ndarray
-    people: np.ndarray | None = None
+    images: np.ndarray | JpegImages  # indexed by image
+    labels: np.ndarray  # (N, …) as the task stores them
+    people: np.ndarray | None = None  # (N,) int64, a number per participant; None: unknown
 
     def people_at(self, places: np.ndarray) -> np.ndarray | None:
         """Return ``people`` of the images at the indices ``places`` (M,); None if unknown."""

@@ -38,18 +38,18 @@ class Skipped(Config):
 class MeasuredModel(NamedTuple):
     """A trained model on its device in evaluation mode, and the data of its phase."""
 
-    model: Model
-    data: Prepared
+    model: Model  # on ``device``, in evaluation mode
+    data: Prepared  # of its phase; measurements read the test split
     guide: Guide | None = None  # the teacher that the model learned its routing from
-    device: str = "cpu"
+    device: str = "cpu"  # a name that torch accepts
     regions: tuple[str, ...] = ()  # tissues that its first experts are named after
 
 
 class MeasuredPart(Config):
     """Settings of a measurement or an optional part of one, with its metrics and page."""
 
-    metrics: ClassVar[Mapping[str, Metric]] = {}
-    page: ClassVar[OnPage] = OnPage("")
+    metrics: ClassVar[Mapping[str, Metric]] = {}  # what it puts, by name
+    page: ClassVar[OnPage] = OnPage("")  # its title, place and charts
     no_dense: ClassVar[str] = ""  # the reason why a dense model cannot be measured; "": it can
 
     @classmethod

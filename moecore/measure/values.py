@@ -40,7 +40,7 @@ class Metric(NamedTuple):
     label: str  # "" for a metric that charts alone show
     better: str = ""  # "higher", "lower", or "" where neither is better; SCORE
     form: str = "number"  # or "share", "count", "seconds", "bytes"; SCORE
-    note: str = ""
+    note: str = ""  # what it is, for the glossary of the page
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     over: str | tuple[str, ...] = ""  # a place, such as "transform", or several: a column for each
     last: str = ""  # one of ``over``: a column has the value at its last place only
@@ -80,11 +80,11 @@ class Chart(NamedTuple):
     The texts may contain {score} and {unit}, which stand for the words of the task's score.
     """
 
-    metric: str
-    over: str
-    title: str
-    x: str
-    y: str
+    metric: str  # a declared one, with values at places of ``over``
+    over: str  # the place along the horizontal axis
+    title: str  # above the chart
+    x: str  # label of the horizontal axis
+    y: str  # label of the vertical axis
     words: str = ""  # of the caption
     share: bool | None = False  # whether the vertical axis shows percent; None: as for the score
     top: float | None = None  # of the vertical axis, if it shows percent
@@ -98,7 +98,7 @@ class OnPage(NamedTuple):
     title: str  # in the list of what was measured
     place: int = 100  # on the page, ascending; equal places are ordered by name
     heading: str = ""  # of its section; "" for the title
-    charts: tuple[Chart, ...] = ()
+    charts: tuple[Chart, ...] = ()  # in their order on the page
     about: str = ""  # metric or column of the summary line; "" for the first with a direction
 
 

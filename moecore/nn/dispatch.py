@@ -23,17 +23,14 @@ class RowOrigins(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The input of experts: values (R, d) by expert; offsets (E,) int32, the end of each's rows.
+    """The input of experts: the tokens that go to each, sorted by expert."""
 
-    If ``projected``, values (R, r) are tokens already projected onto their expert's basis. With
-    ``shares`` (G, E), rows are sorted by group and offsets are (G,): all rows of a group use one
-    expert, whose parameters are the mean over all experts, weighted by the group's shares.
-    """
-
-    values: Tensor
-    offsets: Tensor
-    projected: bool = False
+    values: Tensor  # (R, d)
+    offsets: Tensor  # (E,) int32, the end of each expert's rows
+    projected: bool = False  # values (R, r) are already projected onto their expert's basis
     pairs: RowOrigins | None = None  # None: rows are not pairs of token and choice
+    # (G, E): rows are sorted by group instead, with offsets (G,); all rows of a group use one
+    # expert, whose parameters are the mean over all experts, weighted by the group's shares
     shares: Tensor | None = None
 
 

@@ -41,7 +41,7 @@ class Score(NamedTuple):
     label: str  # the same in words, without a unit
     unit: str  # "years"; "" for a share
     form: Literal["share", "number"]  # a share is shown in percent
-    better: Literal["higher", "lower"]
+    better: Literal["higher", "lower"]  # value
 
 
 class ExtraTestMetrics(Config):

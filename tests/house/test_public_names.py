@@ -10,6 +10,7 @@ import pytest
 
 import moecore
 from moecore.core.source_layout import ROOT
+from tools.public_names import render_public_names
 
 SAID = "import sys, moecore; print(*dir(moecore)); print(*sys.modules)"
 
@@ -55,6 +56,16 @@ def test_other_names_are_no_attributes_and_renamed_ones_warn(monkeypatch):
     )
     assert done.stdout == "True\n"
     assert "DeprecationWarning: moecore.pages is now moecore.parts" in done.stderr
+
+
+def test_the_page_is_what_the_code_says_and_names_what_a_part_may_define():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert page == render_public_names(), "run `python -m tools.public_names`"
+    for row in ("sided: bool", "check_causal(key)", "needs: frozenset", "model_refusal(model)"):
+        assert f"| `{row}" in page
+    assert (
+        "| `build(width)` | Return the experts for tokens of this width, d. **Required.** |" in page
+    )
 
 
 def test_type_checkers_read_its_types():

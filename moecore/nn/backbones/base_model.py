@@ -146,7 +146,7 @@ class Encoded(NamedTuple):
     """The output of a backbone's blocks for B inputs of T tokens."""
 
     tokens: Tensor  # (B, T, width), after the last norm
-    routing: tuple[RoutingRecord, ...]
+    routing: tuple[RoutingRecord, ...]  # per MoE layer
     features: tuple[Tensor, ...]  # (B, T, width) per requested block
 
 
@@ -209,7 +209,7 @@ class Model(nn.Module, ABC):
     config: the backbone's settings.  moe: None for a dense model.  The model normalises its images.
     """
 
-    head: nn.Module
+    head: nn.Module  # maps tokens (B, width) to outputs (B, K)
 
     def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
         super().__init__()
@@ -278,8 +278,8 @@ class BackboneModel(Model):
 
     answers_cells: ClassVar[bool] = False  # ``heads`` predict each cell of a mosaic
     moves: ClassVar[bool] = False  # ``adapt_weights`` takes weights of another image size
-    pixel_mean: Tensor
-    pixel_std: Tensor
+    pixel_mean: Tensor  # per channel, of images in [0, 1]
+    pixel_std: Tensor  # per channel
 
     def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
         super().__init__(config, image, moe)

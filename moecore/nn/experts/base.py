@@ -22,11 +22,12 @@ class Experts(Part, ABC):
     Experts with bases (``provides`` contains "basis") have a parameter ``basis`` (E, d, r).
     """
 
+    # what routers and regularizers can read of them: "basis", or nothing
     provides: ClassVar[frozenset[str]] = frozenset()
     # hidden units between two maps: experts can be averaged, or split into pieces
     has_hidden_units: ClassVar[bool] = False
     start_settings: ClassVar[tuple[str, ...]] = ()  # settings of the initial weights
-    number: int
+    number: int  # of networks
 
     @property
     def networks(self) -> int:
