@@ -25,6 +25,7 @@ from moecore.core.config import Config
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")
 SUFFIXES = (".md", ".png", ".css", ".js", ".ipynb", ".cff", ".yaml", "LICENSE")
+NOTEBOOK = "docs/first_steps.ipynb"
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 LIST_BELOW_TEXT = re.compile(r"^(?!\s*(?:[-|]|\d+\.) )(.*\S.*\n)(?=(?:-|1\.) )", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -39,7 +40,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path.name.endswith(SUFFIXES):
                 place = path.relative_to(ROOT).as_posix()
                 files.append(File.generated(config, place, abs_src_path=str(path)))
+    rendered = render_notebook((ROOT / NOTEBOOK).read_text(encoding="utf-8"))
+    files.append(File.generated(config, f"{NOTEBOOK}.md", content=rendered))
     return files
+
+
+def render_notebook(text: str) -> str:
+    """Return a notebook as Markdown: its texts, code, and stored outputs with their pictures."""
+    lines = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        lines.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            printed = "".join(output.get("text", data.get("text/plain", [])))
+            if "image/png" in data:
+                picture = "".join(data["image/png"]).replace("\n", "")
+                lines.append(f'<img alt="figure" src="data:image/png;base64,{picture}">')
+            elif printed:
+                lines.append(f"```\n{printed.rstrip()}\n```")
+    return "\n\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -49,6 +69,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """
     if page.file.src_uri == "docs/api.md":
         return "\n".join([markdown, *write_public_names()])
+    markdown = markdown.replace("first_steps.ipynb)", "first_steps.ipynb.md)")
     pieces = FENCE.split(markdown)
     pieces[::2] = [LIST_BELOW_TEXT.sub(r"\1\n", piece) for piece in pieces[::2]]
     return "".join(pieces)

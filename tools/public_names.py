@@ -18,6 +18,7 @@ from typing import Any
 
 import moecore
 from moecore import parts, testing
+from moecore.core.config import Part
 from moecore.core.routing_records import Batch, Guidance
 from moecore.data.prepared import Split
 
@@ -95,8 +96,24 @@ def render_public_names() -> str:
 
 def _table(module: str, names: list[str]) -> list[str]:
     values = {name: getattr(_module(module), name) for name in names}
-    sentences = [(f"`{name}`", first_sentence(value)) for name, value in values.items()]
+    sentences = [
+        (f"`{name}`", first_sentence(value) + _kinds(value)) for name, value in values.items()
+    ]
     return _rows(f"in `{module}`", sentences)
+
+
+def _kinds(value: Any) -> str:
+    """Return the names of the parts that a family's module offers."""
+    if not isinstance(value, ModuleType) or value in (parts, testing):
+        return ""
+    offered = [name for name in dir(value) if is_kind(getattr(value, name))]
+    return f" Parts: {', '.join(f'`{name}`' for name in offered)}." if offered else ""
+
+
+def is_kind(value: Any) -> bool:
+    """Return whether this is a part, or a measurement, that params.yaml can name."""
+    bases = (Part, parts.Measurement)
+    return inspect.isclass(value) and issubclass(value, bases) and not inspect.isabstract(value)
 
 
 def _module(name: str) -> ModuleType:
