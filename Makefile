@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro full test quick-test soak lint setup data check plan ui sync schema bench docs clean
+.PHONY: repro full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -80,6 +80,10 @@ bench: setup                     ## race the MoE layer and the step against dens
 docs: setup                      ## the docs as a site: site/index.html, which opens without a server
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+
+notebook: setup                  ## docs/first_steps.ipynb in Jupyter Lab on 127.0.0.1, after `moecore quick`
+	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[notebook]'
+	jupyter lab --ip 127.0.0.1 docs/first_steps.ipynb
 
 clean:                           ## delete what can be made again and git does not track, but not DVC's cache
 	rm -rf {.,.runs/*}/{artifacts,.state,dvc_plots} {.,.runs/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site
