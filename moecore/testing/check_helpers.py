@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, get_origin
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import last_traceback_line
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import ImageSpec
@@ -16,6 +17,7 @@ from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoESettings
+from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 
@@ -23,8 +25,35 @@ ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
 
 
 def settings_of(part: Any) -> Any:
-    """Return ``part`` if it is settings; for a class, its default settings."""
-    return part() if inspect.isclass(part) else part
+    """Return ``part`` if it is settings; for a class, its default settings.
+
+    Raises AssertionError if settings lack a default, or the class an attribute of its family.
+    """
+    owner = part if inspect.isclass(part) else type(part)
+    for base in owner.__mro__:
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            if get_origin(annotation) is ClassVar and not hasattr(owner, name):
+                hint = f"set the class attribute {name}, which {base.__name__} documents"
+                raise AssertionError(f"{owner.__name__}: {hint} (docs/api.md)")
+    if owner is not part:
+        return part
+    fields = owner.model_fields.items()
+    if required := [name for name, field in fields if field.is_required()]:
+        text = f"{', '.join(required)} without default: pass settings, not the class"
+        raise AssertionError(f"{owner.__name__}: {text}")
+    return part()
+
+
+def check_build_on_meta(part: Any, build: Callable[[], Any]) -> None:
+    """Raise AssertionError if ``build`` fails where tensors have no values, as in moecore check."""
+    try:
+        with meta_device_context():
+            build()
+    except RuntimeError as error:
+        promise = "it builds on the meta device, where tensors have shapes and no values"
+        raise AssertionError(
+            f"{type(part).__name__}: {promise}: {last_traceback_line(error)}"
+        ) from error
 
 
 def assert_that(part: Any, is_true: Any, promise: str) -> None:

@@ -27,6 +27,7 @@ from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
     assert_that,
+    check_build_on_meta,
     draw_weights,
     has_same_state,
     is_close,
@@ -56,6 +57,7 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
         AssertionError: a promise is broken; one line with the router's name.
     """
     settings = settings_of(router)
+    check_build_on_meta(settings, lambda: build_moe_feed_forward(settings, experts, WIDTH))
     layer = build_drawn_layer(settings, experts)
     _check_record(settings, layer)
     _check_weighted_sum(settings, layer)
@@ -338,6 +340,7 @@ def check_experts(experts: Experts | type[Experts]) -> None:
         AssertionError: a promise is broken; one line with the experts' name.
     """
     settings = settings_of(experts)
+    check_build_on_meta(settings, lambda: settings.build(WIDTH))
     module = settings.build(WIDTH)
     draw_weights(module)
     number = settings.networks

@@ -25,6 +25,7 @@ from moecore.testing.check_helpers import (
     IMAGE,
     assert_refused,
     assert_that,
+    check_build_on_meta,
     draw_weights,
     has_same_state,
     is_close,
@@ -56,6 +57,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
         AssertionError: a promise is broken; one line with the backbone's name.
     """
     settings = settings_of(backbone)
+    check_build_on_meta(settings, lambda: settings.build(image, MOE))
     assert_that(settings, sum(settings.stages) == settings.depth, "depth is the sum of stages")
     for moe in (None, MOE):
         model, twin = _build(settings, image, moe), _build(settings, image, moe)

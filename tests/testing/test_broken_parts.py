@@ -1,6 +1,6 @@
 """A part that breaks a promise is named with that promise, in one line."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from moecore.attacks.fgsm import Fgsm
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingContext
 from moecore.data.sources.digits import Digits
+from moecore.data.sources.image_folder import ImageFolder
 from moecore.measure.base import Measurement
+from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.kernels.grouped import full_precision
@@ -159,6 +161,21 @@ class Brightness(Measurement):
         return Result(mean=len(self.calls) + parts("mean", lambda: 0.5))
 
 
+class Counted(NoisyTopK):
+    def build(self, width, experts, basis=None):
+        module = super().build(width, experts, basis)
+        return module if module.weight.sum().item() else None
+
+
+class Unsaid(Calibrator):
+    kind: Literal["unsaid"] = "unsaid"
+    predicts: ClassVar = "numbers"
+    tasks: ClassVar = ("regression",)
+
+    def fit(self, predictions, labels, groups=None):
+        raise NotImplementedError
+
+
 YEARS = torch.tensor([40.0, 60.0]).numpy()
 
 
@@ -175,9 +192,16 @@ YEARS = torch.tensor([40.0, 60.0]).numpy()
         ("source", Restless(), "the same settings write the same bytes$"),
         ("measurement", Brightness(noisy=True, calls=[]), "draws no global number"),
         ("measurement", Brightness(calls=[]), "killed after any piece"),
+        ("router", Counted(), r"it builds on the meta device, .*\.item\(\)"),
+        ("calibrator", Unsaid(), r"set the class attribute fitted, .* \(docs/api\.md\)$"),
     ],
 )
 def test_another_part(check, part, promise, tmp_path):
     more = {"task": (torch.ones(2, 1), YEARS, YEARS), "source": (tmp_path,)}.get(check, ())
     with pytest.raises(AssertionError, match=f"^{type(part).__name__}: .*{promise}"):
         getattr(testing, f"check_{check}")(part, *more)
+
+
+def test_a_class_whose_settings_have_no_default():
+    with pytest.raises(AssertionError, match="^ImageFolder: .*root.* without default: pass settings, not"):
+        testing.check_source_preview(ImageFolder)
