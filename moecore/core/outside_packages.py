@@ -34,6 +34,16 @@ def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
                 sys.path.append(str(path))
 
 
+def import_extra(name: str, extra: str) -> Any:
+    """Return a library that only some users need; UserError names the extra that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(f"{name} is not installed: pip install 'moecore[{extra}]'") from None
+
+
 @contextmanager
 def more_packages(names: Iterable[str]) -> Iterator[None]:
     """Allow additional packages within the block; UserError for an invalid name."""

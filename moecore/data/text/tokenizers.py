@@ -11,6 +11,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
+from moecore.core.outside_packages import import_extra
 from moecore.data.text.words import frequent_words, lower_words, read_words
 from moecore.tasks.image_text import ImageText
 
@@ -64,13 +65,12 @@ class BpeTokenizer:
 
     def __init__(self, path: Path, words: int) -> None:
         """Load a tokenizer.json. UserError if missing, invalid, or not of ``words`` words."""
-        from tokenizers import Tokenizer as LoadedTokenizer  # slow to import, rarely used
-
+        tokenizers = import_extra("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():
             raise UserError(f"{path}: no such file; allowed: a tokenizer.json, such as CLIP's")
         try:
-            self.loaded = LoadedTokenizer.from_file(str(path))
+            self.loaded = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower class
             raise UserError(f"{path}: not a tokenizer.json: {error}") from error
         self.loaded.no_truncation()

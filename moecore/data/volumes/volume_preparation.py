@@ -17,6 +17,7 @@ from scipy import ndimage
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.outside_packages import import_extra
 from moecore.data.layouts.volumes import BRAIN, tissue_shares_outside
 
 AFFINE_TOLERANCE_MM = 0.1  # largest distance of a corner of the volume between equal affines
@@ -43,7 +44,7 @@ class Volume(NamedTuple):
 
 def load_volume(path: Path) -> Volume:
     """Return the volume in a NIfTI or .mgz file, on RAS axes. Raises UnusableVolume if damaged."""
-    import nibabel  # takes a third of a second to import
+    nibabel = import_extra("nibabel", "brain")  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
         raise UnusableVolume(f"{path}: {'no file' if path.exists() else 'no such file'}")

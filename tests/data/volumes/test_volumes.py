@@ -5,6 +5,7 @@ splits of a cohort.
 import gzip
 import os
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def test_any_orientation_gives_the_same_volume(tmp_path):
     assert expected[0, 22, 10, 26] > 0.6 > expected[0, 9, 21, 5]
     for name in ("las.nii.gz", "other.nii"):
         assert np.array_equal(read_volume(tmp_path / name, GRID), expected), name
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nibabel", None)
+    with pytest.raises(UserError, match=r"^nibabel is not .*: pip install 'moecore\[brain\]'$"):
+        load_volume(tmp_path / "one.nii")
 
 
 @pytest.mark.parametrize(
