@@ -54,8 +54,8 @@ class Loaded(NamedTuple):
         if isinstance(self.images, Tensor):
             return self.images.index_select(0, rows), labels
         if isinstance(self.images, JpegImages):  # each batch is decoded in threads
-            whole = self.images.whole(indices.numpy())
-            return MixedSizeImageList(whole, self.images.size, device), labels
+            decoded = self.images.whole(indices.numpy())
+            return MixedSizeImageList(decoded, self.images.size, device), labels
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
         batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")

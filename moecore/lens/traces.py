@@ -369,10 +369,12 @@ def write_trace(
 class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
-    def __init__(self, folder: Path, words: int = 0, layouts: Sequence[Sequence[Any]] = ()) -> None:
-        """Write to ``folder``; words: size of the vocabulary or 0; layouts: see ``write_trace``."""
+    def __init__(
+        self, folder: Path, vocabulary_size: int = 0, layouts: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        """Write to ``folder``; vocabulary_size: 0 without words; layouts: see ``write_trace``."""
         self.folder = folder
-        self.words = words
+        self.vocabulary_size = vocabulary_size
         self.layouts = layouts
         self.layers: list[LayerShape] = []
         self.chunks: list[ChunkFile] = []
@@ -450,7 +452,7 @@ class TraceWriter:
         for name, value in item_tensors.items():
             check_item_tensor(name, value, items, layers, "trace")
         if "tokens" in item_tensors:
-            check_tokens_in_vocabulary(item_tensors["tokens"], self.words, "trace")
+            check_tokens_in_vocabulary(item_tensors["tokens"], self.vocabulary_size, "trace")
         return layers
 
 

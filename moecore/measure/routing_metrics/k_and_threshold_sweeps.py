@@ -57,15 +57,15 @@ def copy_with_router(model: Model, router: Router) -> Model:
     ``model`` and the global RNG do not change; a guided model's copy shares its guide. ``router``
     is of the model's own kind.
     """
-    own = find_own_model(model)
-    moe = own.experts_and_router.model_copy(update={"router": router})
+    unguided = find_own_model(model)
+    moe = unguided.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
-        other = own.config.build(own.image, moe)
-    other.load_state_dict(own.state_dict())
-    other.to(model_device(own)).train(own.training)
+        copy = unguided.config.build(unguided.image, moe)
+    copy.load_state_dict(unguided.state_dict())
+    copy.to(model_device(unguided)).train(unguided.training)
     if not isinstance(model, GuidedModel):
-        return other
-    guided = GuidedModel(other, model.guide)
+        return copy
+    guided = GuidedModel(copy, model.guide)
     guided.training = model.training  # train() would also set the guide's mode
     return guided
 

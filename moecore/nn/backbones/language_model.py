@@ -310,8 +310,8 @@ class LanguageTransformer(BackboneModel):
         states = self.initial_states(len(word_ids), word_ids.device)
         no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):
-            words, words_kinds = word_ids[:, -1 - distance], kinds[:, -1 - distance]
-            _, states = self.read(words, states, no_features, distance, words_kinds)
+            step_ids, step_kinds = word_ids[:, -1 - distance], kinds[:, -1 - distance]
+            _, states = self.read(step_ids, states, no_features, distance, step_kinds)
         return states
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:

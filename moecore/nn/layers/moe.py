@@ -251,8 +251,8 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
     module = experts.build(width)
     scaled = scale_router_k(router, experts)
     routing = scaled.build(width, experts.choices, module.lent_basis())
-    others = experts.build_shared(width), experts.build_zero_computation(width)
-    return MoEFeedForward(routing, module, router.wants, experts.provides, *others)
+    additional = experts.build_shared(width), experts.build_zero_computation(width)
+    return MoEFeedForward(routing, module, router.wants, experts.provides, *additional)
 
 
 def build_feed_forwards(

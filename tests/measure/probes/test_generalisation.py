@@ -195,14 +195,14 @@ def cohort(tmp_path_factory) -> Prepared:
 
 def measured(cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
     settings = RegionGeneralisationSettings(volumes=6)
-    routed = ByBrightness(**model)
-    return measure_generalisation(routed, cohort, tissues, settings, (20, 90), 0, batch)
+    subject = MeasuredModel(ByBrightness(**model), cohort, regions=tissues)
+    return measure_generalisation(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(cohort):
     found = measured(cohort)
     assert found.other is None, "the balls have 16³ voxels"
-    isolated, whole = found.test.isolated, found.test.whole
+    isolated, whole = found.test.isolated, found.test.complete
     assert isolated.agreement.value == 1 and isolated.over_chance.low > 0.5
     assert whole.people == 6 and whole.agreement.value > 0.9 and whole.over_chance.low > 0
     assert found.mixed.over_chance.low > 0
