@@ -47,8 +47,8 @@ class TokenLabels:
             if values is not None:
                 self.values[kind] = values
         if "word" in self.values:
-            words = expert_information.mask_rare_words(self.values["word"].numpy())
-            self.values["word"] = torch.from_numpy(words)
+            word_ids = expert_information.mask_rare_words(self.values["word"].numpy())
+            self.values["word"] = torch.from_numpy(word_ids)
         if self.items < MIN_IMAGES:
             self.remarks.append(
                 "purity, and what experts tell about labels and words: found "

@@ -129,7 +129,7 @@ class TissueRidge(Config):
 
 
 class Calibrate(Config):
-    """The calibrator, its fallback and, for ages, a baseline."""
+    """The calibrator, what to do if it cannot be fitted, and, for ages, a baseline."""
 
     calibrator: Calibrator
     batch: int = Field(

@@ -1,6 +1,7 @@
-"""Checks of a model of age: single tissues, ageing, rescans, and region experts.
+"""Does a brain-age model read the anatomy? Errors on single tissues, as people age, on rescans.
 
-Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
+Also whether its region experts agree with the tissues. Ageing needs subjects that change in age
+alone, which only a simulation (phantom) has.
 """
 
 from typing import Annotated, ClassVar, Self

@@ -1,4 +1,4 @@
-"""Values of trainings: scores on the test split, routing over time, costs."""
+"""Metrics that a finished training has already stored: test scores, losses, routing, costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -87,7 +87,7 @@ def iterate_training(
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         tensors = live_training_tensors((job.learners, job.guide), optimizer, batch)
         is_measured = replica is None and step == min(MEMORY_STEP, steps - 1)
-        with blocks.inside(), meter.memory(tensors, when=is_measured):
+        with blocks.inside(), meter.memory(tensors, is_measured):
             terms, score, output = train_step(
                 job, settings, optimizer, batch, rate, dtype, step / steps, replica
             )

@@ -271,7 +271,7 @@ def mix_images(
     """Return each image mixed with a random one of the batch, (B, C, H, W), and soft labels (B, K).
 
     images: fp32 in [0, 1]. take_partners: returns images and labels at positions (B,) of the
-    batch, of which these images are a part; None if they are all of it. λ is drawn per image;
+    complete batch; None if ``images`` are all of it. λ is drawn per image;
     CutMix's λ is the exact share of unreplaced pixels.
     """
     if why := task.needs_classes("mix"):

@@ -188,7 +188,7 @@ def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
 
 
 def _best_experts(weights: Tensor) -> Tensor:
-    """Return the expert of the largest weight (N, T, E), −1 if all are 0; (N, T)."""
+    """Return each token's expert of largest weight, (N, T), −1 if all are 0; weights: (N, T, E)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 

@@ -205,7 +205,7 @@ def measure_generalisation(
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether voxel counts and sizes (mm) equal those of ``simulate_ellipsoid_scan``."""
+    """Return whether voxel counts and sizes (mm) equal the ones of ``simulate_ellipsoid_scan``."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 

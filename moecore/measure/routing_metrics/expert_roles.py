@@ -1,6 +1,7 @@
-"""Roles of experts: co-activation, similarity, specialisation, margins and predictability.
+"""The part ``roles`` of the section ``routing``: what each expert of a layer is used for.
 
-All from the pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
+Which experts are chosen together, are similar, know a label, and how certain choices are; all from
+the forward pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -25,7 +25,7 @@ from moecore.measure.probes.region_experts_on_new_data import (
     one_tissue_filter,
     route_tissue_masked_volumes,
     select_scans,
-    simulate_shell_cohort,
+    simulate_ellipsoid_cohort,
     tissue_mixture_filter,
     tissue_sums_by_cube,
 )
@@ -232,12 +232,12 @@ def test_a_volume_of_each_participant(tmp_path):
 
 
 def test_people_of_the_other_generator():
-    found = simulate_shell_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 1)
+    again = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    other = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2)
+    other = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
     assert not np.array_equal(other.images, found.images)
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
