@@ -135,10 +135,7 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins.
-
-        rows: indices of the b streams; None: all.
-        """
+        """Return tokens (b, R, M), next words (b, M) of ``rows``, and whether a pass begins."""
         length = self.length(batch)
         for number in count():
             first, blocks = _reading_pass(length, self.block, seed, number)

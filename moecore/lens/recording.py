@@ -122,10 +122,7 @@ def record_batches(
     adapters: Any = None,
     file: Path | None = None,
 ) -> int:
-    """Run a model on batches and add them to ``trace``; return the number of items.
-
-    adapters: see ``moecore.trace``; file: for errors.
-    """
+    """Add the routing of a model on batches to ``trace``; return the number of items."""
     items = 0
     with eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:

@@ -243,9 +243,8 @@ def test_the_other_anatomy_is_whole_and_another_one():
     other = folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0 and maps.sum(axis=0).max() <= 1 + 1e-5
-    # the ellipsoid's volume, 4/3 π abc
-    volume = 4 / 3 * np.pi * np.prod(ellipsoid_phantom.HEAD) / 1000
-    assert other.head_ml == pytest.approx(volume, rel=0.01)
+    ellipsoid_ml = 4 / 3 * np.pi * np.prod(ellipsoid_phantom.HEAD) / 1000  # 4/3 π abc
+    assert other.head_ml == pytest.approx(ellipsoid_ml, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
     both = np.minimum(other.white, load_template().white).sum()
     assert 2 * both / (other.white.sum() + load_template().white.sum()) < 0.7
