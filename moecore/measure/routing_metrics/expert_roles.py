@@ -282,7 +282,7 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
 
 
 def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
-    """Put means over layers of metrics without values per image, and each label's largest p."""
+    """Put means over layers of metrics without values per image; each label's largest p-value."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
         if values := [layer.values[name] for layer in layers if name in layer.values]:
             out.put(name, sum(values) / len(values))
