@@ -83,7 +83,7 @@ class Windows(nn.Module):
 
 
 class _GatherWindowTokens(Function):
-    """Return ``values[:, index]``, 0 at index T; without duplicates its gradient is a gather too."""
+    """Return ``values[:, index]``, 0 at T; as no index repeats, its gradient is a gather, too."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]
