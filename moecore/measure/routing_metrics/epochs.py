@@ -100,7 +100,7 @@ def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def expert_purity(table: np.ndarray) -> float:
-    """Return the share of tokens of their expert's main kind; table: counts (E, D); NaN if empty."""
+    """Return the share of tokens of their expert's main kind; counts (E, D); NaN if empty."""
     if table.any():
         return float(table.max(axis=1).sum() / table.sum())
     return math.nan
