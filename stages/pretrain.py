@@ -49,7 +49,7 @@ def pretrain(method: str, seed: int) -> None:
             if params.method.joint and job.guide is not None and model is job.model:
                 save_guide(folder / GUIDE, job.guide)
         result = evaluate_trained_model(model, data, settings, training.log())
-        training.run.result(result.with_routing(watch.collect_settling()))
+        training.run.result(result.with_routing(watch.collect_routing()))
         training.run.model(target)
 
 

@@ -103,7 +103,7 @@ GAP_HEAD = """\
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
-    """Return the text of MODEL_CARD.md; card: of the data; item: phase/method/seed."""
+    """Return the text of MODEL_CARD.md; card: the data's; item: the model's phase/method/seed."""
     title = f"# Brain-age model {item}"
     sections = [
         f"{title} (SIMULATED data)" if result.simulated else title,

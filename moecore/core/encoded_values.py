@@ -28,10 +28,10 @@ def decode_compressed_text(text: str) -> bytes:
 
 
 def pack_numbers(values: np.ndarray) -> str:
-    """Return ``mean:largest:…`` of numbers (N,): the exact mean, and encoded deviations.
+    """Encode numbers (N,) as ``mean:largest:deviations``, with the exact mean.
 
-    Deviations are float16 shares of the largest deviation, so they keep three digits. Raises
-    ValueError for an empty array and for values that are not finite.
+    Deviations from the mean are float16 shares of the largest, so they keep three digits; see
+    ``encode_concatenated_arrays``. Raises ValueError for no values, or values that are not finite.
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():

@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def rows(self, batch: int) -> Tensor | None:
-        """Return this rank's batch indices (b,) int64, None if alone; UserError if uneven."""
+        """Return this rank's batch indices (b,) int64, None with one rank; UserError if uneven."""
         if self.size == 1:
             return None
         if batch % self.size:

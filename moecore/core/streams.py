@@ -43,13 +43,13 @@ def generator_for(*numbers: int) -> Generator:
 class BatchDraws(NamedTuple):
     """Random numbers for the images of a batch, or for the images at ``rows``.
 
-    The numbers of the whole batch are always drawn, so an image's numbers do not depend on how many
-    processes share the batch. generator: on the CPU. whole: images of the batch. rows: indices into
-    it, (B,) int64, in any order; None for all.
+    The numbers of the complete batch are always drawn, so an image's numbers do not depend on how
+    many processes share the batch. generator: on the CPU. batch_size: images of the complete batch.
+    rows: indices into it, (B,) int64, in any order; None for all.
     """
 
     generator: Generator
-    whole: int
+    batch_size: int
     rows: Tensor | None = None
 
     @classmethod
@@ -62,55 +62,49 @@ class BatchDraws(NamedTuple):
     @property
     def images(self) -> int:
         """Return the number of images at ``rows``."""
-        return self.whole if self.rows is None else len(self.rows)
+        return self.batch_size if self.rows is None else len(self.rows)
 
     def select_rows(self, values: Tensor) -> Tensor:
-        """Return the values (B, …) at ``rows``, given the values (whole, …) of the batch."""
+        """Return the values (B, …) at ``rows``, given the values (batch_size, …) of the batch."""
         return values if self.rows is None else values[self.rows]
 
     def rand(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return uniform numbers in [0, 1) of shape (B, *shape)."""
-        size = (self.whole, *shape)
+        size = (self.batch_size, *shape)
         return self.select_rows(torch.rand(size, generator=self.generator, dtype=dtype))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Return uniform int64 numbers of shape (B, *shape), from ``low`` to ``high`` − 1."""
-        size = (self.whole, *shape)
+        size = (self.batch_size, *shape)
         return self.select_rows(torch.randint(low, high, size, generator=self.generator))
 
 
-class RowsOfBatch:
-    """This rank's rows of the whole batch, while a step is computed.
+def select_rank_rows(batch: Tensor, views: int) -> Tensor:
+    """Return this rank's part (views · b, …) of ``batch`` (views · B, …).
 
-    A step has ``views`` views of each image, all first views before all second views, so a rank's
-    part of a batch with two views is not contiguous.
+    All first views come before all second views, so the part of two views is not contiguous.
     """
-
-    views = 1
-
-    @classmethod
-    def of(cls, batch: Tensor) -> Tensor:
-        """Return this rank's part (views · b, …) of ``batch`` (views · B, …)."""
-        ranks = current_ranks()
-        if ranks.size == 1:
-            return batch
-        parted = batch.unflatten(0, (cls.views, ranks.size, -1))
-        return parted[:, ranks.rank].flatten(0, 1)
+    ranks = current_ranks()
+    if ranks.size == 1:
+        return batch
+    parted = batch.unflatten(0, (views, ranks.size, -1))
+    return parted[:, ranks.rank].flatten(0, 1)
 
 
-def normal_like(values: Tensor) -> Tensor:
+def normal_like(values: Tensor, views: int) -> Tensor:
     """Return N(0, 1) draws shaped as ``values`` (views · b, …): this rank's part of the batch's."""
-    return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
+    return select_rank_rows(torch.randn_like(_whole_batch_like(values)), views)
 
 
-def uniform_like(values: Tensor) -> Tensor:
+def uniform_like(values: Tensor, views: int) -> Tensor:
     """Return uniform draws in [0, 1) shaped as ``values`` (views · b, …), like ``normal_like``."""
-    return RowsOfBatch.of(torch.rand_like(_whole_batch_like(values)))
+    return select_rank_rows(torch.rand_like(_whole_batch_like(values)), views)
 
 
-def draw_bernoulli_mask(values: Tensor, probability: float) -> Tensor:
+def draw_bernoulli_mask(values: Tensor, probability: float, views: int) -> Tensor:
     """Return draws, 1 with ``probability``, else 0, shaped as ``values``, like ``normal_like``."""
-    return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))
+    draws = torch.empty_like(_whole_batch_like(values)).bernoulli_(probability)
+    return select_rank_rows(draws, views)
 
 
 def _whole_batch_like(values: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class Loaded(NamedTuple):
         if isinstance(self.images, Tensor):
             return self.images.index_select(0, rows), labels
         if isinstance(self.images, JpegImages):  # each batch is decoded in threads
-            whole = self.images.whole(indices.numpy())
-            return MixedSizeImageList(whole, self.images.size, device), labels
+            decoded = self.images.whole(indices.numpy())
+            return MixedSizeImageList(decoded, self.images.size, device), labels
         shape = (len(indices), *self.images.shape[1:])
         kind = torch.from_numpy(self.images[:0].copy()).dtype
         batch = torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
@@ -135,10 +135,7 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return tokens (b, R, M) and next words (b, M) of a step, and whether a pass begins.
-
-        rows: indices of the b streams; None: all.
-        """
+        """Return tokens (b, R, M), next words (b, M) of ``rows``, and whether a pass begins."""
         length = self.length(batch)
         for number in count():
             first, blocks = _reading_pass(length, self.block, seed, number)

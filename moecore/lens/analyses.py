@@ -47,8 +47,8 @@ class TokenLabels:
             if values is not None:
                 self.values[kind] = values
         if "word" in self.values:
-            words = expert_information.mask_rare_words(self.values["word"].numpy())
-            self.values["word"] = torch.from_numpy(words)
+            word_ids = expert_information.mask_rare_words(self.values["word"].numpy())
+            self.values["word"] = torch.from_numpy(word_ids)
         if self.items < MIN_IMAGES:
             self.remarks.append(
                 "purity, and what experts tell about labels and words: found "
@@ -98,7 +98,7 @@ class Example(NamedTuple):
 
     token: FavouritePatch  # with the index of a patch in the finest layer
     crop: Tensor | None  # uint8 (C, h, w); None without pictures
-    words: tuple[str, str, str]  # before the token, of it (or its position), and after it
+    context: tuple[str, str, str]  # before the token, of it (or its position), and after it
 
 
 def update_top_tokens(
@@ -141,8 +141,9 @@ def read_examples(
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
             place = layout.special + patch
             near = tokens[row, max(0, place - CONTEXT) : place + CONTEXT + 1].tolist()
-            words, middle = words_of_tokens(trace, near), min(place, CONTEXT)
-            context = " ".join(words[:middle]), words[middle], " ".join(words[middle + 1 :])
+            near_words = words_of_tokens(trace, near)
+            before, after = near_words[: min(place, CONTEXT)], near_words[min(place, CONTEXT) :]
+            context = " ".join(before), after[0], " ".join(after[1:])
         crop = None
         if pictures is not None:  # a copy: a view would keep all pictures in memory
             crop = patch_crop(pictures[row], patch, layout).clone()

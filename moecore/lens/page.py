@@ -172,7 +172,7 @@ def print_numbers(numbers: TraceNumbers) -> None:
 
 def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     """Return the HTML of a trace's page; explorer: relative address of its explorer, or empty."""
-    words = read_words_with_experts(trace)
+    routed_words = read_words_with_experts(trace)
     layers = trace.card.layers
     loads = Picture(draw_loads(numbers), "Load of the experts")
     sheets = [
@@ -189,9 +189,9 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
         sheets=Block("", pictures=sheets),
         glossary=WORDS,
         explorer=explorer,
-        words=words,
+        words=routed_words,
         layers=[
-            {expert: expert_word_counts(words, n, expert) for expert in range(layer.experts)}
+            {expert: expert_word_counts(routed_words, n, expert) for expert in range(layer.experts)}
             for n, layer in enumerate(layers)
         ],
         colours=drawing.expert_colours(max(layer.experts for layer in layers)),

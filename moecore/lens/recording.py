@@ -14,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.lens.traces import write_trace
+from moecore.lens.traces import TraceWriter, write_trace
 from moecore.measure.exploring.expert_overlays import SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
@@ -32,9 +32,8 @@ def record_trained_model(folder: Path, data: Path, out: Path, items: int | None 
     model = load_model(folder)
     vocabulary = read_vocabulary(folder, model.image.outputs) if model.image.task.long else []
     batches = prepared_batches(model, Prepared.open(data), items)
-    return record_batches(
-        out, str(folder), model, batches, vocabulary=vocabulary, layouts=model.layouts
-    )
+    with write_trace(out, str(folder), vocabulary, model.layouts) as trace:
+        return record_batches(trace, model, batches)
 
 
 def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterator[Batch]:
@@ -85,8 +84,10 @@ def record_python_file(path: Path, out: Path) -> int:
         types = f"{type(model).__name__} model, {type(batches).__name__} batches"
         raise UserError.at(path, found=types, allowed="a torch module, an iterable")
     name = names.get("name", type(model).__name__)
-    options = {key: names[key] for key in ("adapters", "vocabulary", "layouts") if key in names}
-    return record_batches(out, name, model, iterate_batches(batches, path), file=path, **options)
+    options = {key: names[key] for key in ("vocabulary", "layouts") if key in names}
+    with write_trace(out, name, **options) as trace:
+        read = iterate_batches(batches, path)
+        return record_batches(trace, model, read, names.get("adapters"), path)
 
 
 def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
@@ -115,21 +116,15 @@ def errors_in_file(path: Path | None) -> Iterator[None]:
 
 
 def record_batches(
-    out: Path,
-    name: str,
+    trace: TraceWriter,
     model: nn.Module,
     batches: Iterable[Batch],
     adapters: Any = None,
-    vocabulary: Any = (),
-    layouts: Any = (),
     file: Path | None = None,
 ) -> int:
-    """Run a model on batches and write the trace ``out``; return the number of items.
-
-    adapters: see ``moecore.trace``; vocabulary, layouts: see ``write_trace``; file: for errors.
-    """
+    """Add the routing of a model on batches to ``trace``; return the number of items."""
     items = 0
-    with write_trace(out, name, vocabulary, layouts) as trace, eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for inputs, item_tensors in batches:
             with routing_collector(model, adapters) as records, errors_in_file(file):
                 if isinstance(inputs, Mapping):

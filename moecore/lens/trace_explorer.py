@@ -167,8 +167,8 @@ class TraceExplorer:
             word_shares = expert_gallery.largest_shares(
                 shares_by_word[:, expert], expert_gallery.WORDS
             )
-            words = [int(common[place]) for place, _ in word_shares]
-            names = analyses.words_of_tokens(self.trace, words)
+            word_ids = [int(common[place]) for place, _ in word_shares]
+            names = analyses.words_of_tokens(self.trace, word_ids)
             profile = expert_gallery.ExpertProfile(
                 load=round(share, 5),
                 classes=() if self.has_kinds else label_shares,
@@ -199,7 +199,7 @@ def page_data(
         answer["surest"] = [len(probable[:examples]) for probable, _ in layer.examples]
         if not explorer.has_pictures:
             answer["contexts"] = [
-                [example.words for example in probable[:examples] + random[:examples]]
+                [example.context for example in probable[:examples] + random[:examples]]
                 for probable, random in layer.examples
             ]
     result = explorer.result(items, examples).model_dump(mode="json")

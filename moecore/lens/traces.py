@@ -91,7 +91,7 @@ class TraceCard(Config):
 
 
 def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
-    """Raise UserError for a token outside 0 … size − 1; size 0: no check; place: in the message."""
+    """Raise UserError, starting with ``place``, for tokens outside 0 … size − 1; 0: no check."""
     wrong = tokens[(tokens < 0) | (tokens >= size)]
     if size and wrong.numel():
         allowed = f"0 to {size - 1}, the words of the vocabulary: is it of another tokenizer?"
@@ -113,7 +113,7 @@ def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
 def check_item_tensor(
     name: str, values: Any, items: int, layers: Sequence[LayerShape], place: str
 ) -> None:
-    """Raise UserError unless an item tensor's name is known, and its dtype and shape fit it."""
+    """Raise UserError unless ``values`` have the dtype and shape of the item tensor ``name``."""
     if name not in ITEM_TENSORS:
         raise UserError.at(place, found=name, allowed=", ".join(ITEM_TENSORS))
     if not isinstance(values, Tensor):
@@ -369,10 +369,12 @@ def write_trace(
 class TraceWriter:
     """Writer of a trace, yielded by ``write_trace``: ``add(records, tokens=…, labels=…)``."""
 
-    def __init__(self, folder: Path, words: int = 0, layouts: Sequence[Sequence[Any]] = ()) -> None:
-        """Write to ``folder``; words: size of the vocabulary or 0; layouts: see ``write_trace``."""
+    def __init__(
+        self, folder: Path, vocabulary_size: int = 0, layouts: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        """Write to ``folder``; vocabulary_size: 0 without words; layouts: see ``write_trace``."""
         self.folder = folder
-        self.words = words
+        self.vocabulary_size = vocabulary_size
         self.layouts = layouts
         self.layers: list[LayerShape] = []
         self.chunks: list[ChunkFile] = []
@@ -450,7 +452,7 @@ class TraceWriter:
         for name, value in item_tensors.items():
             check_item_tensor(name, value, items, layers, "trace")
         if "tokens" in item_tensors:
-            check_tokens_in_vocabulary(item_tensors["tokens"], self.words, "trace")
+            check_tokens_in_vocabulary(item_tensors["tokens"], self.vocabulary_size, "trace")
         return layers
 
 

@@ -206,7 +206,7 @@ def run_audit(
     longer_scores = part.worse_scores(part.attacked(longer, epsilon))
     task = target.task
     lines = [
-        check_deterministic(part),
+        check_repeated_predictions(part),
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_beats_pgd(task, curves, attacks),
@@ -219,7 +219,7 @@ def run_audit(
     return (*lines, check_larger_epsilon(task, curves, attacks))
 
 
-def check_deterministic(target: Target) -> AuditLine:
+def check_repeated_predictions(target: Target) -> AuditLine:
     """Return an ``AuditLine`` on whether two forward passes over the same images are bit-equal."""
     device = model_device(target.model)
 

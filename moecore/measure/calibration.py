@@ -50,27 +50,27 @@ class FinalTokens(NamedTuple):
         final = self.final.flatten(0, 1).split(rows)
         labels = self.labels.flatten().split(rows)
         with torch.no_grad():
-            for tokens, words in zip(final, labels, strict=True):
-                yield self.model.predict(tokens[None])[0].float(), words
+            for tokens, targets in zip(final, labels, strict=True):
+                yield self.model.predict(tokens[None])[0].float(), targets
 
     def nll_slope(self, beta: float) -> float:
         """Return the derivative of the mean NLL per word, in nats, with respect to β = 1/T."""
         total = 0.0
-        for logits, words in self.parts():
-            total += float(nll_derivative_by_row(logits, words, beta).double().sum())
+        for logits, targets in self.parts():
+            total += float(nll_derivative_by_row(logits, targets, beta).double().sum())
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
         """Return, per temperature, each token's loss and confidence with logits divided by it."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
-        for logits, words in self.parts():
+        for logits, targets in self.parts():
             for answers, temperature in zip(by_temperature, temperatures, strict=True):
                 log_probs = (logits / temperature).log_softmax(dim=1)
-                right = log_probs.gather(1, words[:, None])[:, 0]
+                right = log_probs.gather(1, targets[:, None])[:, 0]
                 best, word = log_probs.max(dim=1)
                 # in place, as (n, V) is large; ``right`` and ``best`` are copies
                 squares = log_probs.exp_().square().sum(dim=1) - 2 * right.exp() + 1
-                answers.append((-right, squares, best.exp(), word == words))
+                answers.append((-right, squares, best.exp(), word == targets))
         joined = []
         for parts in by_temperature:
             columns = [torch.cat(field).cpu() for field in zip(*parts, strict=True)]
@@ -98,8 +98,8 @@ def final_tokens(
     device = predict.model_device(model)
     chunks = []
     with predict.eval_mode(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for words in predict.image_batches(np.array(split.images[indices]), batch, device):
-            chunks.append(model.encode(words)[0].float())
+        for tokens in predict.image_batches(np.array(split.images[indices]), batch, device):
+            chunks.append(model.encode(tokens)[0].float())
     labels = torch.from_numpy(np.array(split.labels[indices])).long().to(device)
     return FinalTokens(model, torch.cat(chunks), labels)
 
@@ -129,7 +129,7 @@ class TissueRidge(Config):
 
 
 class Calibrate(Config):
-    """The calibrator, its fallback and, for ages, a baseline."""
+    """The calibrator, what to do if it cannot be fitted, and, for ages, a baseline."""
 
     calibrator: Calibrator
     batch: int = Field(

@@ -1,6 +1,7 @@
-"""Checks of a model of age: single tissues, ageing, rescans, and region experts.
+"""Does a brain-age model read the anatomy? Errors on single tissues, as people age, on rescans.
 
-Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
+Also whether its region experts agree with the tissues. Ageing needs subjects that change in age
+alone, which only a simulation (phantom) has.
 """
 
 from typing import Annotated, ClassVar, Self
@@ -262,9 +263,7 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
     def put_experts(part: Values) -> None:
         experts = measure_generalisation(
-            subject.model,
-            subject.data,
-            subject.regions,
+            subject,
             settings.generalisation,
             ages=(settings.ages[0], settings.ages[-1]),
             seed=SEED,
@@ -281,7 +280,7 @@ def put_agreements(experts: RegionExperts, out: Values) -> None:
     volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     """
     put_agreement("isolated", experts.test.isolated, out)
-    put_agreement("whole", experts.test.whole, out)
+    put_agreement("whole", experts.test.complete, out)
     volumes = {"whole": experts.test}
     if experts.mixed is not None:
         put_agreement("mixed", experts.mixed, out)
@@ -289,7 +288,7 @@ def put_agreements(experts: RegionExperts, out: Values) -> None:
         put_agreement("mixture", mixture, out, whole=complete, thinned=thinned, left=share)
     if experts.other is not None:
         put_agreement("other_generator_isolated", experts.other.isolated, out)
-        put_agreement("other_generator", experts.other.whole, out)
+        put_agreement("other_generator", experts.other.complete, out)
         volumes["other_generator"] = experts.other
     for name, agreement in volumes.items():
         for tissue, correlation in agreement.correlation.items():

@@ -156,10 +156,7 @@ class PenaltyScores(NamedTuple):
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> PenaltyScores:
-    """Return test scores of ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,).
-
-    tested: (M, D), features of the test split.
-    """
+    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``."""
     from sklearn.linear_model import Ridge  # slow to import
 
     task = subject.data.task

@@ -135,7 +135,7 @@ class FewerExperts(Measurement):
                     out.put("reduced_score", value, **{way: 100 * (1 - share)})
 
     def planned_reductions(self) -> list[tuple[WayOrAll, float]]:
-        """Return ("all", 1.0), then each (way, remaining share), by way, largest share first."""
+        """Return each model's (way, remaining share of experts); first ("all", 1.0), unreduced."""
         ways = [(way, share) for way in self.ways for share in sorted(self.left, reverse=True)]
         return [("all", 1.0), *ways]
 

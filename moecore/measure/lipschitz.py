@@ -79,7 +79,7 @@ class Lipschitz(Measurement):
             put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), part)
 
         out.piece("slopes", compute_slopes)
-        lemma = (model, images, self.lemma_tokens, BATCH, SEED, subject.device)
+        lemma = (subject, images, self.lemma_tokens, BATCH, SEED)
         out.piece("lemma", partial(put_lemma, *lemma))
 
 

@@ -183,11 +183,11 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
             _, batch_records = model.text(part)
             records.append(tuple(record.map_tensors(tokens_first) for record in batch_records))
             word_parts.append(part[model.text.caption_mask(part)].cpu())
-    words = torch.cat(word_parts).long()
+    tokens = torch.cat(word_parts).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     by_name: dict[str, list[float]] = {}
     for record in concat_records(records):
-        numbers, frequent_words = summarize_caption_routing(record, words, tokenizer)
+        numbers, frequent_words = summarize_caption_routing(record, tokens, tokenizer)
         out.facts["layers"].append(frequent_words)
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
@@ -196,17 +196,17 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
 
 
 def summarize_caption_routing(
-    record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
+    record: RoutingRecord, tokens: Tensor, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metric → value of one layer, and its most frequent words with shares of experts.
 
-    record: fields (n, 1, E); words: (n,) int64.
+    record: fields (n, 1, E); tokens: (n,) int64.
     """
     experts = record.probs.shape[-1]
     first = first_choices(record)[:, 0]
-    words, first = words[first >= 0], first[first >= 0]
-    table = torch.zeros(int(words.max()) + 1, experts, dtype=torch.float64)
-    table.index_put_((words, first), torch.ones(len(words), dtype=torch.float64), accumulate=True)
+    tokens, first = tokens[first >= 0], first[first >= 0]
+    table = torch.zeros(int(tokens.max()) + 1, experts, dtype=torch.float64)
+    table.index_put_((tokens, first), torch.ones(len(tokens), dtype=torch.float64), accumulate=True)
     counts = table.sum(dim=1)
     overall = table.sum(dim=0)
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()

@@ -158,7 +158,7 @@ class RouterRegret(Measurement):
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens of one layer that try other experts."""
+    """A random sample of tokens per image, for which a layer tries other experts."""
 
     images: np.ndarray  # (N,) int, indices in the test split
     tokens: np.ndarray  # (N, n) int

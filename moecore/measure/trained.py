@@ -1,4 +1,4 @@
-"""Values of trainings: scores on the test split, routing over time, costs."""
+"""Metrics that a finished training has already stored: test scores, losses, routing, costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,7 +63,7 @@ def hits_reader(fact: str) -> Callable[[Mapping[type, Any]], np.ndarray | None]:
     return read
 
 
-def settling_metric(label: str, note: str, **changes: Any) -> Metric:
+def epoch_agreement_metric(label: str, note: str, **changes: Any) -> Metric:
     metric = Metric(label, "higher", "share", note, "tgr", needs="settling")
     return metric._replace(**changes)
 
@@ -113,30 +113,30 @@ METRICS = {
         "bound, without interval and test",
         of_baseline=steps_to_baseline_loss,
         # A step that was not logged is after the end: the loss was not reached in training.
-        is_bound=lambda found, step: step not in {row["step"] for row in outcome_of(found).curve},
+        is_bound=lambda result, step: step not in {row["step"] for row in outcome_of(result).curve},
     ),
-    "agreement_with_final": settling_metric(
+    "agreement_with_final": epoch_agreement_metric(
         "Agreement with final model", "tokens, halfway through training"
     ),
-    "saturation": settling_metric(
+    "saturation": epoch_agreement_metric(
         "Saturation",
         "share of a token's final experts that it has halfway through training; k/E by chance",
         paper="",
     ),
-    "agreement_consecutive": settling_metric(
+    "agreement_consecutive": epoch_agreement_metric(
         "Agreement of epochs", "tokens, between the last two epochs"
     ),
-    "agreement_consecutive_early": settling_metric(
+    "agreement_consecutive_early": epoch_agreement_metric(
         "Agreement of early epochs",
         "tokens, between an epoch and the next, after a quarter of training",
         detail=True,
     ),
-    "agreement_consecutive_mean": settling_metric(
+    "agreement_consecutive_mean": epoch_agreement_metric(
         "Agreement of epochs, mean",
         "tokens, between an epoch and the next, mean over training",
         detail=True,
     ),
-    "agreement_before_after": settling_metric(
+    "agreement_before_after": epoch_agreement_metric(
         "Agreement before / after",
         "tokens whose first expert survives fine-tuning",
         needs="finetuned",

@@ -1,4 +1,4 @@
-"""Transfer of attacks: N images attacked on one method's model, scored by another's.
+"""Attack test images on one method's model and score them by another's (N images).
 
 If an attack made on another model does more harm than the direct one, the model hides its
 gradients, and its measured robustness is not reliable (Carlini et al., 2019).

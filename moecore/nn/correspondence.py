@@ -23,7 +23,7 @@ class PatchPartners(NamedTuple):
     """The nearest patch in image 2 of each patch of image 1, the view of higher resolution."""
 
     index: Tensor  # (B, P) int64, a patch of image 2; 0 if not found
-    found: Tensor  # (B, P) bool
+    mask: Tensor  # (B, P) bool: whether it was found
     swapped: Tensor  # (B,) bool: image 1 is the second view
 
 
@@ -32,7 +32,7 @@ class TokenPairs(NamedTuple):
 
     first: Tensor  # (B, T') int64
     second: Tensor  # (B, T') int64; arbitrary if not found
-    found: Tensor  # (B, T') bool
+    mask: Tensor  # (B, T') bool: whether it was found
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
@@ -155,8 +155,8 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     linear = affines[:, :-1, :-1]
     expansion = torch.linalg.det(linear).abs()
     finite = affines.flatten(1).isfinite().all(dim=1)
-    least = MIN_DETERMINANT * linear.flatten(1).norm(dim=1) ** linear.shape[1]
-    is_invertible = (expansion > least) & finite
+    limit = MIN_DETERMINANT * linear.flatten(1).norm(dim=1) ** linear.shape[1]
+    is_invertible = (expansion > limit) & finite
     if affines.device.type != "cpu":
         # reading it here would make the host wait
         assert_async(is_invertible.all(), "correspondence: an affine is singular")

@@ -61,10 +61,10 @@ class SparsePlan(NamedTuple):
     computed: Tensor | int | None = None  # number of pairs that experts compute; None: all
 
     @classmethod
-    def build(cls, experts: Tensor, weights: Tensor, kept: Tensor | None, number: int) -> Self:
+    def build(cls, experts: Tensor, weights: Tensor, processed: Tensor | None, number: int) -> Self:
         """Return the plan for the chosen of ``number`` experts and their weights, (B, T, k) each.
 
-        kept: (B, T, k) bool, pairs within capacity; None for all.
+        processed: (B, T, k) bool, pairs within capacity; None for all.
         """
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         keys = experts.flatten()
@@ -83,8 +83,8 @@ class SparsePlan(NamedTuple):
             places = places + shifts.index_select(0, by_expert)
             order = pairs.new_zeros(int(offsets[-1])).scatter_(0, places, pairs)
         rows = torch.empty_like(pairs).scatter_(0, pairs, places)
-        if kept is not None:
-            weights = torch.where(kept, weights, 0)
+        if processed is not None:
+            weights = torch.where(processed, weights, 0)
         k = weights.shape[-1]
         return cls(order, order // k if k > 1 else order, rows, offsets.int(), weights)
 

@@ -114,26 +114,26 @@ def block_scores_with_routing(
 
 @torch.no_grad()
 def text_perplexity(
-    model: LanguageTransformer, tokens: Tensor, streams: int, whole: bool = True
+    model: LanguageTransformer, tokens: Tensor, streams: int, full_blocks: bool = True
 ) -> float:
     """Return a text's perplexity, exp of the mean nats per word, in evaluation mode, in fp32.
 
     tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
-    of equal length, which are read block by block from an empty cache. ``whole``: drop a last
+    of equal length, which are read block by block from an empty cache. ``full_blocks``: drop a last
     incomplete block, as papers do. A few streams are cut into parts, which are read in parallel,
     each after the blocks that its predictions depend on.
     """
     block = model.image.shape[0]
     number_of_words = tokens.shape[1]
     length = number_of_words // streams
-    if length <= (block if whole else 1):
+    if length <= (block if full_blocks else 1):
         limit = number_of_words // (block + 1)
         raise UserError.at(
             "perplexity",
             found=f"{streams} streams of a text of {number_of_words:,} words",
             allowed=f"1 to {limit} streams of a block of {block}",
         )
-    predicted = (length - 1) // block * block if whole else length - 1  # words
+    predicted = (length - 1) // block * block if full_blocks else length - 1  # words
     number = math.ceil(predicted / block)
     text = tokens[:, : streams * length].view(-1, streams, length).long().to(model_device(model))
     fill = (0, number * block - predicted)

@@ -197,7 +197,7 @@ def build_record(
 
 
 def check_record(record: Any, place: str) -> RoutingRecord:
-    """Return ``record``; UserError at ``place`` unless its fields are (..., E), chosen of bool."""
+    """Return ``record`` if its fields are (..., E), chosen of bool; place: starts the UserError."""
     if not isinstance(record, RoutingRecord):
         raise UserError.at(
             place,

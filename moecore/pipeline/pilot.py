@@ -1,4 +1,4 @@
-"""A pilot: four trainings per seed that show whether a setting is worth a study.
+"""``moecore pilot``: four short trainings per seed show whether routing can help on some data.
 
 They are the dense method; the oracle `told`; the oracle with a learned router; and the last again,
 started from the oracle's initial weights and a linear router fitted to the oracle's choices. Scores

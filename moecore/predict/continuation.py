@@ -29,7 +29,7 @@ MAX_EXPERTS = 2  # shown per word
 
 
 class Sampling(NamedTuple):
-    words: int = 50
+    new_words: int = 50
     temperature: float = 0.0  # divides the logits; 0: always the most probable word
     top_p: float = 1.0  # draw among the most probable words with this total probability
     seed: int = 0
@@ -43,19 +43,19 @@ class WordSplittingSettings(Config):
 
 class WordWithExperts(NamedTuple):
     word: str
-    given: bool  # of the prompt
+    is_prompt: bool
     experts: list[list[int]]  # per layer: the experts that process it, most weight first
 
 
 class Continued(NamedTuple):
-    words: list[WordWithExperts]
+    text: list[WordWithExperts]  # prompt and continuation
     remarks: list[str]
 
 
 def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
     """Print the words that a model adds to the text file ``prompt``; write the page ``out``."""
     continuation = continue_file(folder, prompt, out, sampling)
-    print(" ".join(word.word for word in continuation.words if not word.given))
+    print(" ".join(word.word for word in continuation.text if not word.is_prompt))
     for remark in (*continuation.remarks, f"{out}: every word with its experts"):
         print(remark, file=sys.stderr)
 
@@ -78,13 +78,14 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
     path = folder / "text.json"
     settings = read_json_settings(path, WordSplittingSettings, "the reading of a text")
-    words = split_prompt_words(text, settings.reading)
-    continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
+    prompt_words = split_prompt_words(text, settings.reading)
+    model = model.to(tune_runtime().device)
+    continuation = continue_words(model, vocabulary, prompt_words, sampling)
     experts = 0 if model.moe is None else model.moe.experts.choices
     # The text once per layer, words in the colour of their first expert
     layers = [
-        {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
-        for layer in range(len(continuation.words[0].experts))
+        {expert: expert_word_counts(continuation.text, layer, expert) for expert in range(experts)}
+        for layer in range(len(continuation.text[0].experts))
     ]
     colours = expert_colours(experts)
     template = template_environment().get_template("continued.html.jinja")
@@ -97,14 +98,14 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
 
 @torch.no_grad()
 def continue_words(
-    model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
+    model: LanguageTransformer, vocabulary: Sequence[str], prompt: Sequence[str], sampling: Sampling
 ) -> Continued:
-    """Return the prompt's words and ``sampling.words`` words that the model adds, with experts."""
+    """Return the prompt and ``sampling.new_words`` words that the model adds, with experts."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
-    unknown = list(dict.fromkeys(word for word in words if word not in numbers))
+    unknown = list(dict.fromkeys(word for word in prompt if word not in numbers))
     device = model.positions.device
     drawing = generator_for(sampling.seed)
-    tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in words], device=device)
+    tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in prompt], device=device)
     states = model.initial_states(1, device)
     shown: list[WordWithExperts] = []
     ahead = torch.empty(0)
@@ -112,7 +113,7 @@ def continue_words(
         ahead, records, states = _read_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
         shown += _words_with_experts(names, records, is_prompt=True)
-    for _ in range(sampling.words):
+    for _ in range(sampling.new_words):
         token = sample_token(ahead, sampling, drawing)
         part = torch.tensor([token], device=device)
         ahead, records, states = _read_tokens(model, part, states)
@@ -135,12 +136,12 @@ def _read_tokens(
 
 
 def _words_with_experts(
-    words: Sequence[str], records: Sequence[RoutingRecord], is_prompt: bool
+    names: Sequence[str], records: Sequence[RoutingRecord], is_prompt: bool
 ) -> list[WordWithExperts]:
     layers = [experts_by_weight(record.combine[0].cpu(), MAX_EXPERTS) for record in records]
     return [
         WordWithExperts(word, is_prompt, [layer[place] for layer in layers])
-        for place, word in enumerate(words)
+        for place, word in enumerate(names)
     ]
 
 
@@ -157,8 +158,8 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
 
 
 def expert_word_counts(
-    words: Sequence[WordWithExperts], layer: int, expert: int
+    text: Sequence[WordWithExperts], layer: int, expert: int
 ) -> list[tuple[str, int]]:
     """Return (word, count) of words whose first expert in ``layer`` is ``expert``, by count."""
-    counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
+    counts = Counter(word.word for word in text if word.experts[layer][:1] == [expert])
     return counts.most_common()

@@ -250,10 +250,7 @@ def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Seque
 
 
 def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
-    """Return the experts of each patch, most weight first, int16 (B, *grid, min(k, E)), -1: none.
-
-    combine: (B, special + patches, E).
-    """
+    """Return each patch's experts by weight, int16 (B, *grid, min(k, E)), -1: none."""
     weights, experts = combine[:, special:].topk(min(k, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)

@@ -237,8 +237,9 @@ def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
         excess = max(excess - count / 2, 0.0)
     correlation = excess / math.sqrt(margins) if margins else 0.0  # φ
 
-    def combine(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+    def combine(distance: float, other: float) -> float:
+        product = 2 * correlation * distance * other
+        return math.sqrt(max(0.0, distance * distance - product + other * other))
 
     below, above = combine(first[0], second[1]), combine(first[1], second[0])
     difference = (first_only - second_only) / count

@@ -1,4 +1,4 @@
-"""params.yaml as typed settings; a stage reads exactly the keys that it declares.
+"""Read params.yaml: check the keys that a stage declares, and return them as typed settings.
 
 A stage's model is a ``Config`` whose fields are keys of params.yaml; a field with another key has
 a template. After reading, the process may import parts of the packages that the file lists::

@@ -77,8 +77,8 @@ class NextToken(Task):
         """Return the nats of each token of predictions (…, V): fp64, computed in fp32."""
         self._check_shapes(prediction, labels)
         logits = prediction.flatten(0, -2)
-        words = labels.flatten().long()
-        chunks = zip(_split_by_logits(logits), _split_by_logits(words, logits), strict=True)
+        targets = labels.flatten().long()
+        chunks = zip(_split_by_logits(logits), _split_by_logits(targets, logits), strict=True)
         losses = [cross_entropy(rows.float(), right, reduction="none") for rows, right in chunks]
         return torch.cat(losses).double().view(labels.shape)
 

@@ -227,7 +227,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Write into ``folder`` that the method needs no teacher: a new teacher then reruns nothing."""
+    """Mark ``folder`` as without a teacher, so that a new teacher does not rerun the method."""
     write_json(folder / "guide.json", {"needed": False})
 
 

@@ -7,6 +7,7 @@ complete on every rank, is updated between steps, and is validated and saved as 
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,8 +29,8 @@ from moecore.training.sharded_state import optimizer_parameters, shard_like, to_
 MAX_UNSHARDED = 8  # shards up to which parameters stay gathered between forward and backward
 
 
-class DistributedTraining:
-    """One rank's part of a training: a copy of the model with sharded parameters."""
+class ShardedReplica:
+    """One rank's copy of the job's model, with parameters sharded over ranks."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:
         """Shard a copy of ``job.model``, which must be equal on all ranks."""
@@ -58,6 +59,9 @@ class DistributedTraining:
                     ignored_params=apart,
                 )
         fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)
+        drawing: list[Any] = [part for part in model.modules() if hasattr(part, "batch_views")]
+        for module in drawing:  # each draws numbers for the batch of all ranks
+            module.batch_views = job.views
         self.job = job._replace(model=model)
 
     def gather(self) -> None:

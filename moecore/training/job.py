@@ -234,8 +234,8 @@ def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -
     """Return the augmented batch of a step, a function of (seed, step) only."""
     rows = current_ranks().rows(settings.batch)
     if isinstance(job.train, loader.TextStreams):
-        words, following, anew = job.train.take(settings.batch, seed, step, rows)
-        return Batch(words, following, torch.empty(0), anew=anew)
+        tokens, following, anew = job.train.take(settings.batch, seed, step, rows)
+        return Batch(tokens, following, torch.empty(0), anew=anew)
     views = make_batch_views(job, settings, seed, step, rows)
     images, labels = views.images, views.labels
     # Two views of an image are never mixed: a patch would lose its counterpart (PRC, §IV).

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from moecore.core.files import UserError
 from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
 from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
-from moecore.core.streams import NOISE, RowsOfBatch, generator_for
+from moecore.core.streams import NOISE, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
@@ -31,7 +31,7 @@ from moecore.training.settings import Training, build_optimizer, learning_rate
 from moecore.training.sharded_state import optimizer_parameters
 
 if TYPE_CHECKING:
-    from moecore.training.distributed_training import DistributedTraining
+    from moecore.training.distributed_training import ShardedReplica
 
 
 class Metrics(NamedTuple):
@@ -65,13 +65,16 @@ def iterate_training(
     resumed run neither loses nor repeats any. trace: file for a trace of a few steps. monitor: how
     often routing is counted; None: never. UserError for a non-finite loss.
     """
-    spread = spread_over_ranks(job, settings, runtime.device)
+    replica = replicate_over_ranks(job, settings, runtime.device)
     full_model = job.model
-    job = job if spread is None else spread.job
+    job = job if replica is None else replica.job
     optimizer = build_optimizer(job.model, settings, job.routers)
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
-    saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
+    saved = 0
+    note: dict[str, Any] = {}
+    if checkpoint:
+        saved, note = checkpoint.load(job.learners, optimizer)
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
     precision = broadcast_text(note.get("dtype", probed))  # the checkpoint's, or the first rank's
     dtype = getattr(torch, precision)
@@ -83,16 +86,16 @@ def iterate_training(
         batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
         tensors = live_training_tensors((job.learners, job.guide), optimizer, batch)
-        is_measured = spread is None and step == min(MEMORY_STEP, steps - 1)
-        with blocks.inside(), meter.memory(tensors, when=is_measured):
+        is_measured = replica is None and step == min(MEMORY_STEP, steps - 1)
+        with blocks.inside(), meter.memory(tensors, is_measured):
             terms, score, output = train_step(
-                job, settings, optimizer, batch, rate, dtype, step / steps, spread
+                job, settings, optimizer, batch, rate, dtype, step / steps, replica
             )
         meter.add(step, len(batch.images) // batch.views, terms, score, output)
         del output  # free its memory before the next step
         after = step + 1
         if after % per_epoch == 0:
-            reorthonormalise_bases(full_model, spread)
+            reorthonormalise_bases(full_model, replica)
         if after % settings.log_every and after % per_epoch:
             continue
         values, routing = take_and_check_metrics(
@@ -111,16 +114,16 @@ def iterate_training(
         checkpoint.wait()
 
 
-def spread_over_ranks(
+def replicate_over_ranks(
     job: TrainingJob, settings: Training, device: str
-) -> "DistributedTraining | None":
-    """Move the model to ``device``; return its sharded training, or None with a single rank."""
+) -> "ShardedReplica | None":
+    """Move the model to ``device``; return its sharded replica, or None with one rank."""
     job.model.to(device)
     if has_process_group():
         # Imported for several ranks only: it takes half a second.
-        from moecore.training.distributed_training import DistributedTraining
+        from moecore.training.distributed_training import ShardedReplica
 
-        return DistributedTraining(job, settings, device)
+        return ShardedReplica(job, settings, device)
     for key in ("shard", "expert_parallel"):
         if getattr(settings, key) > 1:
             raise UserError(
@@ -150,16 +153,16 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
     return settings.epochs * job.updates(settings)
 
 
-def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None") -> None:
+def reorthonormalise_bases(model: nn.Module, replica: "ShardedReplica | None") -> None:
     """Make bases of experts and routers orthonormal again (every epoch; ERMoE, supplement §11)."""
-    if spread is not None:
-        spread.gather()
+    if replica is not None:
+        replica.gather()
     for module in model.modules():
         reorthonormalise = getattr(module, "reorthonormalise", None)
         if reorthonormalise is not None:
             reorthonormalise()
-    if spread is not None:
-        spread.scatter()
+    if replica is not None:
+        replica.scatter()
 
 
 def train_step(
@@ -170,7 +173,7 @@ def train_step(
     rate: float,
     dtype: torch.dtype,
     progress: float,
-    spread: "DistributedTraining | None" = None,
+    replica: "ShardedReplica | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
     """Make one update of the model; return detached terms, summed scores and the model's output.
 
@@ -178,7 +181,6 @@ def train_step(
     rate: of learning. progress: share of the training that is done.
     """
     job.model.train()
-    RowsOfBatch.views = batch.views  # read where routers draw noise for this rank's tokens
     if batch.anew:
         job.model.begin_streams()
     for group in optimizer.param_groups:
@@ -196,8 +198,8 @@ def train_step(
     with record_function("backward"):
         loss.backward()
     with record_function("optimizer"):
-        if spread is not None:
-            spread.reduce_gradients(optimizer, settings.clip)
+        if replica is not None:
+            replica.reduce_gradients(optimizer, settings.clip)
         elif settings.clip is not None:
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()

@@ -61,9 +61,9 @@ class Meter:
                 self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)
 
     @contextmanager
-    def memory(self, tensors: Iterable[Tensor], when: bool) -> Iterator[None]:
-        """Measure the peak memory of the ``with`` block if ``when``, for the next ``take``."""
-        if not when:
+    def memory(self, tensors: Iterable[Tensor], is_measured: bool) -> Iterator[None]:
+        """Measure the peak memory of the ``with`` block, if asked; the next ``take`` returns it."""
+        if not is_measured:
             yield
             return
         with measure_peak(tensors, self.device) as peak:
@@ -71,7 +71,7 @@ class Meter:
         self.memory_bytes = peak.size
 
     def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
-        """Return name → mean, layer → totals since the last point; UserError if not finite."""
+        """Return metric → mean and MoE layer → totals since ``start``; UserError if not finite."""
         size = current_ranks().size
         summed = torch.cat([torch.stack(list(self.sums.values())), *self.routing.values()])
         bad = self.first_bad.double()

@@ -45,7 +45,7 @@ class WatchedEpoch(Config):
     trace: ImageTraces
 
 
-class Settling(Config):
+class RoutingOverTraining(Config):
     """How routing changes in training; agreements: shares of tokens with the same top-1 expert."""
 
     agreement_with_final: Agreement = ()  # after each epoch, on validation images
@@ -63,7 +63,7 @@ class Settling(Config):
     agreement_items: dict[str, str] = {}
 
 
-class Outcome(ExtraTestMetrics, Settling):
+class Outcome(ExtraTestMetrics, RoutingOverTraining):
     """Scores, losses, costs and routing of a model; after pruning or merging without a curve."""
 
     task: Task
@@ -82,9 +82,9 @@ class Outcome(ExtraTestMetrics, Settling):
     curve: tuple[dict[str, float | None], ...]  # the logged points
     routing_warnings: tuple[str, ...] = ()  # of the monitor, which changes nothing else
 
-    def with_routing(self, settling: Settling) -> Self:
-        """Return a copy with the fields of ``settling``."""
-        return self.model_copy(update=dict(settling))
+    def with_routing(self, routing: RoutingOverTraining) -> Self:
+        """Return a copy with the fields of ``routing``."""
+        return self.model_copy(update=dict(routing))
 
 
 class FinalRouterLosses(Config):
@@ -142,7 +142,7 @@ def evaluate_model_outcome(
         loss = float(scores.mean())
         text = torch.from_numpy(np.array(data.text_rows("test")))
         perplexity = text_perplexity(model, text, streams)
-        every_token = text_perplexity(model, text, 1, whole=False)
+        every_token = text_perplexity(model, text, 1, full_blocks=False)
         details = ExtraTestMetrics(ppl=perplexity, ppl_all=every_token)
     else:
         prediction, labels = _predict_split(model, data.test)

@@ -140,12 +140,12 @@ def _keep_large_blocks() -> str:
 def _matmul_precision(device: str) -> tuple[str, float]:
     """Set the fastest fp32 precision that does not round to bf16; return its name and error."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
-    exact = left.double() @ right.double()
+    first, second = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    exact = first.double() @ second.double()
     precisions = ("medium", "high", "highest") if device == "cpu" else ("high", "highest")
     for precision in precisions:
         torch.set_float32_matmul_precision(precision)
-        product = (left.to(device) @ right.to(device)).cpu().double()
+        product = (first.to(device) @ second.to(device)).cpu().double()
         error = (product - exact).abs().max() / exact.abs().max()
         if error < 1e-5:
             break
@@ -172,9 +172,9 @@ def _bf16_speedup(device: str) -> float:
         return 0.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with several, the probe would measure the wait for a busy core
-    left, right = torch.ones(2, 512, 512)
+    first, second = torch.ones(2, 512, 512)
     low, low_right = torch.ones(2, 512, 512).bfloat16()
-    speedup = _shortest_call(lambda: left @ right) / _shortest_call(lambda: low @ low_right)
+    speedup = _shortest_call(lambda: first @ second) / _shortest_call(lambda: low @ low_right)
     torch.set_num_threads(threads)
     return speedup
 

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config, Misfits, Surroundings, format_changed_settings
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
-from moecore.core.streams import RowsOfBatch
+from moecore.core.streams import select_rank_rows
 from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
@@ -47,7 +47,7 @@ class Adversarial(Config):
         attack = Pgd(steps=self.steps, form=self.form)
         generators: Generator | list[Generator] = generator
         if self.form == "strong":  # the other form draws nothing
-            generators = local_image_generators(generator, batch.images)
+            generators = local_image_generators(generator, batch)
         with eval_mode(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
             images = attack(model, task, batch.images, labels, self.epsilon, generators)
@@ -246,17 +246,17 @@ class TeacherRouterFit(Config):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
 
 
-def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
+def local_image_generators(generator: Generator, batch: Batch) -> Generator | list[Generator]:
     """Return generators for this rank's images that draw as one for the whole batch would."""
     ranks = current_ranks()
     if ranks.size == 1:
         return generator
     states = []
-    for _ in range(len(images) * ranks.size):
+    for _ in range(len(batch.images) * ranks.size):
         states.append(generator.get_state())
-        torch.rand(images.shape[1:], generator=generator)
+        torch.rand(batch.images.shape[1:], generator=generator)
     generators = []
-    for index in RowsOfBatch.of(torch.arange(len(states))).tolist():
+    for index in select_rank_rows(torch.arange(len(states)), batch.views).tolist():
         image_generator = Generator()
         image_generator.set_state(states[index])
         generators.append(image_generator)

@@ -38,10 +38,10 @@ class TissueIsolationSchedule(NamedTuple):
         indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
         """
         # Regions take turns, so that every expert learns at every step.
-        region = (torch.arange(draws.whole) + step) % len(self.channels)
+        region = (torch.arange(draws.batch_size) + step) % len(self.channels)
         if epoch not in self.alone:
             share = self.share if epoch >= self.alone.stop else 0.0
-            chances = torch.rand(draws.whole, generator=draws.generator)
+            chances = torch.rand(draws.batch_size, generator=draws.generator)
             # The largest is never below itself: at least one volume stays unchanged.
             region = region.where((chances < share) & (chances < chances.max()), WHOLE)
         region = draws.select_rows(region)
@@ -93,7 +93,7 @@ def build_tissue_isolation(
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:
-    """Return the index of each tissue among the data's maps; UserError for a missing map."""
+    """Return the channel of each named tissue in the data's tissue maps; UserError if missing."""
     mapped = tuple(card.get("regions", ()))
     if lacking := [name for name in names if name not in mapped]:
         maps = f"maps of {', '.join(mapped)}" if mapped else "no tissue maps"

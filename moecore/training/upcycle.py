@@ -157,9 +157,9 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
     is_sparse = isinstance(layer, MoEFeedForward)
     ours = getattr(layer.experts if is_sparse else layer, "activation", "gelu")
     if mlp is not None and ours != theirs:  # a missing MLP is refused by name later
-        owner, key = ("experts have", "experts") if is_sparse else ("model's", "model")
+        key = "experts" if is_sparse else "model"
         raise UserError(
-            f"upcycle: the teacher's MLP at {name} has {theirs}, the {owner} {ours}; set "
+            f"upcycle: the teacher's MLP at {name} has {theirs}, {key}.activation is {ours}; set "
             f"{key}.activation: {theirs}"
         )
 

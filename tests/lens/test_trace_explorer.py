@@ -174,8 +174,8 @@ def test_examples_by_hand(tmp_path, monkeypatch):
     assert [one.token.image for one in surest] == [0, 1, 2]
     sure = [0.9 + 0.1 / 3, 0.75 + 0.25 / 3, 0.6 + 0.4 / 3]
     assert [one.token.probability for one in surest] == pytest.approx(sure, abs=1e-4)
-    assert surest[0].words == ("the", "lens", "reads traces")
-    assert surest[2].words == ("traces reads lens", "the", "")
+    assert surest[0].context == ("the", "lens", "reads traces")
+    assert surest[2].context == ("traces reads lens", "the", "")
     assert sorted(one.token.image for one in drawn) == [0, 1, 2]
     assert {one.token.patch for one in drawn if one.token.image == 1} <= {0, 1}
     profiles = explorer.layers[0].profiles

@@ -17,11 +17,11 @@ from moecore.measure.attack_audit import (
     Curve,
     ScoresAtEpsilon,
     check_apgd_beats_pgd,
-    check_deterministic,
     check_huge_radius,
     check_larger_epsilon,
     check_more_steps,
     check_pgd_beats_fgsm,
+    check_repeated_predictions,
     check_surrogate,
     check_zero_gradients,
     run_audit,
@@ -173,8 +173,8 @@ class Noisy(Smooth):
 
 
 def test_a_model_that_draws_is_not_deterministic():
-    assert check_deterministic(of_classes(Smooth())).holds is True
-    line = check_deterministic(of_classes(Smooth())._replace(model=Noisy()))
+    assert check_repeated_predictions(of_classes(Smooth())).holds is True
+    line = check_repeated_predictions(of_classes(Smooth())._replace(model=Noisy()))
     assert line.holds is False and "differ by up to" in line.text
 
 
@@ -266,7 +266,7 @@ def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monke
         seen.append((len(part.images), len(part.labels), part.only))
         return AuditLine(name="deterministic", holds=True, text="")
 
-    monkeypatch.setattr(module, "check_deterministic", note)
+    monkeypatch.setattr(module, "check_repeated_predictions", note)
     given = of_classes(Smooth())._replace(only=torch.zeros(40, dtype=torch.bool))
     curves = {"pgd": curve(0.5, hits=(1,) * 40)}
     lines = run_audit(given, AuditSettings(images=8, steps=2), 0.1, curves, [Pgd()])

@@ -28,7 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.tasks.classification import Classification
-from moecore.training.outcome import Settling
+from moecore.training.outcome import RoutingOverTraining
 from tests.measure.subjects import compute_without_cache
 from tests.nn.backbones.test_language_model import WORDS, text
 
@@ -106,8 +106,8 @@ def test_purity_by_epoch():
     assert purity_by_epoch(unrouted, kinds, 2, 2) == [1.0]
     (nothing,) = purity_by_epoch([np.full((1, 1, 5), -1, np.int16)], kinds, 2, 2)
     assert math.isnan(nothing), "a router may let no token through"
-    settling = to_jsonable(Settling(purity=(0.5, nothing)))
-    assert Settling.model_validate(settling).purity == (0.5, None)
+    settling = to_jsonable(RoutingOverTraining(purity=(0.5, nothing)))
+    assert RoutingOverTraining.model_validate(settling).purity == (0.5, None)
 
 
 def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
@@ -117,7 +117,7 @@ def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
     watch.look(1)
     watch.look(2)
     purity = Truth().collect_result(measured, compute_without_cache).find("purity").value
-    settling = watch.collect_settling()
+    settling = watch.collect_routing()
     assert settling.purity == pytest.approx([purity] * 2) and settling.saturation == (1, 1)
 
 

@@ -38,9 +38,9 @@ def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):
 def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
     words = ["<eos>", "the", "tensor", "of", "value", "and", "matrix", "returns"]
     vocabulary = read_vocabulary(subject.data.folder, 12)
-    found = continue_words(subject.model, vocabulary, words, Sampling(words=9))
+    found = continue_words(subject.model, vocabulary, words, Sampling(new_words=9))
     tokens = [vocabulary.index(word) for word in words]
-    for word in [one.word for one in found.words if not one.given]:
+    for word in [one.word for one in found.text if not one.is_prompt]:
         # one block of all that there is, from an empty cache
         with torch.no_grad():
             states = subject.model.initial_states(1, torch.device("cpu"))
@@ -50,8 +50,8 @@ def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
             best = int(subject.model.predict(final[:, -1:]).argmax())
         assert vocabulary[best] == word
         tokens.append(best)
-    assert [len(one.experts) for one in found.words] == [2] * 17
-    assert all(len(layer) == 2 for one in found.words for layer in one.experts)
+    assert [len(one.experts) for one in found.text] == [2] * 17
+    assert all(len(layer) == 2 for one in found.text for layer in one.experts)
 
 
 def test_words_are_drawn_from_the_likeliest():
@@ -89,7 +89,7 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
 def test_draws_are_those_of_the_seed(subject):
     vocabulary = read_vocabulary(subject.data.folder, 12)
     said = [
-        [one.word for one in continue_words(subject.model, vocabulary, ["<eos>"], sampling).words]
+        [one.word for one in continue_words(subject.model, vocabulary, ["<eos>"], sampling).text]
         for sampling in (Sampling(12, 1.0, 1.0, seed) for seed in (0, 0, 1))
     ]
     assert said[0] == said[1] != said[2]

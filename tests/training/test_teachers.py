@@ -174,7 +174,7 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
     torch.testing.assert_close(found, words, atol=1e-5, rtol=1e-4)
     other = entry | {"experts": entry["experts"] | {"activation": "gelu"}}
     wrong = Method.model_validate(other).merge_model_settings(teacher.config)
-    with pytest.raises(UserError, match="has quick_gelu, the experts have gelu; set experts.activ"):
+    with pytest.raises(UserError, match="has quick_gelu, experts.activation is gelu; set exp"):
         upcycle_model(wrong.build(IMAGE, Method.model_validate(other).moe), teacher)
 
 

@@ -286,7 +286,7 @@ def test_perplexity_is_that_of_the_stream():
     every = torch.cat(nats)
     assert len(every) == 61
     near = partial(pytest.approx, abs=1e-4)
-    assert text_perplexity(model, tokens[None], 1, whole=False) == near(float(every.mean().exp()))
+    assert text_perplexity(model, tokens[None], 1, False) == near(float(every.mean().exp()))
     assert text_perplexity(model, tokens[None], 1) == near(float(every[:60].mean().exp()))
     apart = [text_perplexity(model, part[None], 1) for part in (tokens[:31], tokens[31:])]
     together = float(torch.tensor(apart).log().mean().exp())  # each from an empty cache

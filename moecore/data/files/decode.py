@@ -142,7 +142,7 @@ def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
     """Return the image's largest centred square, resized to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
+    x, y = (width - side) / 2, (height - side) / 2
+    box = (x, y, x + side, y + side)
     square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return np.asarray(square).reshape(size, size, -1)

@@ -57,8 +57,8 @@ class Ciphers(DocstringSource):
             ends = plain_words == end
             paragraphs = ends.cumsum() - ends
             random = np.random.default_rng([self.seed, STREAM + stream])
-            drawn = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)
-            cipher_of_word = drawn[paragraphs]
+            choices = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)
+            cipher_of_word = choices[paragraphs]
             tokens[split] = ciphers[cipher_of_word, plain_words]
             truth[split] = np.where(ends, 0, cipher_of_word + 1).astype(np.uint8)
         return NumberedText(tokens, vocabulary, plain.more, truth)

@@ -150,7 +150,7 @@ class FamilyChange(NamedTuple):
     """A change that the dialects of a family share; each then permutes every other pixel."""
 
     shared: "DialectChange"  # of F families
-    own: Permutation  # of D dialects; the white fields of a chessboard stay
+    permutation: Permutation  # of D dialects; the white fields of a chessboard stay
     members: int  # dialects per family, D / F
 
     @classmethod
@@ -165,10 +165,10 @@ class FamilyChange(NamedTuple):
         return cls(shared, Permutation(orders), number // families)
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return self.own.apply(self.shared.apply(images, dialects // self.members), dialects)
+        return self.permutation.apply(self.shared.apply(images, dialects // self.members), dialects)
 
     def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return self.shared.undo(self.own.undo(images, dialects), dialects // self.members)
+        return self.shared.undo(self.permutation.undo(images, dialects), dialects // self.members)
 
 
 DialectChange = Permutation | Texture | Colour | Rotation | WalshProduct | FamilyChange

@@ -141,7 +141,7 @@ class FileCohort(cohorts.CohortSettings, volume_preparation.Grid, Source):
 
     @property
     def uncounted_card(self) -> Card:
-        """The card with ``counts`` and ``skipped`` empty."""
+        """The data's card before subjects are counted: ``counts`` and ``skipped`` are empty."""
         about = (self.licence, self.root)
         return cohorts.age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
 

@@ -32,9 +32,9 @@ class EncodedCaption(NamedTuple):
 class WordTokenizer:
     """Tokenizer of lower-case words, with punctuation as separate words."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """Build the vocabulary: SPECIAL, then ``words``, which are unique and not special."""
-        self.vocabulary = (*SPECIAL, *words)
+    def __init__(self, ordinary_words: Sequence[str]) -> None:
+        """Build the vocabulary: SPECIAL, then ``ordinary_words``, unique and not special."""
+        self.vocabulary = (*SPECIAL, *ordinary_words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
         self.words = len(self.vocabulary)
         self.end = SPECIAL.index(END)
@@ -63,8 +63,8 @@ class WordTokenizer:
 class BpeTokenizer:
     """Tokenizer of byte pairs, read from a ``tokenizer.json`` such as CLIP's."""
 
-    def __init__(self, path: Path, words: int) -> None:
-        """Load a tokenizer.json. UserError if missing, invalid, or not of ``words`` words."""
+    def __init__(self, path: Path, size: int) -> None:
+        """Load a tokenizer.json. UserError if missing, invalid, or not of ``size`` words."""
         tokenizers = import_extra("tokenizers", "text")  # slow to import
         self.path = path
         if not path.is_file():
@@ -76,8 +76,8 @@ class BpeTokenizer:
         self.loaded.no_truncation()
         self.loaded.no_padding()
         self.words = self.loaded.get_vocab_size()
-        if self.words != words:
-            says = f"{words:,}, as tokenizer.words says"
+        if self.words != size:
+            says = f"{size:,}, as tokenizer.words says"
             raise UserError.at(path, found=f"{self.words:,} words", allowed=says)
         numbers: dict[str, Any] = {special: self.loaded.token_to_id(special) for special in CLIP}
         if missing := [special for special, number in numbers.items() if number is None]:

@@ -40,9 +40,9 @@ class TextSource(Source):
         """Size that a model is built for: blocks of M tokens."""
         return (self.block,)
 
-    def text_card(self, name: str, licence: str, source: str, words: int = 2) -> Card:
-        """Return the card of a text; words: size of the vocabulary, 2 where it is not known yet."""
-        task = NextToken(words=words)
+    def text_card(self, name: str, licence: str, source: str, vocabulary_size: int = 2) -> Card:
+        """Return the card of a text; vocabulary_size: 2 where it is not known yet."""
+        task = NextToken(words=vocabulary_size)
         more = {"reading": self.reading}
         return Card(name, self.context + 1, self.size, task, licence, source, more=more)
 
@@ -96,13 +96,13 @@ def read_words(path: Path) -> list[str]:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
 
 
-def read_vocabulary(folder: Path, words: int) -> list[str]:
-    """Return the words in vocabulary.txt, in order of tokens. UserError unless ``words`` many."""
+def read_vocabulary(folder: Path, size: int) -> list[str]:
+    """Return the words in vocabulary.txt, in order of tokens. UserError unless ``size`` words."""
     path = folder / "vocabulary.txt"
     vocabulary = read_words(path)
     remedy = "run the stage that writes it again"
-    if len(vocabulary) != words:
-        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {remedy}")
+    if len(vocabulary) != size:
+        raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {size:,}; {remedy}")
     if missing := {UNKNOWN, END} - set(vocabulary):
         raise UserError(f"{path}: found no {min(missing)}, which every vocabulary has; {remedy}")
     return vocabulary

@@ -266,13 +266,13 @@ def mix_images(
     task: Task,
     settings: Mix,
     source: Generator | BatchDraws,
-    others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    take_partners: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each image mixed with a random one of the batch, (B, C, H, W), and soft labels (B, K).
 
-    images: fp32 in [0, 1]. others: returns images and labels at positions (B,) of the whole batch,
-    where these images are a part of it. λ is drawn per image; CutMix's λ is the exact share of
-    unreplaced pixels.
+    images: fp32 in [0, 1]. take_partners: returns images and labels at positions (B,) of the
+    complete batch; None if ``images`` are all of it. λ is drawn per image;
+    CutMix's λ is the exact share of unreplaced pixels.
     """
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
@@ -281,10 +281,10 @@ def mix_images(
         return images, hard
     draws = BatchDraws.of(source, len(images))
     height, width = images.shape[-2:]
-    partner = draws.select_rows(torch.randperm(draws.whole, generator=draws.generator))
+    partner = draws.select_rows(torch.randperm(draws.batch_size, generator=draws.generator))
     shares, cut = _draw_shares(settings, draws)
     # boxes of area 1 − λ around random centres: rows (B, H), columns (B, W)
-    centres = torch.rand(2, draws.whole, generator=draws.generator, dtype=torch.float64)
+    centres = torch.rand(2, draws.batch_size, generator=draws.generator, dtype=torch.float64)
     half = (1 - shares).sqrt() / 2 * cut
     box_rows = _is_within_box(height, draws.select_rows(centres[0]), half)
     box_columns = _is_within_box(width, draws.select_rows(centres[1]), half)
@@ -297,10 +297,10 @@ def mix_images(
     shares = send(shares)[:, None]
     visible = 1 - hidden.to(torch.float32)
     weights = torch.where(cut[:, None], visible, shares[:, None])[:, None]
-    if others is None:
+    if take_partners is None:
         rows = send(partner)
         return torch.lerp(images[rows], images, weights), torch.lerp(hard[rows], hard, shares)
-    partner_images, partner_labels = others(partner)
+    partner_images, partner_labels = take_partners(partner)
     partner_hard = F.one_hot(partner_labels, task.outputs).to(torch.float32)
     return torch.lerp(partner_images, images, weights), torch.lerp(partner_hard, hard, shares)
 
@@ -309,11 +309,11 @@ def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """Return drawn λ (B,) fp64, 1 for unmixed images, and whether CutMix is used, bool (B,)."""
     # torch cannot draw Beta from a generator, numpy can.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
-    is_cutmix = np.full(draws.whole, settings.cutmix > 0)
+    is_cutmix = np.full(draws.batch_size, settings.cutmix > 0)
     if settings.mixup and settings.cutmix:
-        is_cutmix = random.random(draws.whole) < 0.5
+        is_cutmix = random.random(draws.batch_size) < 0.5
     alphas = np.where(is_cutmix, settings.cutmix, settings.mixup)
-    is_mixed = random.random(draws.whole) < settings.probability
+    is_mixed = random.random(draws.batch_size) < settings.probability
     shares = torch.from_numpy(np.where(is_mixed, random.beta(alphas, alphas), 1.0))
     return draws.select_rows(shares), draws.select_rows(torch.from_numpy(is_cutmix))
 

@@ -320,11 +320,11 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
         # from every group in proportion
         names, counts = np.unique(groups[remaining], return_counts=True)
         random = np.random.default_rng([settings.seed, purpose])
-        drawn = [
+        chosen_by_group = [
             random.permutation(remaining[groups[remaining] == name])[:take]
             for name, take in zip(names, class_quotas(counts, number), strict=True)
         ]
-        chosen = np.concatenate(drawn)
+        chosen = np.concatenate(chosen_by_group)
         splits_of |= {people[row].participant_id: split for row in chosen}
         remaining = np.setdiff1d(remaining, chosen)
     return splits_of

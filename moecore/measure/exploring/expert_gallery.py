@@ -203,7 +203,7 @@ def word_galleries_by_layer(
 ) -> list[LayerGallery]:
     """Return the profiles of every MoE layer's experts on blocks (N, C, T) of text."""
     _, records = predict_in_batches(model, blocks, CHUNK, prediction=False)
-    words = word_numbers(blocks, bool(model.image.truth))
+    word_ids = word_numbers(blocks, bool(model.image.truth))
     galleries = []
     for record, layout in zip(records, model.layouts, strict=True):
         chosen = record.chosen
@@ -222,7 +222,7 @@ def word_galleries_by_layer(
                 favourites=(),
             )
             for load, kind_shares, favourites in zip(
-                loads, kinds, favourite_words(words, chosen.numpy()), strict=True
+                loads, kinds, favourite_words(word_ids, chosen.numpy()), strict=True
             )
         ]
         galleries.append(LayerGallery(experts=experts, places=None, crops=None))
@@ -230,13 +230,13 @@ def word_galleries_by_layer(
 
 
 def favourite_words(
-    words: np.ndarray, chosen: np.ndarray, rare: int = RARE
+    word_ids: np.ndarray, chosen: np.ndarray, rare: int = RARE
 ) -> list[list[tuple[int, float]]]:
     """Return, per expert, the words whose tokens chose it most often, with these shares.
 
-    words: (N, T); chosen: (N, T, E) bool. Words that occur fewer than ``rare`` times are ignored.
+    word_ids: (N, T); chosen: (N, T, E) bool. Words with fewer than ``rare`` tokens are ignored.
     """
-    vocabulary, inverse, counts = np.unique(words, return_inverse=True, return_counts=True)
+    vocabulary, inverse, counts = np.unique(word_ids, return_inverse=True, return_counts=True)
     uses = np.zeros((len(vocabulary), chosen.shape[-1]))
     np.add.at(uses, inverse.ravel(), chosen.reshape(-1, chosen.shape[-1]))
     is_common = counts >= rare

@@ -103,8 +103,8 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
     views = draw_two_views(images, CROPS, seed)
     pairs = match_patches(views.affines[:number], views.affines[number:], layout)
     enough = math.prod(layout.grid) // 2
-    chosen = int(pairs.found.sum(dim=1).clamp(max=enough).numpy().argmax())
-    index = torch.where(pairs.found[chosen], pairs.index[chosen], -1)
+    chosen = int(pairs.mask.sum(dim=1).clamp(max=enough).numpy().argmax())
+    index = torch.where(pairs.mask[chosen], pairs.index[chosen], -1)
     second = torch.full_like(index, -1)
     second[index[index >= 0]] = index[index >= 0]
     both = views.images[[chosen, number + chosen]]
@@ -188,7 +188,7 @@ def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
 
 
 def _best_experts(weights: Tensor) -> Tensor:
-    """Return the expert of the largest weight (N, T, E), −1 if all are 0; (N, T)."""
+    """Return each token's expert of largest weight, (N, T), −1 if all are 0; weights: (N, T, E)."""
     return torch.where(weights.amax(-1) > 0, weights.argmax(-1), -1)
 
 

@@ -92,10 +92,7 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
 def measure_simulated_rescans(
     model: Model, people: UnseenPeopleSimulator, ages: Sequence[float] | np.ndarray, batch: int
 ) -> tuple[Interval, Interval]:
-    """Return the mean |difference| in years of two scans of a person, at one site and at two.
-
-    There is one person of each age.
-    """
+    """Return the mean |difference| in years of two scans per person, at one site and at two."""
     scans = [
         ScanRequest(float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
@@ -112,10 +109,7 @@ def measure_simulated_rescans(
 def compare_sessions(
     model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
 ) -> Interval:
-    """Return the mean |change of predicted age − years between| over pairs of test sessions.
-
-    pairs: indices in the test split, at least one pair.
-    """
+    """Return the mean |change of predicted age − years between|; pairs: of test sessions."""
     indices, inverse = np.unique(pairs, return_inverse=True)
     gaps = predicted_ages(model, data.test.images[indices], batch) - data.test.labels[indices]
     earlier, later = gaps[inverse.reshape(-1, 2)].T

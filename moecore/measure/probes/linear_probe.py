@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.data.prepared import SPLITS, Prepared, evenly_spaced_indices
+from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
 from moecore.statistics.intervals import Interval, bootstrap_mean
@@ -114,10 +114,9 @@ def model_and_probe_errors(
     region: index of the only tissue that remains in all volumes, None for complete volumes; count:
     training volumes that the probe is fitted to, None for all.
     """
-    train, validation, test = (
-        predict_volumes(model, data, split, region, batch, count if split == "train" else None)
-        for split in SPLITS
-    )
+    train = predict_volumes(model, data, "train", region, batch, count)
+    validation = predict_volumes(model, data, "validation", region, batch, None)
+    test = predict_volumes(model, data, "test", region, batch, None)
     probe, _ = fit_ridge_probe((train.features, train.ages), (validation.features, validation.ages))
     return ModelAndProbeErrors(
         raw=np.abs(test.predicted - test.ages),

@@ -17,10 +17,11 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.phantom.anatomy import SIDE, VOXEL_MM
-from moecore.data.phantom.shells import simulate_shell_scan
+from moecore.data.phantom.ellipsoid_phantom import simulate_ellipsoid_scan
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.volume_preparation import REGIONS
+from moecore.measure.base import MeasuredModel
 from moecore.measure.probes.ageing_and_rescans import PEOPLE, alternating_sex, rank_correlations
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -147,7 +148,7 @@ class RegionGeneralisationSettings(Config):
 class RegionExpertAgreement(NamedTuple):
     """Agreement of region experts with tissues on the volumes of one cohort."""
 
-    whole: TissueAgreement  # complete volumes
+    complete: TissueAgreement  # complete volumes
     isolated: TissueAgreement  # single tissues, over all tissues, as in training
     correlation: dict[str, Interval]  # complete volumes: a tissue's share of a cube and the score
 
@@ -170,9 +171,7 @@ class VolumesAndTissues(NamedTuple):
 
 
 def measure_generalisation(
-    model: Model,
-    data: Prepared,
-    tissues: tuple[str, ...],
+    subject: MeasuredModel,
     settings: RegionGeneralisationSettings,
     ages: tuple[float, float],
     seed: int,
@@ -180,9 +179,10 @@ def measure_generalisation(
 ) -> RegionExperts:
     """Return region experts' agreement with tissues on test, mixed and newly simulated volumes.
 
-    tissues: names of the first experts, in order; ages: youngest and oldest age of the other
-    generator's people, in years; seed: of these people and of the mixtures.
+    ages: youngest and oldest age of the other generator's people, in years; seed: of these people
+    and of the mixtures; batch: volumes per forward pass.
     """
+    model, data, tissues = subject.model, subject.data, subject.regions
     test = select_scans(data, tissues, settings.volumes)
     mixed = {}
     for complete, thinned in permutations(range(len(tissues)), 2):
@@ -191,7 +191,7 @@ def measure_generalisation(
             mixed[complete, thinned, share] = route_tissue_masked_volumes(model, test, mask, batch)
     other = None
     if has_generator_voxel_grid(data):
-        cohort = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
+        cohort = simulate_ellipsoid_cohort(tissues, settings.subjects, ages, seed)
         other = measure_tissue_routing(model, cohort, tissues, batch)
     return RegionExperts(
         test=measure_tissue_routing(model, test, tissues, batch),
@@ -205,7 +205,7 @@ def measure_generalisation(
 
 
 def has_generator_voxel_grid(data: Prepared) -> bool:
-    """Return whether the data have the voxels of ``simulate_shell_scan``: numbers, millimetres."""
+    """Return whether voxel counts and sizes (mm) equal the ones of ``simulate_ellipsoid_scan``."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
 
@@ -219,16 +219,16 @@ def select_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> Volume
     return VolumesAndTissues(data.test.images[indices], data.regions("test")[indices][:, channels])
 
 
-def simulate_shell_cohort(
+def simulate_ellipsoid_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
-    """Simulate ``count`` people by ``simulate_shell_scan``, ages evenly spread, sexes in turn."""
+    """Simulate ``count`` people by ``simulate_ellipsoid_scan``: evenly spread ages, both sexes."""
     channels = [REGIONS.index(tissue) for tissue in tissues]
     people = [
         (float(age), alternating_sex(number), FIRST_SEED + seed * PEOPLE + number)
         for number, age in enumerate(np.linspace(*ages, count))
     ]
-    scans = list(map_in_threads(lambda person: simulate_shell_scan(*person), people))
+    scans = list(map_in_threads(lambda person: simulate_ellipsoid_scan(*person), people))
     images, regions = (np.stack(part) for part in zip(*scans, strict=True))
     return VolumesAndTissues(images, regions[:, channels])
 
@@ -243,7 +243,7 @@ def measure_tissue_routing(
         for tissue in range(len(tissues))
     ]
     return RegionExpertAgreement(
-        whole=cube_tissue_agreement([complete]),
+        complete=cube_tissue_agreement([complete]),
         isolated=cube_tissue_agreement(single),
         correlation={
             name: cube_tissue_score_correlation(complete, tissue)

@@ -113,7 +113,7 @@ def consistency_by_image(uses: np.ndarray) -> np.ndarray:
 
 
 def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the served uses, and the loaded slots plus needed uses, both (B, m + 1) over θ."""
+    """Return served, and m·loaded + needed, of ``consistency_by_threshold``, (B, m + 1) over θ."""
     length = uses.shape[1] - 1
     weighted = uses * np.arange(length + 1)
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)

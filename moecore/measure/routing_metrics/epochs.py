@@ -24,7 +24,7 @@ from moecore.nn import routing_traces
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.statistics.comparisons import encode_item_values, linearize_ratio
-from moecore.training.outcome import EpochTissueRouting, Settling, WatchedEpoch
+from moecore.training.outcome import EpochTissueRouting, RoutingOverTraining, WatchedEpoch
 
 
 def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
@@ -100,10 +100,7 @@ def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def expert_purity(table: np.ndarray) -> float:
-    """Return the share of tokens of their expert's most frequent kind, from counts (E, D).
-
-    NaN without tokens.
-    """
+    """Return the share of tokens of their expert's main kind; counts (E, D); NaN if empty."""
     if table.any():
         return float(table.max(axis=1).sum() / table.sum())
     return math.nan
@@ -186,10 +183,10 @@ class EpochWatch(NamedTuple):
         before, _ = read_tensors(self.folder / f"epochs/{epoch - 1:04d}.safetensors")
         return float((tensors["first"] == before["first"]).double().mean())
 
-    def collect_settling(self) -> Settling:
+    def collect_routing(self) -> RoutingOverTraining:
         """Return stored agreement, saturation and purity by epoch; UserError if one is missing."""
         if self.model.moe is None:
-            return Settling()
+            return RoutingOverTraining()
         epochs = self.epochs
         names = [f"epochs/{epoch:04d}.safetensors" for epoch in range(1, epochs + 1)]
         stored = [read_tensors(self.folder / name)[0] for name in names]
@@ -213,7 +210,7 @@ class EpochWatch(NamedTuple):
                 rows = stored[epoch - 1]["maps"].tolist()
                 maps[str(epoch)] = [[[round(x, 5) for x in layer] for layer in row] for row in rows]
         is_text = self.data.task.long
-        return Settling(
+        return RoutingOverTraining(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
@@ -270,15 +267,15 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
 
 def finetuning_agreement(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord], people: np.ndarray | None
-) -> Settling:
+) -> RoutingOverTraining:
     """Return each layer's share of tokens with equal first experts before and after fine-tuning."""
     same = layer_metrics.expert_agreement(before, after)
     if not same:
-        return Settling(routing_agreement_before_after=())
+        return RoutingOverTraining(routing_agreement_before_after=())
     by_image = torch.stack(same)
     items = {"before_after": encode_item_values(by_image.mean(dim=0).numpy(), people)}
     means = by_image.mean(dim=1).tolist()
-    return Settling(routing_agreement_before_after=means, agreement_items=items)
+    return RoutingOverTraining(routing_agreement_before_after=means, agreement_items=items)
 
 
 TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it

@@ -48,20 +48,20 @@ def token_labels_by_kind(
         labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
     if images.ndim == TEXT:
         blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
-        words = images[:, blocks - 1].astype(np.int64)
-        labels["word"] = torch.from_numpy(mask_rare_words(words))
+        word_ids = images[:, blocks - 1].astype(np.int64)
+        labels["word"] = torch.from_numpy(mask_rare_words(word_ids))
         if not subject.model.image.truth:  # ciphers hide which words are stop words
             kinds = stop_word_labels(read_vocabulary(data.folder, subject.model.image.task.outputs))
-            labels["stop_word"] = torch.from_numpy(kinds[words])
+            labels["stop_word"] = torch.from_numpy(kinds[word_ids])
     if data.card.get("regions"):
         labels["tissue"] = tissue_labels(data.regions("test"), indices, layout)
     return labels
 
 
-def mask_rare_words(words: np.ndarray) -> np.ndarray:
-    """Return words (N, T), with -1 for words that occur fewer than RARE times among them."""
-    _, inverse, counts = np.unique(words, return_inverse=True, return_counts=True)
-    return np.where(counts[inverse.reshape(words.shape)] >= RARE, words, -1)
+def mask_rare_words(word_ids: np.ndarray) -> np.ndarray:
+    """Return word ids (N, T), with -1 for words that occur fewer than RARE times among them."""
+    _, inverse, counts = np.unique(word_ids, return_inverse=True, return_counts=True)
+    return np.where(counts[inverse.reshape(word_ids.shape)] >= RARE, word_ids, -1)
 
 
 def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) -> Tensor:

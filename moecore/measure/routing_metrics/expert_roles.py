@@ -1,6 +1,7 @@
-"""Roles of experts: co-activation, similarity, specialisation, margins and predictability.
+"""The part ``roles`` of the section ``routing``: what each expert of a layer is used for.
 
-All from the pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
+Which experts are chosen together, are similar, know a label, and how certain choices are; all from
+the forward pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -281,7 +282,7 @@ def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]
 
 
 def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
-    """Put means over layers of metrics without values per image, and each label's largest p."""
+    """Put means over layers of metrics without values per image; each label's largest p-value."""
     for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
         if values := [layer.values[name] for layer in layers if name in layer.values]:
             out.put(name, sum(values) / len(values))

@@ -57,15 +57,15 @@ def copy_with_router(model: Model, router: Router) -> Model:
     ``model`` and the global RNG do not change; a guided model's copy shares its guide. ``router``
     is of the model's own kind.
     """
-    own = find_own_model(model)
-    moe = own.experts_and_router.model_copy(update={"router": router})
+    unguided = find_own_model(model)
+    moe = unguided.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
-        other = own.config.build(own.image, moe)
-    other.load_state_dict(own.state_dict())
-    other.to(model_device(own)).train(own.training)
+        copy = unguided.config.build(unguided.image, moe)
+    copy.load_state_dict(unguided.state_dict())
+    copy.to(model_device(unguided)).train(unguided.training)
     if not isinstance(model, GuidedModel):
-        return other
-    guided = GuidedModel(other, model.guide)
+        return copy
+    guided = GuidedModel(copy, model.guide)
     guided.training = model.training  # train() would also set the guide's mode
     return guided
 
@@ -138,9 +138,9 @@ def routing_means_over_layers(
 ) -> Numbers:
     """Return metric → mean over the MoE layers, for the metrics that all layers have.
 
-    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_of_probs``; fallback: with a
-    threshold only. A layer has no load_cv2 if no token chose an expert, and no tail_mass if no
-    score is above the threshold.
+    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_of_probs``; fallback:
+    ``fallback_rate``, with a threshold only. A layer has no load_cv2 if no token chose an expert,
+    and no tail_mass if no score is above the threshold.
     """
     layers: list[Numbers] = []
     for record in records:
@@ -158,9 +158,10 @@ def routing_means_over_layers(
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
-    """Return "fallback_slope_below" and "…_above" → slope on that side of TRAINED_THRESHOLD.
+    """Return "fallback_slope_below" and "…_above": change of the fallback rate per threshold of 1.
 
-    fallback: threshold → share. A side without another threshold has no slope.
+    fallback: threshold → share of tokens with no score above it. Slopes are from TRAINED_THRESHOLD
+    to the lowest and highest threshold; a side without another threshold has none.
     """
     slopes: Numbers = {}
     if TRAINED_THRESHOLD not in fallback:

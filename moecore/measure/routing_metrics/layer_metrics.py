@@ -56,10 +56,7 @@ def normalised_load_entropy(counts: Tensor) -> float:
 
 
 def max_load_violation(counts: Tensor) -> float:
-    """Return the largest load / the mean load − 1, of counts (E,) (MaxVio; Wang et al., 2024).
-
-    0 at perfect balance, E − 1 at collapse.
-    """
+    """Return MaxVio of counts (E,): largest / mean load − 1, 0 to E − 1 (Wang et al., 2024)."""
     _check_counts(counts)
     counts = counts.double()
     return float(counts.max() / counts.mean() - 1)

@@ -190,8 +190,8 @@ def layer_match_shares(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, float]:
     """Return match or switch metric → share in a layer; record: (2N, T, E), first views first."""
-    ratios = match_ratios(*ranking_scores_of_pairs(record, pairs, layout), pairs.found)
-    switched = (switched_by_token(record, pairs, layout) * pairs.found).sum() / pairs.found.sum()
+    ratios = match_ratios(*ranking_scores_of_pairs(record, pairs, layout), pairs.mask)
+    switched = (switched_by_token(record, pairs, layout) * pairs.mask).sum() / pairs.mask.sum()
     return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
 
 
@@ -205,9 +205,9 @@ def match_ratios_by_image(
 ) -> dict[str, Tensor]:
     """Return match or switch metric → (N,) by image, with the means of ``layer_match_shares``."""
     scores = ranking_scores_of_pairs(record, pairs, layout)
-    counts = match_counts_by_image(*scores, pairs.found).double()
-    switched = (switched_by_token(record, pairs, layout) * pairs.found).sum(dim=1)
-    number = pairs.found.sum(dim=1).double().numpy()
+    counts = match_counts_by_image(*scores, pairs.mask).double()
+    switched = (switched_by_token(record, pairs, layout) * pairs.mask).sum(dim=1)
+    number = pairs.mask.sum(dim=1).double().numpy()
     sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
     return {
         name: torch.from_numpy(linearize_ratio(sums[:, column], number))
@@ -230,11 +230,11 @@ def match_intervals(
 
     Each layer's pairs are weighted as if there were as many as in the last layer.
     """
-    number = layers[-1][1].found.sum(dim=1)
+    number = layers[-1][1].mask.sum(dim=1)
     by_layer = []
     for record, pairs, layout in layers:
-        hits = match_counts_by_image(*ranking_scores_of_pairs(record, pairs, layout), pairs.found)
-        share = number / pairs.found.sum(dim=1).clamp(min=1)
+        hits = match_counts_by_image(*ranking_scores_of_pairs(record, pairs, layout), pairs.mask)
+        share = number / pairs.mask.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
     number = number.numpy()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.streams import derived_seed
+from moecore.measure.base import MeasuredModel
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
 from moecore.nn.layers import lipschitz_lemma
@@ -19,17 +20,18 @@ from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_de
 
 
 def put_lemma(
-    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str, out: Values
+    subject: MeasuredModel, images: np.ndarray, tokens: int, batch: int, seed: int, out: Values
 ) -> None:
     """Put ``lemma1_violations`` and ``lemma1_router_share`` at ``tokens`` tokens of each layer.
 
-    A violation would be an error of the code. facts: lemma_terms, per layer the terms at each
-    token; lemma_reason, if the lemma is not defined for the model, which then has no values.
+    images: (N, C, H, W), whose tokens are sampled with ``seed``. A violation would be an error of
+    the code. facts: lemma_terms, per layer the three ``LemmaTerms`` at each token; or
+    lemma_reason, why the lemma is not defined for the model, which then has no values.
     """
-    if reason := why_lemma_undefined(model):
+    if reason := why_lemma_undefined(subject.model):
         out.facts["lemma_reason"] = reason
         return
-    terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
+    terms = lemma_terms_by_layer(subject.model, images, tokens, batch, seed, subject.device)
     shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
     out.put("lemma1_violations", sum(int(layer.violated.sum()) for layer in terms))
     out.put("lemma1_router_share", sum(shares) / len(shares))
@@ -77,14 +79,14 @@ def layer_tokens(
             model.encode(pixels, EncodeOptions("mlp_input", blocks)).features
             for pixels in image_batches(images, batch, device)
         ]
-    drawn = []
+    samples = []
     for layer in zip(*encoded, strict=True):
         layer_inputs = torch.cat(layer).flatten(0, 1)
         # Layers with as many tokens get the same places.
         generator = np.random.default_rng(derived_seed("measured_tokens", seed))
         places = np.sort(generator.permutation(len(layer_inputs))[:tokens])
-        drawn.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
-    return drawn
+        samples.append(layer_inputs[torch.from_numpy(places).to(layer_inputs.device)])
+    return samples
 
 
 MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not count

@@ -381,7 +381,7 @@ class BackboneModel(Model):
         """Freeze the parameters that fine-tuning does not train: none by default."""
 
     def begin_streams(self) -> None:
-        """Clear the cache of all text streams; by default nothing."""
+        """Forget the earlier text, before a new pass over the text begins; by default nothing."""
 
     def end_step(self, output: ModelOutput, progress: float) -> None:
         """Update what has no gradient, such as routers' biases, after each step, on every rank."""

@@ -112,9 +112,9 @@ class ReluMlp(FeedForward):
 
 
 class LanguageBlock(nn.Module):
-    """h ← LN₁(h + attention(h)), s = LN(h + f(h)), h ← LN₂(h + s), with two residuals.
+    """Attention and a feed-forward layer f on tokens h: h ← LN₁(h + attention(h)), h ← LN₂(h + s).
 
-    With momentum m ← μ m + γ₂ f(h) and s = LN(h − m).
+    s = LN(h + f(h)); with momentum, m ← μ m + γ₂ f(h) and s = LN(h − m).
     """
 
     def __init__(self, width: int, heads: int, mlp: FeedForward, dropout: float) -> None:
@@ -157,10 +157,10 @@ class MomentumBlock(LanguageBlock):
 
 
 class AdamBlock(MomentumBlock):
-    """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)) with p = (1 − β₁) f, v = (1 − β₂) f².
+    """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)), with s and f as in ``LanguageBlock``.
 
-    Moments are not accumulated over blocks, and the tokens cancel (MoGE's and MomentumSMoE's code;
-    both papers' text adds them). Later blocks are a MomentumBlock.
+    p = (1 − β₁) f and v = (1 − β₂) f² are not accumulated over blocks, and the tokens cancel (code
+    of MoGE and MomentumSMoE; both papers' text adds them). Later blocks are a MomentumBlock.
     """
 
     def inner_residual(
@@ -173,7 +173,7 @@ class AdamBlock(MomentumBlock):
 
 
 class SegmentMemory(nn.Module):
-    """The cache of training: each block's inputs at the last L tokens, (depth, B, L, d) fp32."""
+    """Training's cache: each block's inputs at the last L tokens, (depth, streams, L, d) fp32."""
 
     states: Tensor
 
@@ -310,8 +310,8 @@ class LanguageTransformer(BackboneModel):
         states = self.initial_states(len(word_ids), word_ids.device)
         no_features = options._replace(blocks=())
         for distance in range(word_ids.shape[1] - 1, 0, -1):
-            words, words_kinds = word_ids[:, -1 - distance], kinds[:, -1 - distance]
-            _, states = self.read(words, states, no_features, distance, words_kinds)
+            step_ids, step_kinds = word_ids[:, -1 - distance], kinds[:, -1 - distance]
+            _, states = self.read(step_ids, states, no_features, distance, step_kinds)
         return states
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:

@@ -56,7 +56,7 @@ class Sfcn(Backbone):
 
     @property
     def depth(self) -> int:
-        """Number of places for experts: 1, before the convolution of 1³."""
+        """Number of layers that can have experts: 1, before the convolution of 1³."""
         return 1
 
     @property

@@ -52,7 +52,7 @@ class Experts(Part, ABC):
         return None
 
     def build_zero_computation(self, width: int) -> "ZeroComputationExperts | None":
-        """Return the ``choices`` − ``networks`` experts without a network; None without any."""
+        """Return the ``choices`` − ``networks`` experts that have no network, or None."""
         return None
 
 

@@ -111,6 +111,8 @@ class Mlp(Experts):
 class MlpExperts(ExpertsModule):
     """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
 
+    batch_views = 1  # see ``Dropout``
+
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
         hidden = max(1, round(config.hidden_ratio * width))
@@ -137,7 +139,7 @@ class MlpExperts(ExpertsModule):
         if self.training and self.dropout:  # drawn per pair for the whole batch
             assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
             share, size = 1 - self.dropout, (*rows.pairs.shape, hidden.shape[1])
-            mask = draw_bernoulli_mask(hidden.new_empty(size), share)
+            mask = draw_bernoulli_mask(hidden.new_empty(size), share, self.batch_views)
             hidden = hidden * (mask.flatten(0, 2).index_select(0, rows.pairs.order) / share)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 

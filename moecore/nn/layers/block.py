@@ -132,6 +132,8 @@ class LayerScale(nn.Module):
 class Dropout(nn.Module):
     """Dropout of values (B, …): this rank's part of a draw for the batch of all ranks."""
 
+    batch_views = 1  # views of each image in a batch that ranks share
+
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
@@ -139,7 +141,8 @@ class Dropout(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return values
-        mask = draw_bernoulli_mask(torch.empty_like(values, requires_grad=False), 1 - self.rate)
+        empty = torch.empty_like(values, requires_grad=False)
+        mask = draw_bernoulli_mask(empty, 1 - self.rate, self.batch_views)
         return values * (mask / (1 - self.rate))
 
 
@@ -155,7 +158,8 @@ class DropPath(Dropout):
             return values
         share = 1 - self.rate
         # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
-        mask = draw_bernoulli_mask(torch.empty(len(values), 1, 1, device=values.device), share)
+        empty = torch.empty(len(values), 1, 1, device=values.device)
+        mask = draw_bernoulli_mask(empty, share, self.batch_views)
         return values * (mask / share)
 
 

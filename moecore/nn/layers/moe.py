@@ -105,13 +105,13 @@ class MoEFeedForward(FeedForward):
         router: nn.Module,
         experts: ExpertsModule,
         wants: frozenset[str] = frozenset(),
-        lends: frozenset[str] = frozenset(),
+        provided: frozenset[str] = frozenset(),
         shared: ExpertsModule | None = None,
         zero_computation: ZeroComputationExperts | None = None,
     ) -> None:
         """Build a layer from its router and experts.
 
-        wants, lends: fields of RoutingContext that the router reads, and that experts provide.
+        wants, provided: fields of RoutingContext that the router reads, and that experts provide.
         shared: an expert for every token, weight 1.  zero_computation: the router's last choices.
         """
         super().__init__()
@@ -120,7 +120,7 @@ class MoEFeedForward(FeedForward):
         self.shared = shared
         self.zero_computation = zero_computation
         self.wants = wants
-        self.shares_basis = "basis" in wants & lends
+        self.shares_basis = "basis" in wants & provided
         # replaces ``experts`` if they are sharded over ranks
         self.sharded_experts: ShardedExperts | None = None
 
@@ -251,8 +251,8 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
     module = experts.build(width)
     scaled = scale_router_k(router, experts)
     routing = scaled.build(width, experts.choices, module.lent_basis())
-    others = experts.build_shared(width), experts.build_zero_computation(width)
-    return MoEFeedForward(routing, module, router.wants, experts.provides, *others)
+    additional = experts.build_shared(width), experts.build_zero_computation(width)
+    return MoEFeedForward(routing, module, router.wants, experts.provides, *additional)
 
 
 def build_feed_forwards(

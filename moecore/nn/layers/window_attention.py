@@ -27,7 +27,7 @@ MAX_DISTANCE = 8.0  # to which the largest distance in a window is scaled, befor
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """Return side and shift of windows per axis, in tokens; 0 if the side spans the grid."""
+    """Return side and shift of windows per axis, in tokens; no shift if a window spans the grid."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -83,7 +83,7 @@ class Windows(nn.Module):
 
 
 class _GatherWindowTokens(Function):
-    """Return ``values[:, index]``, 0 at index T; indices differ: the gradient is a gather too."""
+    """Return ``values[:, index]``, 0 at T; as no index repeats, its gradient is a gather, too."""
 
     @staticmethod
     # a context has no common type  # pyrefly: ignore[bad-override]

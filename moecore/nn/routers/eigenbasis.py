@@ -50,10 +50,10 @@ class Eigenbasis(Router):
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
-        """Yield (key, reason) for a changed rank if the experts lend their bases."""
+        """Yield (key, reason) for a changed rank if the router uses the bases of the experts."""
         yield from super().misfits(around)
         if around.experts is not None and "basis" in around.experts.provides:
-            why = f"the experts {around.experts.kind} lend their bases"
+            why = f"the experts {around.experts.kind} have bases, which the router uses"
             yield from changed_settings(self, ["rank"], why, "other experts")
 
     @property
@@ -71,7 +71,7 @@ class Eigenbasis(Router):
             if basis is None:
                 allowed = f"at most {width} (model.width), or null"
             else:
-                allowed = "null: the experts lend theirs (experts.rank)"
+                allowed = "null: the router uses the experts' bases (experts.rank)"
             raise UserError.at("router.rank", found=self.rank, allowed=allowed)
         return EigenbasisRouter(self, width, experts, basis)
 

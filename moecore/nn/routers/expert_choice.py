@@ -53,6 +53,8 @@ class ExpertChoiceRouter(nn.Module):
     In evaluation each image is a group, so that predictions do not depend on the batch.
     """
 
+    batch_views = 1  # see ``Dropout``
+
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:
         super().__init__()
         self.config = config
@@ -75,7 +77,8 @@ class ExpertChoiceRouter(nn.Module):
         """Return plan and record for logits (B, T, E)."""
         noisy = logits
         if self.training and self.config.noise_std:
-            noisy = logits + normal_like(logits) * (self.config.noise_std / logits.shape[-1])
+            std = self.config.noise_std / logits.shape[-1]
+            noisy = logits + normal_like(logits, self.batch_views) * std
         gates = torch.softmax(noisy, dim=-1)
         group_size = self.config.group_size if self.training else 1
         order = top_tokens_per_expert(gates.detach(), self.share, group_size)
@@ -97,7 +100,7 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
     images form a smaller group.  Returns (E, G·C) indices into the B·T tokens, ascending per
     expert.
     """
-    taken = []
+    chosen = []
     first = 0
     for groups in group_images(gates, group_size):
         number, size, experts = groups.shape
@@ -106,9 +109,9 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
         ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
         best = ranked[..., :capacity].sort(dim=-1).values
         starts = first + torch.arange(number, device=gates.device).view(-1, 1, 1) * size
-        taken.append((best + starts).transpose(0, 1).flatten(1))
+        chosen.append((best + starts).transpose(0, 1).flatten(1))
         first += number * size
-    return torch.cat(taken, dim=1)
+    return torch.cat(chosen, dim=1)
 
 
 class ExpertChoicePlan(NamedTuple):

@@ -59,10 +59,7 @@ class Folded(Router):
 
 
 def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
-    """Raise UserError if clusters cannot replace the experts of a router.
-
-    key: of the router.  or_else: end of the message, what else is allowed.
-    """
+    """Raise UserError if clusters cannot replace a router's experts; or_else: ends the message."""
     if not router.chooses_per_token or router.kind == "depth":
         raise UserError.at(
             f"{key}.kind",

@@ -246,6 +246,7 @@ class NoisyTopKRouter(nn.Module):
     """
 
     barred: Tensor | None = None
+    batch_views = 1  # see ``Dropout``
 
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
         super().__init__()
@@ -307,7 +308,7 @@ class NoisyTopKRouter(nn.Module):
         if not jitter or not self.is_learning:
             return None
         wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-        return self.logits(wide * (1 + jitter * (2 * uniform_like(wide) - 1)))
+        return self.logits(wide * (1 + jitter * (2 * uniform_like(wide, self.batch_views) - 1)))
 
     def decide(self, logits: Tensor, jittered: Tensor | None = None) -> PlanAndRecord:
         """Return plan and record for logits (B, T, E); jittered: logits that choose instead."""
@@ -316,7 +317,7 @@ class NoisyTopKRouter(nn.Module):
         std = settings.noise_std / experts if self.is_learning else 0.0
         noisy = logits if jittered is None else jittered
         if std:
-            noisy = noisy + normal_like(noisy) * std
+            noisy = noisy + normal_like(noisy, self.batch_views) * std
         scores = token_choice.scores_from_logits(noisy, settings.score)
         preferences = self._preferences(noisy, scores)
         chosen, is_open = token_choice.top_k_and_open_slots(preferences, settings.k, self.barred)

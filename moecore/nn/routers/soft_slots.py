@@ -92,7 +92,7 @@ class SoftSlotsRouter(nn.Module):
 def _give_scale_an_axis(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Reshape ``scale`` from files that store it as a scalar."""
+    """Reshape ``scale`` in ``state`` to (1,), before loading: older files store a scalar."""
     name = f"{prefix}scale"
     if name in state:
         state[name] = state[name].reshape(1)

@@ -1,5 +1,6 @@
-"""Records of a result: the items behind its intervals, and the commits that asked and answered.
+"""Evidence stored with a result: values per item, and proof that its questions came first.
 
+Two subjects: the items behind intervals, and the commits that asked and answered.
 items.safetensors, in the folder of compare.json or of pipelines/results/, has the values of each
 seed and test item for every metric and method of a claim or question: (S, N) as bits if a seed has
 two different values, as bytes for up to 256, else as fp16 deviations from the exact mean; (S,) for

@@ -99,4 +99,4 @@ def probs_of_paired_tokens(
     check_has_experts(step)
     layers = token_pairs_by_layer(step.batch.affines, step.model.layouts, special)
     for record, (pairs, layout) in zip(step.output.routing, layers, strict=True):
-        yield *token_pair_values(record.probs, pairs, layout), pairs.found
+        yield *token_pair_values(record.probs, pairs, layout), pairs.mask

@@ -69,11 +69,12 @@ class OpenClip(Teacher):
             read_tensors(find_teacher_checkpoint(self.checkpoint))[0], self.checkpoint
         )
         settings = two_tower_settings(weights, self.activation)
-        words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
-        if (image.task.words, image.task.context) != (words, context):
+        size = len(weights["text.embedding.weight"])
+        context = len(weights["text.positions"])
+        if (image.task.words, image.task.context) != (size, context):
             raise UserError(
                 f"teacher.checkpoint: the data have {image.task.words:,} words and "
-                f"{image.task.context} tokens per caption; allowed: {words:,} and {context}, as in "
+                f"{image.task.context} tokens per caption; allowed: {size:,} and {context}, as in "
                 "the file"
             )
         side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
-from moecore.data.phantom import anatomy, shells
+from moecore.data.phantom import anatomy, ellipsoid_phantom
 from moecore.data.phantom.anatomy import SIDE, load_template, ventricle_voxel_shares
-from moecore.data.phantom.shells import folded_brain_template, simulate_shell_scan
+from moecore.data.phantom.ellipsoid_phantom import folded_brain_template, simulate_ellipsoid_scan
 from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
@@ -243,8 +243,8 @@ def test_the_other_anatomy_is_whole_and_another_one():
     other = folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0 and maps.sum(axis=0).max() <= 1 + 1e-5
-    # the ellipsoid's volume, 4/3 π abc
-    assert other.head_ml == pytest.approx(4 / 3 * np.pi * np.prod(shells.HEAD) / 1000, rel=0.01)
+    ellipsoid_ml = 4 / 3 * np.pi * np.prod(ellipsoid_phantom.HEAD) / 1000  # 4/3 π abc
+    assert other.head_ml == pytest.approx(ellipsoid_ml, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
     both = np.minimum(other.white, load_template().white).sum()
     assert 2 * both / (other.white.sum() + load_template().white.sum()) < 0.7
@@ -255,7 +255,7 @@ def test_the_other_anatomy_is_whole_and_another_one():
 
 def test_distance_to_an_ellipsoid():
     points = np.array([[0.0, 30, 0, 10, 0], [0, 0, 0, 0, 22], [0, 0, 8, 0, 0]])
-    found = shells.ellipsoid_distance(points, (10.0, 20.0, 10.0))
+    found = ellipsoid_phantom.ellipsoid_distance(points, (10.0, 20.0, 10.0))
     assert found == pytest.approx([-10, 20, -2, 0, 2])  # along an axis it is exact
 
 
@@ -266,17 +266,17 @@ def test_the_other_generator_has_another_contrast():
         return (gm - csf) / (wm - csf)
 
     first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
-    other = [contrast(*simulate_shell_scan(50, "F", seed)) for seed in range(3)]
-    assert max(other) < min(first) - 0.05, f"raised to {shells.CONTRAST}"
+    other = [contrast(*simulate_ellipsoid_scan(50, "F", seed)) for seed in range(3)]
+    assert max(other) < min(first) - 0.05, f"raised to {ellipsoid_phantom.CONTRAST}"
 
 
 def test_the_other_generator_is_a_function_of_its_arguments():
-    one = simulate_shell_scan(40, "F", 3)
+    one = simulate_ellipsoid_scan(40, "F", 3)
     assert one.image.shape == (1, SIDE, SIDE, SIDE) and one.image.dtype == np.float16
     assert 0 < one.image[one.image > 0].min() and one.image.max() <= 1
-    again = simulate_shell_scan(40, "F", 3)
+    again = simulate_ellipsoid_scan(40, "F", 3)
     np.testing.assert_array_equal(one.image, again.image)
     np.testing.assert_array_equal(one.regions, again.regions)
-    older = simulate_shell_scan(80, "F", 3)
+    older = simulate_ellipsoid_scan(80, "F", 3)
     assert older.regions[2].sum(dtype=int) > one.regions[2].sum(dtype=int), "fluid grows"
-    assert not np.array_equal(one.image, simulate_shell_scan(40, "F", 4).image)
+    assert not np.array_equal(one.image, simulate_ellipsoid_scan(40, "F", 4).image)

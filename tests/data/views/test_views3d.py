@@ -168,7 +168,7 @@ def test_cubes_find_their_partners_through_the_affines():
     plain = torch.eye(4)[None]
     mirrored = views3d.volume_flip_affines(torch.tensor([True]), 8.0).float()
     found = match_patches(plain, mirrored, layout)
-    assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.found.all()
+    assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.mask.all()
 
 
 @pytest.mark.parametrize(

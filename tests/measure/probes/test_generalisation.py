@@ -25,7 +25,7 @@ from moecore.measure.probes.region_experts_on_new_data import (
     one_tissue_filter,
     route_tissue_masked_volumes,
     select_scans,
-    simulate_shell_cohort,
+    simulate_ellipsoid_cohort,
     tissue_mixture_filter,
     tissue_sums_by_cube,
 )
@@ -195,14 +195,14 @@ def cohort(tmp_path_factory) -> Prepared:
 
 def measured(cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
     settings = RegionGeneralisationSettings(volumes=6)
-    routed = ByBrightness(**model)
-    return measure_generalisation(routed, cohort, tissues, settings, (20, 90), 0, batch)
+    subject = MeasuredModel(ByBrightness(**model), cohort, regions=tissues)
+    return measure_generalisation(subject, settings, (20, 90), 0, batch)
 
 
 def test_experts_that_know_their_tissue(cohort):
     found = measured(cohort)
     assert found.other is None, "the balls have 16³ voxels"
-    isolated, whole = found.test.isolated, found.test.whole
+    isolated, whole = found.test.isolated, found.test.complete
     assert isolated.agreement.value == 1 and isolated.over_chance.low > 0.5
     assert whole.people == 6 and whole.agreement.value > 0.9 and whole.over_chance.low > 0
     assert found.mixed.over_chance.low > 0
@@ -232,12 +232,12 @@ def test_a_volume_of_each_participant(tmp_path):
 
 
 def test_people_of_the_other_generator():
-    found = simulate_shell_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = simulate_ellipsoid_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 1)
+    again = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    other = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2)
+    other = simulate_ellipsoid_cohort(("gm",), 2, (30.0, 80.0), 2)
     assert not np.array_equal(other.images, found.images)
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 

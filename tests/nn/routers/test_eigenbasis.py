@@ -373,5 +373,5 @@ def test_reorthonormalising_its_own_basis():
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(UserError, match="router.rank: found 7; allowed: at most 6"):
         Eigenbasis(rank=7).build(6, 4)
-    with pytest.raises(UserError, match="router.rank: found 3; allowed: null: the experts lend"):
+    with pytest.raises(UserError, match="router.rank: found 3; allowed: null: the router uses"):
         Eigenbasis(rank=3).build(6, 4, torch.zeros(4, 6, 3))

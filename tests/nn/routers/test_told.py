@@ -82,7 +82,7 @@ def test_a_text_is_routed_by_the_kinds_after_its_words():
     torch.testing.assert_close(made.encode(windows).tokens.flatten(0, 1), final[0, 12:36])
 
     nats = spec.task.token_loss(made.predict(final[:, :-1]), rows[:1, 1:])
-    assert text_perplexity(made, rows, 1, whole=False) == pytest.approx(float(nats.mean().exp()))
+    assert text_perplexity(made, rows, 1, False) == pytest.approx(float(nats.mean().exp()))
 
     made.train().remember(1)
     steps = [made(rows[None, :, start : start + 4]).prediction for start in range(0, 40, 4)]

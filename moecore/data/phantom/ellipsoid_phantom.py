@@ -1,7 +1,8 @@
-"""A second phantom generator, ellipsoids: its anatomy, contrast and scanners differ from the first.
+"""Simulate head scans from ellipsoids with sine folds: a second generator, to test region experts.
 
-It tests what models learned from the first (``anatomy``, MNI152 maps) and ages like it; nothing
-trains on it. All numbers are our choice; lengths in mm, from the middle of the head.
+Its anatomy, contrast and scanners differ from the first generator (``anatomy``, MNI152 maps); its
+people age equally. Nothing trains on it: it tests what models learned from the first. All numbers
+are our choice; lengths in mm, from the middle of the head.
 """
 
 from functools import cache
@@ -36,7 +37,7 @@ SITES = 8
 _STREAM = 5  # random stream of the site; the first generator's streams are 1 to 3
 
 
-def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
+def simulate_ellipsoid_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
     """Return a simulated scan, as stored, of person ``seed`` at an age in years; sex: F or M."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
