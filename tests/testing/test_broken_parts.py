@@ -203,7 +203,5 @@ def test_another_part(check, part, promise, tmp_path):
 
 
 def test_a_class_whose_settings_have_no_default():
-    with pytest.raises(
-        AssertionError, match="^ImageFolder: .*root.* without default: pass"
-    ):
+    with pytest.raises(AssertionError, match="^ImageFolder: .*root.* without default: pass"):
         testing.check_source_preview(ImageFolder)
