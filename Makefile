@@ -39,8 +39,8 @@ soak: setup data                 ## a hundred and more kills at random moments, 
 	OMP_NUM_THREADS=1 python -m tools.fuzz_studies --first $(or $(SEED),0)000 --accepted 100 --out .state/fuzzed
 
 lint: setup                      ## format, lint, imports, types
-	ruff format --check moecore stages tests benchmarks tools
-	ruff check moecore stages tests benchmarks tools
+	ruff format --check moecore stages pipelines tests benchmarks tools
+	ruff check moecore stages pipelines tests benchmarks tools
 	lint-imports --no-logo --no-cache
 	pyrefly check
 	pyrefly check tests tools --only missing-module-attribute  # names that moved; a conftest is not imported until its tests run
