@@ -3,8 +3,9 @@
 from abc import abstractmethod
 from typing import Any
 
+from moecore.core.files import UserError
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.values import Found, PartStore, Values
+from moecore.measure.values import Found, PartStore, Value, Values
 from moecore.tasks.classification import Classification
 
 NO_TASK = Classification(classes=("", "."))  # Values asks it for scores, which are of models
@@ -30,7 +31,18 @@ class Calculation(Measurement):
         self.calculate(out)
 
     def collect_values(self, parts: PartStore) -> Found:
-        """Return all values that ``calculate`` puts; parts: the store of finished pieces."""
+        """Return all values that ``calculate`` puts; parts: the store of finished pieces.
+
+        UserError for two values whose places give one name of a column.
+        """
         out = Values(self.metrics, NO_TASK, parts)
         self.calculate(out)
-        return out.found()
+        found = out.found()
+        places: dict[str, Value] = {}
+        for value in found.values:
+            (name,) = Found(values=(value,)).numbers()
+            if name in places:
+                both = f"{places[name].at} and {value.at}"
+                raise UserError.at(name, found=both, allowed="places of other letters or digits")
+            places[name] = value
+        return found

@@ -135,9 +135,15 @@ def list_calculations(results: Results) -> list[tuple[Display, Phase]]:
     pairs = []
     for name, found in results.calculations.items():
         display = displays[name]
-        models = {display.title: {0: Measured({display.kind: found})}}
+        models = {name: {0: Measured({display.kind: found})}}
         pairs.append((display, Phase("calculation", {}, NO_TASK, models)))
     return pairs
+
+
+def subjects_of_comparisons(results: Results) -> dict[str, Phase]:
+    """Return ``Comparison.subject`` → what it compares: the phases, then the calculations."""
+    calculated = {display.stage: phase for display, phase in list_calculations(results)}
+    return {**results.phases, **calculated}
 
 
 def draw_chart(phase: Phase, kind: type[base.MeasuredPart], chart: Chart) -> list[Picture]:

@@ -295,7 +295,7 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
 
 def _claims(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
-    methods = list(_as_mapping(sections.get("methods")))
+    methods = [*_as_mapping(sections.get("methods")), *_as_list(run.get("calculations"))]
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     for section in ("claims", "questions"):
@@ -311,6 +311,9 @@ def _claims(sections: dict, run: dict) -> Misfits:
                 run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
                 allowed = f"another of {run_methods}, or the same with against_metric"
                 text = f"found {against!r}, the method itself; allowed: {allowed}"
+                yield (section, index, "against"), text
+            elif method != against and "." in f"{method}{against}":
+                text = f"found {against!r} against {method}; allowed: a calculation against itself"
                 yield (section, index, "against"), text
 
 

@@ -70,7 +70,7 @@ class Comparison(Config):
     """
 
     metric: str = Field(description="A metric of reports/compare.json.")
-    method: str = Field(description="The method that the claim is about; one of run.methods.")
+    method: str = Field(description="The method or calculation that the claim is about.")
     against: str = Field(
         description="The method to compare with, one of run.methods; equal to `method` only with "
         "against_metric."
@@ -99,6 +99,11 @@ class Comparison(Config):
             metric = f"against_metric {self.metric}, the metric itself"
             raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
         return self
+
+    @property
+    def subject(self) -> str:
+        """Return the phase whose models are compared, or the calculation, package.module."""
+        return self.method if "." in self.method else self.phase
 
     @property
     def words(self) -> str:

@@ -181,7 +181,13 @@ def unfit_metric_problems(
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
-    planned = {phase: expected_metrics(study, stages, phase) for phase in study.data}
+    planned: dict[str, Mapping[str, PlannedMetric]] = {
+        phase: expected_metrics(study, stages, phase) for phase in study.data
+    }
+    for display in list_displays():
+        if display.stage in study.run.calculations:
+            ahead = PlannedPhase(study, "accuracy", "")
+            planned[display.stage] = display.columns.foreseen(ahead)
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
@@ -190,7 +196,7 @@ def unfit_metric_problems(
 
     for section, comparisons in (("claims", study.claims), ("questions", study.questions)):
         for index, comparison in enumerate(comparisons):
-            if metrics := planned.get(comparison.phase):
+            if metrics := planned.get(comparison.subject):
                 problems = chain(
                     _metric_problems(comparison, metrics, len(study.run.seeds)),
                     _lacking_methods(study, metrics_of, comparison, metrics, previews),
@@ -210,7 +216,7 @@ def _lacking_methods(
     theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
     for key, method, name in (ours, theirs):
         planned = metrics.get(name)
-        if planned is None:
+        if planned is None or comparison.subject != comparison.phase:
             continue
         text = f"found {method}, which will have no {name}"
         preview = previews.get(comparison.phase)
