@@ -37,12 +37,12 @@ class Calculation(Measurement):
         """
         out = Values(self.metrics, NO_TASK, parts)
         self.calculate(out)
-        found = out.found()
+        result = out.found()
         places: dict[str, Value] = {}
-        for value in found.values:
+        for value in result.values:
             (name,) = Found(values=(value,)).numbers()
             if name in places:
                 both = f"{places[name].at} and {value.at}"
                 raise UserError.at(name, found=both, allowed="places of other letters or digits")
             places[name] = value
-        return found
+        return result

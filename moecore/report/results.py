@@ -133,9 +133,9 @@ def list_calculations(results: Results) -> list[tuple[Display, Phase]]:
     """Return each calculation's display and, for tables and pictures, its values as one model's."""
     displays = {display.stage: display for display in list_displays() if not display.within}
     pairs = []
-    for name, found in results.calculations.items():
+    for name, result in results.calculations.items():
         display = displays[name]
-        models = {name: {0: Measured({display.kind: found})}}
+        models = {name: {0: Measured({display.kind: result})}}
         pairs.append((display, Phase("calculation", {}, NO_TASK, models)))
     return pairs
 

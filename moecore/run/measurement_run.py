@@ -67,6 +67,6 @@ def calculate_values(what: str) -> Found:
     params = read_params(create_model("Params", __base__=Config, **section))
     with record_resumable(what, params, ()) as (run, work):
         calculation: Calculation = getattr(params, what)
-        found = calculation.collect_values(KeptParts(work, run.inputs).part)
-        run.result(found)
-    return found
+        result = calculation.collect_values(KeptParts(work, run.inputs).part)
+        run.result(result)
+    return result

@@ -31,8 +31,8 @@ RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
 def render_metrics_files(results: Results) -> dict[str, str]:
     """Return path below reports/ → JSON, metric → number: ``metrics/pretrain/vmoe-0.json`` etc."""
     numbers: dict[str, dict[str, float]] = {}
-    for name, found in results.calculations.items():
-        rounded = {key: round_significant(number) for key, number in found.numbers().items()}
+    for name, result in results.calculations.items():
+        rounded = {key: round_significant(number) for key, number in result.numbers().items()}
         numbers[f"calculations/{name}"] = rounded
     for phase in results.phases.values():
         columns = {column.name: column for column in phase_result_columns(phase)}
