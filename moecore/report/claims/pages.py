@@ -131,8 +131,10 @@ def describe_computed_pair(asked: papers.ComputedPair, compared: Mapping[str, An
     cells = {}
     for values in compared.get("calculations", {}).values():
         cells |= values
-    for metric in asked.metrics if cells else ():
+    for metric in asked.metrics:
         names = [f"{metric}_{place_slug(place)}" for place in asked.places]
+        if not cells.keys() >= set(names):
+            continue
         pair = [interval_from_json(cells[name]) for name in names]
         ours = pair[1].value / pair[0].value
         below, above = (COSTS[model].values[metric] for model in asked.printed)
