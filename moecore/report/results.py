@@ -131,6 +131,8 @@ def list_measurements_with_values() -> list[str]:
 
 def list_calculations(results: Results) -> list[tuple[Display, Phase]]:
     """Return each calculation's display and, for tables and pictures, its values as one model's."""
+    if not results.calculations:
+        return []
     displays = {display.stage: display for display in list_displays() if not display.within}
     pairs = []
     for name, result in results.calculations.items():
@@ -211,10 +213,11 @@ def read_results(
     is missing, damaged, or was written by other code.
     """
     measured = stages_and_measurements(stages, run)
-    calculations = {
-        name: base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
-        for name in run.calculations
-    }
+    calculations = {}
+    for name in run.calculations:
+        result = base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
+        assert isinstance(result, Found), f"{name} is never skipped"
+        calculations[name] = result
     phases = {name: _read_phase(Path(root), run, measured, name) for name in run.phases}
     return Results(phases, settings, calculations)
 

@@ -163,7 +163,7 @@ def compare_json_claims(
     for answer in evaluated:
         claim = answer.claim
         entries = sections[SECTIONS[type(claim)]]
-        start = ", ".join(filter(None, (claim.paper, claim.phase)))
+        start = ", ".join(filter(None, (claim.paper, claim.subject)))
         entry = claim_entry(answer)
         if study is not None:
             entry["settings"] = answer_settings_digest(study, claim)

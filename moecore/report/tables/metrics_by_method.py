@@ -244,7 +244,7 @@ def _metric_problems(
             if len(names) > LISTED:
                 listed += f" and {len(names) - LISTED} more"
             hint = did_you_mean(name, names)
-            yield key, f"found {name!r}{hint}; allowed in {comparison.phase}: {listed}"
+            yield key, f"found {name!r}{hint}; allowed in {comparison.subject}: {listed}"
         if name in metrics and metrics[name].of_pairs and seeds < 2:
             between = f"found {name}, which compares seeds, and run.seeds has {seeds}"
             yield key, f"{between}; allowed: two seeds or more, three for an interval"
