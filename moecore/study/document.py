@@ -262,8 +262,8 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
 
 def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
     """Return ``, did you mean 'x'?`` if a candidate is similar, else where it moved, or ""."""
-    if word in MOVED:
-        return f", which is the calculation {MOVED[word]}/ since 0.3.0 (CHANGELOG.md)"
+    if place := MOVED.get(str(word)):
+        return f", which is the calculation {place}/ since 0.3.0 (CHANGELOG.md)"
     if len(str(word)) > MAX_WORD_LETTERS:
         return ""
     close = get_close_matches(str(word), [str(name) for name in candidates], 1)
