@@ -18,6 +18,7 @@ from moecore.data.layouts.images import write_images as write_images
 from moecore.data.sources.base import Source as Source
 from moecore.measure.base import MeasuredModel as MeasuredModel
 from moecore.measure.base import Measurement as Measurement
+from moecore.measure.calculation import Calculation as Calculation
 from moecore.measure.calibrators.base import Calibrator as Calibrator
 from moecore.measure.calibrators.base import FittedCalibrator as FittedCalibrator
 from moecore.measure.values import Chart as Chart

@@ -215,8 +215,6 @@ CHANCES = {  # of the sections that a study may be without
     "robustness": 0.4,
     "transfer": 0.2,
     "routing": 0.7,
-    "linear_experts": 0.02,
-    "sizes": 0.02,
     "out_of_fold": 0.5,
 }
 

@@ -38,6 +38,7 @@ from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.run import inputs as source_hashes
 from moecore.run.inputs import locate_source
 from moecore.study.document import Document, load_yaml_document
+from moecore.study.sections import defines_measurement
 from moecore.study.stages import ROWS
 
 CODE_STATE = Path(".state/code.sha256")
@@ -121,7 +122,8 @@ def hash_settings(document: Document) -> dict[str, str]:
     run = document.data.get("run") or {}
     sources = document.data.get("data")
     methods = run.get("methods")
-    items = {"key": sources, "method": methods, "what": run.get("measurements")}
+    measured = [*(run.get("measurements") or ()), *(run.get("calculations") or ())]
+    items = {"key": sources, "method": methods, "what": measured}
     hashes = {}
     for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
@@ -194,9 +196,9 @@ def _report_files(root: Path) -> list[Path]:
 
 
 def _shows_results(file: Path) -> bool:
-    """Return whether an outside module has a Measurement or ``SHOWN``, which the page shows."""
+    """Return whether an outside module has what the page shows: a Measurement, pictures, SHOWN."""
     text = file.read_text(encoding="utf-8")
-    return "(Measurement):" in text or "\nSHOWN = " in text
+    return defines_measurement(file) or "\nPICTURES = " in text or "\nSHOWN = " in text
 
 
 def import_closure(

@@ -38,6 +38,7 @@ DVC_CONFIG = ".dvc/config"
 QUICK_LOOK = "moecore_quick"
 BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
 HERE = Path()
+NOT_SOURCE = shutil.ignore_patterns("__pycache__")
 INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
@@ -67,6 +68,9 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
             file = OVERLAY
             text = params_file.overlay_text(compose_shipped_question(study))
         write_whole(part / file, _add_example(text, values, name))
+        for package in values.get("packages", ()):
+            home = find_shipped_question(study).path.parent / package
+            shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
         texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
         project.write_answers(part, name, study, texts)
@@ -166,7 +170,9 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
     values of the complete params.yaml.
     """
-    text = re.sub("^run:", f"packages: [{name}]  # in src/\n\nrun:", text, flags=re.M)
+    packages = ", ".join([name, *study.get("packages", ())])
+    text = re.sub("^packages:.*\n+", "", text, flags=re.M)
+    text = re.sub("^run:", f"packages: [{packages}]  # in src/\n\nrun:", text, flags=re.M)
     sections = parse_yaml_document(text).data
     if "vmoe" not in sections.get("methods", ()) or "methods" not in sections["run"]:
         return text

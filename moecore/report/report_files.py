@@ -3,12 +3,12 @@
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.robustness import Robustness
-from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
@@ -16,8 +16,8 @@ from moecore.report.headline_quantities import shown_attack
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
 from moecore.report.page.page_objects import Picture
 from moecore.report.page.report_page import render_report, svg
-from moecore.report.pictures import sizes
 from moecore.report.pictures.robustness import draw_attack_curve
+from moecore.report.results import list_calculations
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.headline_metrics import render_metrics_files
 
@@ -43,7 +43,7 @@ def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -
 
 
 def plot_svg_files(results: Results) -> dict[str, str]:
-    """Return path below reports/ → SVG plots: trainings, scores under attack, and model sizes."""
+    """Return path below reports/ → SVG plots: trainings, scores under attack, calculations."""
     pictures = {}
     for phase in results.phases.values():
         trained = {method: outcomes for method, outcomes in phase.outcomes.items() if outcomes}
@@ -52,9 +52,9 @@ def plot_svg_files(results: Results) -> dict[str, str]:
             pictures[f"{phase.name}_training"] = picture
         if attack := shown_attack(phase):
             pictures[f"{phase.name}_attacks"] = draw_attack_curve(phase, attack)
-    if counted := results.alone.get(Sizes):
-        for name, figure in sizes.figures(counted):
-            pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
+    for display, phase in list_calculations(results):
+        for name, figure in chain(*map(display.pictures.figures, phase.results(display.kind))):
+            pictures[f"{display.stage}_{name}"] = Picture(figure, name.replace("_", " "))
     texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
     ink = f'<svg color="{INK}"'  # a single SVG file has no page to inherit a text colour from
     return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}

@@ -14,8 +14,7 @@ from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
-from moecore.measure.linear_experts import LinearExperts
-from moecore.measure.sizes import Sizes
+from moecore.measure.calculation import NO_TASK
 from moecore.measure.transfer import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
@@ -23,8 +22,8 @@ from moecore.report.figures import charts
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
-from moecore.study.sections import Selection
-from moecore.study.stages import MEASURE, MEASURED_STAGES
+from moecore.study.sections import Selection, defines_measurement
+from moecore.study.stages import CALCULATE, MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
@@ -126,9 +125,27 @@ def list_displays() -> list[Display]:
 
 def list_measurements_with_values() -> list[str]:
     """Return the names of measurements that store values; ValueError for a faulty module."""
-    own = list_allowed_modules(lambda file: "(Measurement):" in file.read_text(encoding="utf-8"))
-    names = [*base.builtin_measurements(), *own]
+    names = [*base.builtin_measurements(), *list_allowed_modules(defines_measurement)]
     return [name for name in names if find_class(base.Measurement, name).puts_values()]
+
+
+def list_calculations(results: Results) -> list[tuple[Display, Phase]]:
+    """Return each calculation's display and, for tables and pictures, its values as one model's."""
+    if not results.calculations:
+        return []
+    displays = {display.stage: display for display in list_displays() if not display.within}
+    pairs = []
+    for name, result in results.calculations.items():
+        display = displays[name]
+        models = {name: {0: Measured({display.kind: result})}}
+        pairs.append((display, Phase("calculation", {}, NO_TASK, models)))
+    return pairs
+
+
+def subjects_of_comparisons(results: Results) -> dict[str, Phase]:
+    """Return ``Comparison.subject`` → what it compares: the phases, then the calculations."""
+    calculated = {display.stage: phase for display, phase in list_calculations(results)}
+    return {**results.phases, **calculated}
 
 
 def draw_chart(phase: Phase, kind: type[base.MeasuredPart], chart: Chart) -> list[Picture]:
@@ -185,7 +202,6 @@ def draw_method_curves(
 
 
 MEASURED = Path("artifacts/measured")
-ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage
 
 
 def read_results(
@@ -197,13 +213,13 @@ def read_results(
     is missing, damaged, or was written by other code.
     """
     measured = stages_and_measurements(stages, run)
-    alone = {
-        kind: base.read_result(Path(root, MEASURED, f"{stage}.json"), Found, stage)
-        for stage, kind in ALONE.items()
-        if stage in measured
-    }
+    calculations = {}
+    for name in run.calculations:
+        result = base.read_result(Path(root, MEASURED, f"{name}.json"), Found, CALCULATE)
+        assert isinstance(result, Found), f"{name} is never skipped"
+        calculations[name] = result
     phases = {name: _read_phase(Path(root), run, measured, name) for name in run.phases}
-    return Results(phases, settings, alone)
+    return Results(phases, settings, calculations)
 
 
 def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:

@@ -98,7 +98,7 @@ class Results(NamedTuple):
 
     phases: Mapping[str, Phase]
     settings: str = ""  # the text of params.yaml
-    alone: Kinds = NOTHING  # results without a trained model, such as sizes
+    calculations: Mapping[str, Found] = MappingProxyType({})  # by name: without a trained model
 
     @property
     def methods(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Measure a trained model, for the stages ``measure``, ``routing`` and ``robustness``."""
+"""Measure a trained model, for several stages, or without one, for the stage ``calculate``."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +10,8 @@ from moecore.core.config import Config
 from moecore.core.files import KeptParts
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
+from moecore.measure.calculation import Calculation
+from moecore.measure.values import Found
 from moecore.run.progress import report_progress
 from moecore.run.run_record import record_resumable
 from moecore.study.sections import Phase
@@ -55,5 +57,16 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
                 result = settings.collect_result(subject, parts.part)
         else:
             result = Skipped(skipped=reason)
+        run.result(result)
+    return result
+
+
+def calculate_values(what: str) -> Found:
+    """Run the calculation ``what``, write its values and return them."""
+    section: dict[str, Any] = {what: (find_measurement(what), ...)}
+    params = read_params(create_model("Params", __base__=Config, **section))
+    with record_resumable(what, params, ()) as (run, work):
+        calculation: Calculation = getattr(params, what)
+        result = calculation.collect_values(KeptParts(work, run.inputs).part)
         run.result(result)
     return result

@@ -21,7 +21,8 @@ def split_answerable_comparisons(
         methods = {comparison.method, comparison.against}
         has_models = methods <= set(run.methods) and comparison.phase in run.phases
         has_seeds = len(run.seeds) > 1 or not isinstance(comparison, Claim)
-        chosen = answerable if has_models and has_seeds else waiting
+        is_calculated = methods <= set(run.calculations)
+        chosen = answerable if is_calculated or (has_models and has_seeds) else waiting
         chosen.append(comparison)
     return answerable, waiting
 

@@ -18,11 +18,12 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
+from moecore.measure.calculation import Calculation
 from moecore.study import data_rules, model_rules, part_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
 from moecore.study.layers import count_existing_keys, list_folder_stages
 from moecore.study.settings import describe_field, line_position
-from moecore.study.stages import MEASURE, PHASES, SECTIONS
+from moecore.study.stages import CALCULATE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
     MEASURED_SECTIONS,
     OPTIONAL_SECTIONS,
@@ -182,10 +183,14 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         if key in Study.model_fields and key not in welcome:
             yield (key,), f"found a section that no stage reads; allowed: {', '.join(readers)}"
     # DVC reads the matrix of measurements from the file, so defaults do not apply
-    for key in ("measurements", "thorough") if MEASURE in stages else ():
-        if key not in run:
-            text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
+    read_lists = {"measurements": MEASURE, "thorough": MEASURE, "calculations": CALCULATE}
+    for key, stage in read_lists.items():
+        if stage in stages and key not in run:
+            text = f"missing; the stage {stage} of dvc.yaml goes by it; allowed: a list"
             yield ("run", key), text
+    if run.get("calculations") and CALCULATE not in stages:
+        text = f"found a list, but dvc.yaml has no stage {CALCULATE}; allowed: with this stage"
+        yield ("run", "calculations"), text
     sources = data.get("data")
     if not isinstance(sources, dict):
         return
@@ -241,16 +246,19 @@ def selection_misfits(data: Any) -> Misfits:
     sections = _as_mapping(data)
     run = _as_mapping(sections.get("run"))
     methods = list(_as_mapping(sections.get("methods")))
-    for key, names in (("methods", methods), ("measurements", MEASURED_SECTIONS)):
+    known_names = {"methods": methods, "measurements": MEASURED_SECTIONS, "calculations": []}
+    for key, names in known_names.items():
         allowed = ", ".join(map(str, names)) or f"nothing, {key} is empty"
+        if key == "calculations":
+            allowed = "package.module of a listed package"
         for index, name in enumerate(_as_list(run.get(key))):
-            if key == "measurements" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
-                for text in _outside_measurement_problems(sections, name):
+            if key != "methods" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
+                for text in _outside_measurement_problems(sections, name, key):
                     yield ("run", key, index), text
             elif isinstance(name, str) and name not in names:
                 text = f"found {name!r}{did_you_mean(name, names)}; allowed: {allowed}"
                 yield ("run", key, index), text
-    for key in ("methods", "seeds", "phases", "measurements"):
+    for key in ("methods", "seeds", "phases", "measurements", "calculations"):
         before: set[str] = set()
         for index, value in enumerate(_as_list(run.get(key))):
             if repr(value) in before:
@@ -267,8 +275,8 @@ def selection_misfits(data: Any) -> Misfits:
     yield from _phases(sections, run)
 
 
-def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
-    """Yield a message if the outside measurement ``name`` (package.module) cannot be run."""
+def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterator[str]:
+    """Yield a message if ``name`` (package.module) cannot be run as an entry of ``run.<key>``."""
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
@@ -276,14 +284,18 @@ def _outside_measurement_problems(sections: dict, name: str) -> Iterator[str]:
         yield f"{name} has no settings; write {package}: {{{module}: {{}}}} (all as by default)"
     else:
         try:
-            find_class(Measurement, name)
+            needs_model = not issubclass(find_class(Measurement, name), Calculation)
         except ValueError as error:
             yield str(error)
+            return
+        if needs_model != (key == "measurements"):
+            other = "measurements" if needs_model else "calculations"
+            yield f"found {name}; allowed: in run.{other}, by its base class"
 
 
 def _claims(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
-    methods = list(_as_mapping(sections.get("methods")))
+    methods = [*_as_mapping(sections.get("methods")), *_as_list(run.get("calculations"))]
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     for section in ("claims", "questions"):
@@ -299,6 +311,9 @@ def _claims(sections: dict, run: dict) -> Misfits:
                 run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
                 allowed = f"another of {run_methods}, or the same with against_metric"
                 text = f"found {against!r}, the method itself; allowed: {allowed}"
+                yield (section, index, "against"), text
+            elif method != against and "." in f"{method}{against}":
+                text = f"found {against!r} against {method}; allowed: a calculation against itself"
                 yield (section, index, "against"), text
 
 

@@ -36,6 +36,10 @@ OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
 MAX_WORD_LETTERS = 255  # of a word: no file has a longer name, and no similar one is searched
+MOVED = {  # section and stage of 0.2 → the calculation that it is, below pipelines/
+    "linear_experts": "lipschitz_theory.linear_experts of adversarial",
+    "sizes": "paper_models.sizes of ours",
+}
 CONTROL_LETTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MAX_LINE_LETTERS = 1_500  # letters of a line
 MAX_LINES = 20
@@ -257,7 +261,9 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
 
 
 def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
-    """Return ``, did you mean 'x'?`` if a candidate is similar, else ""."""
+    """Return ``, did you mean 'x'?`` if a candidate is similar, else where it moved, or ""."""
+    if place := MOVED.get(str(word)):
+        return f", which is the calculation {place}/ since 0.3.0 (CHANGELOG.md)"
     if len(str(word)) > MAX_WORD_LETTERS:
         return ""
     close = get_close_matches(str(word), [str(name) for name in candidates], 1)

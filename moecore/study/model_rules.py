@@ -7,7 +7,6 @@ in params.yaml and what is wrong.
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from moecore.core.config import Surroundings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.card import Card
-from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.part_rules import ask_settings, first_by_place
@@ -66,22 +64,7 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
                     misfits.append((key or ("teacher",), text))
         for name in study.run.methods:
             misfits += _method_problems(study, name, study.methods[name], phases)
-    for index, entry in enumerate(study.sizes.models if study.sizes is not None else ()):
-        if entry.model is not None and (refused := _try_paper_model(entry.model_dump_json())):
-            key, text = refused
-            inner = ("method",) if key[:1] in (("router",), ("experts",), ("blocks",)) else ()
-            misfits.append((("sizes", "models", index, *inner, *key), text))
     return [*first_by_place(misfits), *_reduction_problems(study, previews)]
-
-
-@cache
-def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
-    """Return (keys, message) if a model cannot be built, or None; settings: PaperModel as JSON."""
-    try:
-        build_on_meta(PaperModel.model_validate_json(settings))
-    except REFUSED as error:
-        return split_key_and_message(error)
-    return None
 
 
 def image_spec(preview: Card) -> ImageSpec:

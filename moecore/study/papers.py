@@ -40,11 +40,13 @@ class UnjudgedMetrics(Config):
     metrics: tuple[str, ...]
 
 
-class ModelSizeComparison(Config):
-    """Two models of the question ours/sizes, and which of their numbers are compared."""
+class ComputedPair(Config):
+    """Values of a question's calculation at two places, whose ratio is printed."""
 
-    models: tuple[str, str]
-    metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
+    study: str
+    places: tuple[str, str] = Field(description="such as two models")
+    printed: tuple[str, str] = Field(description="models of ``numbers`` that they are beside")
+    metrics: tuple[str, ...]
 
 
 class PaperTable(Config):
@@ -55,7 +57,7 @@ class PaperTable(Config):
     paper: str = Field("", description="the paper's own numbers")
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
     columns: tuple[UnjudgedMetrics, ...] = Field((), description="metrics without a claim")
-    sizes: tuple[ModelSizeComparison, ...] = ()
+    computed: tuple[ComputedPair, ...] = Field((), description="numbers of calculations")
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = Field(False, description="a sketch, an algorithm or settings: no result")
     needs: str = Field("", description="why it cannot be printed here")

@@ -99,6 +99,8 @@ def list_sections(study: Study, previews: Previews) -> Placed:
             if study.run.covers(section, phase):
                 around = data_surroundings(study, previews, phase)
                 yield tuple(section.split(".")), settings, around
+    for name in study.run.calculations:
+        yield tuple(name.split(".")), find_section_settings(study, name), Surroundings()
 
 
 def find_section_settings(study: Study, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,6 +19,7 @@ else:
     Phase = Literal[PHASES]  # the names in this tuple
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")
+MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
 
 
 class Selection(Config):
@@ -29,6 +32,9 @@ class Selection(Config):
     )
     measurements: tuple[str, ...] = Field(
         (), description="additional measurements, of the models of the phases in thorough"
+    )
+    calculations: tuple[str, ...] = Field(
+        (), description="measurements without a model, package.module; each runs once"
     )
     thorough: tuple[Phase, ...] | None = Field(
         None, description="phases whose models get these measurements; left out: all phases"
@@ -64,7 +70,7 @@ class Comparison(Config):
     """
 
     metric: str = Field(description="A metric of reports/compare.json.")
-    method: str = Field(description="The method that the claim is about; one of run.methods.")
+    method: str = Field(description="The method or calculation that the claim is about.")
     against: str = Field(
         description="The method to compare with, one of run.methods; equal to `method` only with "
         "against_metric."
@@ -93,6 +99,11 @@ class Comparison(Config):
             metric = f"against_metric {self.metric}, the metric itself"
             raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
         return self
+
+    @property
+    def subject(self) -> str:
+        """Return the phase whose models are compared, or the calculation, package.module."""
+        return self.method if "." in self.method else self.phase
 
     @property
     def words(self) -> str:
@@ -137,6 +148,11 @@ class Question(Comparison):
 
     asks: str = Field(min_length=1, description="The question in plain words.")
     paper: str = Field("", description="The paper whose method it is about, if any.")
+
+
+def defines_measurement(file: Path) -> bool:
+    """Return whether an outside module has a measurement, of a trained model or without one."""
+    return MEASURING_CLASS.search(file.read_text(encoding="utf-8")) is not None
 
 
 def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:

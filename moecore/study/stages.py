@@ -23,6 +23,7 @@ EACH = {  # the matrix of DVC: the stage runs once per item
         "method": METHODS,
         "seed": SEEDS,
     },
+    "calculation": {"what": "${run.calculations}"},
 }
 
 
@@ -223,16 +224,12 @@ ROWS = (
         early=True,
     ),
     Stage(
-        "linear_experts",
-        "Theorems 1 and 2 on linear experts, over the angle between their subspaces and their "
-        "number",
-        settings="moecore.measure.linear_experts.LinearExperts",
-        usual=False,
-    ),
-    Stage(
-        "sizes",
-        "Models of the papers' sizes, built without memory and counted",
-        code=("sections/sizes",),
+        "calculate",
+        "One measurement that needs no trained model",
+        each="calculation",
+        keys=("{what}",),
+        code=("measure/{what}",),
+        path="{what}",
         usual=False,
     ),
     Stage(
@@ -273,7 +270,10 @@ ROWS = (
     ),
 )
 STAGES = {stage.name: stage for stage in ROWS}
-CODE_STAGE, MEASURE, LAST_STAGES = "code", "measure", ("compare", "numbers")
+CODE_STAGE = "code"
+MEASURE = "measure"
+CALCULATE = "calculate"
+LAST_STAGES = ("compare", "numbers")
 
 PHASES = tuple(stage.name for stage in ROWS if stage.is_phase)
 TRAINING_PHASES = tuple(name for name in PHASES if STAGES[name].trains)  # on their own data
@@ -281,7 +281,7 @@ REDUCING_PHASES = tuple(name for name in PHASES if not STAGES[name].trains)  # t
 TRAINING_STAGES = tuple(stage.name for stage in ROWS if stage.trains)
 MODEL_STAGES = tuple(stage.name for stage in ROWS if stage.trains or stage.is_phase)
 MEASURED_STAGES = tuple(stage.name for stage in ROWS if stage.each == "measured model")
-SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by run.measurements
+SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by ``run``
     stage.name: tuple(
         dict.fromkeys(key.partition(".")[0] for key in stage.reads if key != "{what}")
     )
@@ -292,7 +292,7 @@ SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by
 
 def list_code_hashes(name: str, **item: str | None) -> list[str]:
     """Return paths below artifacts/code of the hashes that a stage or measurement depends on."""
-    stage = STAGES.get(name, STAGES[MEASURE])
+    stage = STAGES.get(name, STAGES[MEASURE if item.get("method") else CALCULATE])
     return [hash_file(path).format(what=name, **item) for path in stage.hashes]
 
 

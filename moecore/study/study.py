@@ -13,13 +13,20 @@ from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
-from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones.base_model import Backbone
 from moecore.study.document import Document
 from moecore.study.sections import Claim, Phase, Question, Selection
 from moecore.study.settings import validate_whole
-from moecore.study.stages import CODE_STAGE, LAST_STAGES, MEASURE, ROWS, SECTIONS, TRAINING_PHASES
+from moecore.study.stages import (
+    CALCULATE,
+    CODE_STAGE,
+    LAST_STAGES,
+    MEASURE,
+    ROWS,
+    SECTIONS,
+    TRAINING_PHASES,
+)
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.settings import Finetuning, TeacherRouterFit, Training
@@ -41,8 +48,8 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
             readers.setdefault("monitor", stage)
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
-        if stage == MEASURE:
-            listed = run.get("measurements")
+        if stage in (MEASURE, CALCULATE):
+            listed = run.get("measurements" if stage == MEASURE else "calculations")
             named = listed if isinstance(listed, list) else []
             readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
             outside = [name for name in named if isinstance(name, str) and "." in name]
@@ -104,7 +111,6 @@ class Study(Sections):
     robustness: Robustness | None = None
     transfer: Transfer | None = None
     routing: Routing | None = None
-    sizes: Sizes | None = None
     claims: tuple[Claim, ...] = Field(
         (), description="Claims of papers about two methods, tested on these runs."
     )

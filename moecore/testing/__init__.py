@@ -4,6 +4,7 @@ Each raises AssertionError with the part's name and the broken promise.
 """
 
 from moecore.testing.data_checks import check_attack as check_attack
+from moecore.testing.data_checks import check_calculation as check_calculation
 from moecore.testing.data_checks import check_calibrator as check_calibrator
 from moecore.testing.data_checks import check_measurement as check_measurement
 from moecore.testing.data_checks import check_source as check_source

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.calculation import Calculation
 from moecore.measure.calibrators.base import Calibrator
+from moecore.measure.values import Found, PartStore
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 from moecore.testing.check_helpers import (
@@ -223,20 +226,45 @@ def check_measurement(
     subject = subject or MeasuredModel(small_vit(), small_data())
     reason = settings.applies(subject)
     assert_that(settings, reason is None, f"it applies to what it is checked with ({reason})")
-    before = torch.get_rng_state()
     weights = copy.deepcopy(subject.model.state_dict())
-    result = settings.collect_result(subject, Pieces())
+    result = _check_result(settings, partial(settings.collect_result, subject))
+    same = has_same_state(subject.model, weights) and not subject.model.training
+    assert_that(settings, same, "it leaves the model as it was")
+    return result
+
+
+def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
+    """Check that a measurement without a model keeps its promises, and return its values.
+
+    They survive JSON. It draws no global random number. If it is killed after any piece and
+    resumed, it has the same values.
+
+    Args:
+        calculation: settings, or their class, whose defaults are checked.
+
+    Returns:
+        The values of the calculation.
+
+    Raises:
+        AssertionError: a promise is broken; one line with the calculation's name.
+    """
+    settings = settings_of(calculation)
+    return _check_result(settings, settings.collect_values)
+
+
+def _check_result(settings: Measurement, collect: Callable[[PartStore], Any]) -> Any:
+    """Return what ``collect`` computes; AssertionError if a promise about the result is broken."""
+    before = torch.get_rng_state()
+    result = collect(Pieces())
     decoded = type(result).model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
-    same = has_same_state(subject.model, weights) and not subject.model.training
-    assert_that(settings, same, "it leaves the model as it was")
     pieces = Pieces()
     resumed = None
     while resumed is None:  # killed after each stored piece
         pieces.until_kill = 1
         with suppress(Killed):
-            resumed = settings.collect_result(subject, pieces)
+            resumed = collect(pieces)
     promise = "killed after any piece and resumed it has the same result"
     assert_that(settings, resumed == result, promise)
     return result

@@ -179,7 +179,8 @@ def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_
     paths = list(paths_dvc_leaves_out(document.data))
     assert paths
     for path in paths:
-        key = path[0] if path[0] not in ("data", "methods") else f"{path[0]}.{path[1]}"
+        is_deep = path[0] in ("data", "methods", "paper_models")
+        key = ".".join(path[: 1 + is_deep])
         if key not in before:
             assert path[1] not in document.data["run"]["methods"], "a method that no stage trains"
             continue

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paper_models.sizes import PaperModel, count_sized_model
 from pydantic import TypeAdapter
 
 from moecore.core.source_layout import ROOT
-from moecore.measure.sizes import PaperModel, count_sized_model
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
 from moecore.nn.meta_device import meta_device_context
 from moecore.report.tables.paper_numbers import REPORTED

@@ -89,7 +89,9 @@ def test_it_may_begin_as_any_study(empty, study):
     if study != "main":
         values = find_question(ROOT, study).round(1).compose().document.data
         text = json.dumps(values).replace("../../data/", "data/")
-        expected = json.loads(text) | {"packages": ["own"]}
+        packages = ["own", *values.get("packages", ())]
+        assert all(list((empty / "own/src" / name).glob("[a-z]*.py")) for name in packages)
+        expected = json.loads(text) | {"packages": packages}
         if vmoe := expected.get("methods", {}).get("vmoe"):
             router = {"kind": "own.cosine", "k": vmoe["router"]["k"]}
             regularizers = [{"kind": "importance", "weight": 0.005}]

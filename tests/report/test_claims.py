@@ -38,7 +38,7 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
-from moecore.study.papers import PIPELINES, ModelSizeComparison, load_papers
+from moecore.study.papers import PIPELINES, ComputedPair, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import (
     Claim,
@@ -628,18 +628,25 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():
     compared = {
-        "plain": {"parameters": {"ours": 2e8, "paper": 4e8}, "gflops": {"ours": 40, "paper": 20}},
-        "other": {"parameters": {"ours": 1e8, "paper": 3e8}, "gflops": {"ours": 41, "paper": 18}},
+        "my_lab.sizes": {
+            "parameters_plain_1": {"mean": 2e8, "form": "count"},
+            "parameters_other": {"mean": 1e8, "form": "count"},
+            "gflops_plain_1": {"mean": 40.0, "form": "number"},
+            "gflops_other": {"mean": 41.0, "form": "number"},
+        }
     }
-    asked = ModelSizeComparison(models=("plain", "other"))
-    assert pages.describe_model_size_ratios(asked, compared) == (
-        "plain → other: Parameters, M: 200.00 → 100.00, 0.5 times (the paper: 0.75); "
-        "GFLOPs: 40.0 → 41.0, 1.02 times (the paper: 0.9; the other way)"
+    names = {"places": ("plain, 1", "other"), "printed": ("V-MoE", "ERMoE")}
+    asked = ComputedPair(study="ours/sizes", **names, metrics=("parameters", "gflops"))
+    assert pages.describe_computed_pair(asked, {}) == ""
+    # table S2: 284.9 → 243.0 million parameters, 26.3 → 23.6 GFLOPs
+    assert pages.describe_computed_pair(asked, {"calculations": compared}) == (
+        "plain, 1 → other: `parameters`: 200,000,000 → 100,000,000, 0.5 times (the paper: 0.853); "
+        "`gflops`: 40.0 → 41.0, 1.02 times (the paper: 0.897; the other way)"
     )
     rows = [row for paper in load_papers(ROOT).values() for row in paper.tables]
     counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
-    models = {name for row in rows for asked in row.sizes for name in asked.models}
-    assert models <= counted["sizes"].keys()
+    pairs = [asked for row in rows for asked in row.computed]
+    assert all(pages.describe_computed_pair(pair, counted) for pair in pairs)
 
 
 def test_the_rows_of_the_papers_say_what_they_need():

@@ -256,13 +256,6 @@ def test_a_metric_that_the_settings_decide_is_refused():
         assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
 
 
-def test_a_model_that_no_paper_reports_is_refused():
-    models = "sizes: {models: [{name: a, needs: much}, {name: b, reported: word, needs: much}]}\n"
-    [(keys, text)] = problems_of(SETTINGS + models)
-    assert keys == ("sizes", "models", 1, "reported")
-    assert text.startswith("found word; allowed: empty, or one of ")
-
-
 def test_a_metric_between_seeds_needs_two():
     text = SETTINGS.replace("routing: {", "routing: {roles: {}, ")
     text += f"questions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"

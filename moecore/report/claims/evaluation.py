@@ -10,6 +10,7 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
 from moecore.report.column import Column
+from moecore.report.results import subjects_of_comparisons
 from moecore.report.study_results import Models, Results
 from moecore.report.tables.cells import ROUNDING_WIDTH, Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
@@ -47,21 +48,23 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     """
     if not asked:
         return []
-    tables = {name: build_table(results, phase).metrics for name, phase in results.phases.items()}
+    subjects = subjects_of_comparisons(results)
+    tables = {name: build_table(results, phase).metrics for name, phase in subjects.items()}
     counts = {Claim: count(), Question: count()}
     evaluated = []
     for claim in asked:
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
-        metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
-        models = results.phases[claim.phase].models
-        evaluated.append(_evaluate(claim, place, metrics, models))
+        metrics = {
+            metric.name: metric for metric in _choose(tables, claim.subject, f"{place}.phase")
+        }
+        evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
     corrected = correct_by_paper(asked, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
 def describe_method_without_metric(asked: Comparison, results: Results) -> str:
     """Return "<method> has no <metric>" for the first missing side of a comparison, or ""."""
-    phase = results.phases[asked.phase]
+    phase = subjects_of_comparisons(results)[asked.subject]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     sides = (asked.method, asked.metric), (asked.against, asked.against_metric or asked.metric)
     for method, name in sides:
@@ -160,7 +163,7 @@ def compare_json_claims(
     for answer in evaluated:
         claim = answer.claim
         entries = sections[SECTIONS[type(claim)]]
-        start = ", ".join(filter(None, (claim.paper, claim.phase)))
+        start = ", ".join(filter(None, (claim.paper, claim.subject)))
         entry = claim_entry(answer)
         if study is not None:
             entry["settings"] = answer_settings_digest(study, claim)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, write_whole
-from moecore.measure.sizes import METRICS
+from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
 from moecore.report.claims.answers_page import answer_readers, fill_in_numbers
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.page.report_page import template_environment
-from moecore.report.pictures.sizes import format_size
 from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
+from moecore.report.tables.paper_numbers import COSTS
 from moecore.study import papers
 from moecore.study.document import did_you_mean
 from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions, load_rounds
@@ -34,11 +34,10 @@ MARKED = re.compile(
 )
 SAID = {"not significant": "open"}  # texts of a question's verdict
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
-SIZES = "ours/sizes"
 STATES = {
     "judged": "judged by a claim",
     "printed": "printed beside the paper's, without a claim",
-    "computed": "computed beside the paper's: sizes, of which nothing is trained",
+    "computed": "computed beside the paper's, without a trained model",
     "drawn": "drawn on a study's page",
     "not run yet": "in a study that was not run yet with these claims",
     "no study yet": "in no study yet",
@@ -126,21 +125,26 @@ def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies)
     return "; ".join(texts)
 
 
-def describe_model_size_ratios(
-    asked: papers.ModelSizeComparison, compared: Mapping[str, Any]
-) -> str:
-    """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``."""
+def describe_computed_pair(asked: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
+    """Return ``A → B: `parameters`: 285 → 243, 0.851 times (the paper: 0.853)``; "" if not run."""
     texts = []
-    for key, metric in METRICS.items():
-        pair = [compared.get(name, {}).get(key) for name in asked.models]
-        if not all(pair) or (asked.metrics and key not in asked.metrics):
+    cells = {}
+    for values in compared.get("calculations", {}).values():
+        cells |= values
+    for metric in asked.metrics:
+        names = [f"{metric}_{place_slug(place)}" for place in asked.places]
+        if not cells.keys() >= set(names):
             continue
-        ours, theirs = (pair[1][whose] / pair[0][whose] for whose in ("ours", "paper"))
-        first, second = (format_size(model["ours"], key) for model in pair)
+        pair = [interval_from_json(cells[name]) for name in names]
+        ours = pair[1].value / pair[0].value
+        below, above = (COSTS[model].values[metric] for model in asked.printed)
+        theirs = above / below
+        number_format = NumberFormat.of(cells[names[0]]["form"], pair)
+        first, second = (number_format.value(number.value) for number in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
-        texts.append(f"{metric.label}: {first} → {second}, {ratios}")
-    return f"{' → '.join(asked.models)}: {'; '.join(texts)}"
+        texts.append(f"`{metric}`: {first} → {second}, {ratios}")
+    return f"{' → '.join(asked.places)}: {'; '.join(texts)}" if texts else ""
 
 
 def paper_item_state_and_rows(
@@ -158,8 +162,11 @@ def paper_item_state_and_rows(
         for column in row.columns
         if (text := describe_unjudged_metrics(column, studies))
     ]
-    sizes = studies.get(SIZES, {}).get("sizes", {})
-    computed = [describe_model_size_ratios(asked, sizes) for asked in row.sizes if sizes]
+    computed = [
+        (text, asked.study)
+        for asked in row.computed
+        if (text := describe_computed_pair(asked, studies.get(asked.study, {})))
+    ]
     named = [*row.drawn, *(column.study for column in row.columns)]
     verdict = "–"
     if row.scheme:
@@ -188,7 +195,9 @@ def paper_item_state_and_rows(
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
     shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
-    lines += [["″", "", "", text, "", "computed", f"`{commands[SIZES]}`"] for text in computed]
+    lines += [
+        ["″", "", "", text, "", "computed", f"`{commands[study]}`"] for text, study in computed
+    ]
     if lines:
         lines[0][:3] = start
     return state, lines or [[*start, measured, "", verdict, shown]]

@@ -15,8 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from moecore.measure.linear_experts import LinearExperts
-from moecore.measure.sizes import Sizes
 from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.column import CEILING, find_moe_baseline
@@ -25,6 +23,7 @@ from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.page import page_objects
 from moecore.report.page.sections import (
+    calculation_section,
     describe_claims,
     describe_phase_findings,
     join_names,
@@ -32,9 +31,8 @@ from moecore.report.page.sections import (
     phase_title,
     pluralize,
 )
-from moecore.report.pictures import linear_experts, sizes
 from moecore.report.pictures.truth import describe_routings_worth
-from moecore.report.results import list_displays
+from moecore.report.results import list_calculations, list_displays
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import keep_percent_on_line
 from moecore.report.tables.metrics_by_method import build_table
@@ -84,22 +82,17 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
         sections.append(phase_section(results, phase, table))
         facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
-    if linear := results.alone.get(LinearExperts):
-        blocks = list(linear_experts.theorem_failure_blocks(linear))
-        title = "Linear experts"
-        sections.append(page_objects.Section("linear_experts", title, title, (), blocks))
-    if counted_sizes := results.alone.get(Sizes):
-        blocks = list(sizes.paper_size_blocks(counted_sizes))
-        sections.append(
-            page_objects.Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks)
-        )
+    calculated = [
+        calculation_section(display, phase, build_table(results, phase))
+        for display, phase in list_calculations(results)
+    ]
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
-        answer=main_finding(results, quantities, evaluated),
+        answer=main_finding(results, quantities, evaluated, calculated),
         opening=report_introduction(results),
         overviews=overviews,
-        sections=sections,
+        sections=[*sections, *calculated],
         facts=facts,
         settings=results.settings,
         words=page_objects.WORDS,
@@ -107,9 +100,15 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
 
 
 def main_finding(
-    results: Results, quantities: Mapping[str, PhaseQuantities], evaluated: Sequence[EvaluatedClaim]
+    results: Results,
+    quantities: Mapping[str, PhaseQuantities],
+    evaluated: Sequence[EvaluatedClaim],
+    calculated: Sequence[page_objects.Section],
 ) -> str:
-    """Return the page's first sentences: what routing is worth, then verdicts or scores."""
+    """Return the page's first sentences: what routing is worth, then verdicts or scores.
+
+    If nothing was trained: the first finding of the calculations' sections.
+    """
     phase = next(iter(results.phases.values()), None)
     worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
     if evaluated:
@@ -119,8 +118,8 @@ def main_finding(
         dense = results.without_experts
         finding = describe_phase_findings(phase, title, quantities[phase.name], dense)
     else:
-        counted = results.alone.get(Sizes)
-        finding = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
+        stated = (block.finding for section in calculated for block in section.blocks)
+        finding = next(filter(None, stated), "Nothing was trained.")
     if worth:
         return keep_percent_on_line(f"{worth} {finding}")
     return finding

@@ -23,7 +23,7 @@ from moecore.report.page.page_objects import (
     metric_rows_table,
 )
 from moecore.report.pictures import transfer
-from moecore.report.results import list_displays
+from moecore.report.results import Display, list_displays
 from moecore.report.study_results import Phase, Results, list_without_none
 from moecore.report.tables.cells import Cells, keep_percent_on_line
 from moecore.report.tables.methods_by_paper import paper_tables_block
@@ -206,6 +206,15 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
         shown.append(block._replace(finding=keep_percent_on_line(finding), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), shown)
+
+
+def calculation_section(display: Display, phase: Phase, compared: ComparisonTable) -> Section:
+    """Return the section of a calculation: its values, except details, then its pictures."""
+    shown = [column for column in compared.metrics if not column.detail]
+    values = Block("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
+    blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
+    title = display.title[0].upper() + display.title[1:]
+    return Section(place_slug(display.stage), title, title, (), blocks)
 
 
 def sigma_schedule_block(results: Results) -> Block:

@@ -11,11 +11,10 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.sizes import Sizes
 from moecore.measure.values import Found
 from moecore.report import headline_quantities
 from moecore.report.figures.dataset_samples import draw_dataset_samples
-from moecore.report.pictures import linear_experts, sizes, transfer
+from moecore.report.pictures import transfer
 from moecore.report.results import Display, Draw, list_displays, read_card_and_task, read_model
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.metrics_by_method import phase_result_columns
@@ -25,8 +24,6 @@ MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
-    "linear_experts": linear_experts.figures,
-    "sizes": sizes.figures,
     "transfer": transfer.figures,
 }
 
@@ -34,12 +31,9 @@ RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
 def render_metrics_files(results: Results) -> dict[str, str]:
     """Return path below reports/ → JSON, metric → number: ``metrics/pretrain/vmoe-0.json`` etc."""
     numbers: dict[str, dict[str, float]] = {}
-    if counted := results.alone.get(Sizes):
-        numbers["sizes"] = {
-            f"{model}, {name}": round_significant(float(compared["ours"]))
-            for model, metrics in sizes.size_differences(counted).items()
-            for name, compared in metrics.items()
-        }
+    for name, result in results.calculations.items():
+        rounded = {key: round_significant(number) for key, number in result.numbers().items()}
+        numbers[f"calculations/{name}"] = rounded
     for phase in results.phases.values():
         columns = {column.name: column for column in phase_result_columns(phase)}
         names = [headline.name for headline in headline_quantities.HEADLINES if headline.run]

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.data.card import Card
 from moecore.measure.base import find_measurement
-from moecore.measure.sizes import Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_context, references
-from moecore.report.pictures import sizes
 from moecore.report.pictures.truth import share_of_routings_worth
-from moecore.report.results import list_displays
+from moecore.report.results import list_calculations, list_displays
 from moecore.report.study_results import Models, Phase, Results, stages_and_measurements
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
-from moecore.report.tables.paper_numbers import COSTS, PAPERS
+from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.document import did_you_mean
 from moecore.study.model_rules import build_phase_model, image_spec
 from moecore.study.sections import Comparison
@@ -28,7 +26,7 @@ from moecore.tasks.regression import Regression
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
-NO_METHODS = ("asked", "claims", "questions", "data", "sizes")
+NO_METHODS = ("asked", "claims", "questions", "data", "calculations")
 
 
 class ComparisonTable(NamedTuple):
@@ -120,13 +118,19 @@ def compare_methods(results: Results) -> dict[str, Any]:
 
     Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
     ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
-    labels have a unit; and ``sizes``.
+    labels have a unit; ``calculations``: name → metric → value.
     """
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
-    if counted := results.alone.get(Sizes):
-        compared["sizes"] = sizes.size_differences(counted)
+    for display, phase in list_calculations(results):
+        table = build_table(results, phase)
+        ((_, cells),) = table.cells.items()
+        compared.setdefault("calculations", {})[display.stage] = {
+            column.name: cell_to_json(cell, column.form)
+            for column in table.metrics
+            if (cell := cells[column.name])
+        }
     facts = {
         name: {"name": phase.card["name"], "simulated": phase.card["simulated"]}
         | {"target": phase.task.target, "unit": phase.task.unit}
@@ -177,11 +181,13 @@ def unfit_metric_problems(
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
-    for index, model in enumerate(study.sizes.models if study.sizes is not None else ()):
-        if model.reported and model.reported not in COSTS:
-            text = f"found {model.reported}; allowed: empty, or one of {', '.join(COSTS)}"
-            yield ("sizes", "models", index, "reported"), text
-    planned = {phase: expected_metrics(study, stages, phase) for phase in study.data}
+    planned: dict[str, Mapping[str, PlannedMetric]] = {
+        phase: expected_metrics(study, stages, phase) for phase in study.data
+    }
+    for display in list_displays():
+        if display.stage in study.run.calculations:
+            ahead = PlannedPhase(study, "accuracy", "")
+            planned[display.stage] = display.columns.foreseen(ahead)
 
     @cache  # many claims name the same methods
     def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
@@ -190,7 +196,7 @@ def unfit_metric_problems(
 
     for section, comparisons in (("claims", study.claims), ("questions", study.questions)):
         for index, comparison in enumerate(comparisons):
-            if metrics := planned.get(comparison.phase):
+            if metrics := planned.get(comparison.subject):
                 problems = chain(
                     _metric_problems(comparison, metrics, len(study.run.seeds)),
                     _lacking_methods(study, metrics_of, comparison, metrics, previews),
@@ -210,7 +216,7 @@ def _lacking_methods(
     theirs = ("against", comparison.against, comparison.against_metric or comparison.metric)
     for key, method, name in (ours, theirs):
         planned = metrics.get(name)
-        if planned is None:
+        if planned is None or comparison.subject != comparison.phase:
             continue
         text = f"found {method}, which will have no {name}"
         preview = previews.get(comparison.phase)
@@ -238,7 +244,7 @@ def _metric_problems(
             if len(names) > LISTED:
                 listed += f" and {len(names) - LISTED} more"
             hint = did_you_mean(name, names)
-            yield key, f"found {name!r}{hint}; allowed in {comparison.phase}: {listed}"
+            yield key, f"found {name!r}{hint}; allowed in {comparison.subject}: {listed}"
         if name in metrics and metrics[name].of_pairs and seeds < 2:
             between = f"found {name}, which compares seeds, and run.seeds has {seeds}"
             yield key, f"{between}; allowed: two seeds or more, three for an interval"

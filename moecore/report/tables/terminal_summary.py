@@ -12,7 +12,6 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.pictures import sizes
 from moecore.report.tables.cells import NumberFormat, interval_from_json
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 
@@ -88,8 +87,6 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     rows = headline_rows(compared)
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
-    if "sizes" in compared:
-        heads, *cells = sizes.terminal_size_rows(compared["sizes"])
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
     for row in cells:
         table.add_row(*row)
@@ -98,6 +95,8 @@ def print_summary(compared: Mapping[str, Any]) -> None:
         if facts["simulated"]:
             console.print(f"{phase}: {facts['name']} is SIMULATED data", style="bold")
     console.print(table)
+    for name, values in compared.get("calculations", {}).items():
+        console.print(f"{name}: {len(values)} values, on reports/index.html", highlight=False)
     lines = claim_lines(compared.get("claims", {}))
     lines += claim_lines(compared.get("questions", {}), ANSWERS)
     for line in lines:

@@ -1,15 +1,14 @@
 """Linear experts on random data: theorems 1 and 2 over the angle between subspaces."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_look, styled_drawing
-from moecore.report.page.page_objects import Block, Picture
-from moecore.report.results import Figures
+from moecore.report.results import Figures, Pictures
 
 TARGETS = {
     "shared": "every expert learns the same",
@@ -25,18 +24,6 @@ def figures(result: Found) -> Figures:
         of_targets.setdefault(ratio.at["experts"], {})[ratio.at["angle"]] = ratio.value
     for targets, of_targets in curves.items():
         yield f"ratio_over_angle_{targets}", ratio_over_angle(of_targets, targets)
-
-
-def theorem_failure_blocks(result: Found) -> Iterator[Block]:
-    totals = {value.metric: int(value.value) for value in result.values if not value.at}
-    text = (
-        f"{totals['draws']} draws of data for linear experts, without any trained model. Theorem 1 "
-        f"fails {totals['violations']} times. Theorem 2 promises a bound "
-        f"{totals['theorem_2_promises']} times and fails {totals['theorem_2_violations']} times."
-    )
-    pictures = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
-    title = "The experts' Lipschitz constant over the dense model's"
-    yield Block(title, [text], pictures=pictures)
 
 
 @styled_drawing
@@ -68,3 +55,6 @@ def ratio_over_angle(curves: Mapping[int, Mapping[float, float]], targets: str) 
     over_experts.minorticks_off()
     over_experts.legend(loc="upper right")
     return figure
+
+
+PICTURES = Pictures("lipschitz_theory.linear_experts", figures)

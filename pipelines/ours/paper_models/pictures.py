@@ -5,7 +5,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moecore.measure.sizes import METRICS
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
 from moecore.report.page.page_objects import (
@@ -14,11 +13,12 @@ from moecore.report.page.page_objects import (
     Block,
     PageCell,
     PageTable,
-    Picture,
     TableRow,
 )
-from moecore.report.results import Figures
+from moecore.report.results import Figures, Pictures
+from moecore.report.study_results import Phase
 from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
+from paper_models.sizes import METRICS, Sizes
 
 LIMIT = 0.01  # larger relative differences are explained
 
@@ -38,10 +38,10 @@ def figures(result: Found) -> Figures:
     yield "difference_from_the_papers", draw_paper_deviations(result)
 
 
-def paper_size_blocks(result: Found) -> Iterator[Block]:
-    yield Block("Our numbers and the papers'", grids=[size_table(result)])
-    pictures = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
-    yield Block("Difference from the papers' numbers", pictures=pictures)
+def paper_size_blocks(phase: Phase) -> Iterator[Block]:
+    for result in phase.results(Sizes):
+        finding = describe_reproduction(result)
+        yield Block("Our numbers and the papers'", grids=[size_table(result)], finding=finding)
 
 
 def describe_reproduction(result: Found) -> str:
@@ -157,12 +157,10 @@ def draw_paper_deviations(result: Found) -> Figure:
     return figure
 
 
-def terminal_size_rows(
-    compared: Mapping[str, Mapping[str, Mapping[str, float]]],
-) -> list[Sequence[str]]:
-    """Return rows of texts, the head first; compared: the entry ``sizes`` of compare.json."""
+def readme_size_rows(result: Found) -> list[Sequence[str]]:
+    """Return rows of texts, the head first, as in the README of this folder."""
     rows: list[Sequence[str]] = [("model", *(metric.label for metric in METRICS.values()))]
-    for name, numbers in compared.items():
+    for name, numbers in size_differences(result).items():
         texts = []
         for metric in METRICS:
             pair = numbers.get(metric)
@@ -173,3 +171,6 @@ def terminal_size_rows(
             texts.append(f"{ours} / {paper} ({100 * pair['difference']:+.1f} %)")
         rows.append((name, *texts))
     return rows
+
+
+PICTURES = Pictures("paper_models.sizes", figures, above=paper_size_blocks)

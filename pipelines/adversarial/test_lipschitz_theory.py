@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from moecore.measure.linear_experts import LinearExperts, measure, theorem_2_over_seeds
-from moecore.measure.theory.linear_experts import (
+from lipschitz_theory.linear_experts import LinearExperts, theorem_2_over_seeds
+from lipschitz_theory.theorems import (
     RegressionSamples,
     angled_subspaces,
     draw_expert_data,
@@ -20,7 +19,9 @@ from moecore.measure.theory.linear_experts import (
     theorem_1_sides,
     theorem_2,
 )
+
 from moecore.measure.values import Found
+from moecore.testing import check_calculation
 
 SIZES = {"dimension": 24, "rank": 3, "samples": 9}
 
@@ -405,7 +406,7 @@ def test_the_corollary_asks_for_small_residuals():
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return measure(LinearExperts(experts=(2, 4, 8), angles=(5, 60, 90)))
+    return check_calculation(LinearExperts(experts=(2, 4, 8), angles=(5, 60, 90)))
 
 
 def test_every_combination_is_there_and_no_bound_fails(found):
@@ -414,7 +415,7 @@ def test_every_combination_is_there_and_no_bound_fails(found):
     assert totals["violations"] == 0 and totals["theorem_2_violations"] == 0
 
 
-# As in tests/measure/theory/test_linear_experts.py, with c = cos 60° = 1/2: shared
+# With c = cos 60° = 1/2: shared
 # √((1 + (E−1)c)/E), opposed √((1 − c)/E).
 def test_rows_at_sixty_degrees(found):
     for experts in (2, 4, 8):

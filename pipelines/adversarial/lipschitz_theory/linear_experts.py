@@ -1,13 +1,11 @@
 """Theorems 1 and 2 of Puigcerver et al. (2022) tested with linear experts on random data."""
 
-import math
 from itertools import product
 from typing import Annotated, get_args
 
 from pydantic import Field
 
-from moecore.measure.base import MeasuredPart
-from moecore.measure.theory.linear_experts import (
+from lipschitz_theory.theorems import (
     Targets,
     Theorem1Sides,
     Theorem2,
@@ -15,7 +13,7 @@ from moecore.measure.theory.linear_experts import (
     theorem_1_sides,
     theorem_2,
 )
-from moecore.measure.values import Found, Metric, Value
+from moecore.parts import Calculation, Metric, OnPage, Values
 from moecore.statistics.intervals import mean_over_seeds
 
 DIMENSION = 128  # D of a data point
@@ -29,7 +27,9 @@ SEEDS = (0, 1, 2)  # one draw of the data each
 
 METRICS = {
     "ratio": Metric(
-        "Experts' Lipschitz constant over the dense model's", over=("targets", "experts", "angle")
+        "Experts' Lipschitz constant over the dense model's",
+        over=("targets", "experts", "angle"),
+        detail=True,
     ),
     "draws": Metric("Draws of theorem 1", form="count"),
     "violations": Metric("Theorem 1 fails", form="count"),
@@ -39,10 +39,13 @@ METRICS = {
 }
 
 
-class LinearExperts(MeasuredPart):
+class LinearExperts(Calculation):
     """Settings: data is drawn for each combination of targets, experts and angle, and each seed."""
 
     metrics = METRICS
+    page = OnPage(
+        "linear experts", heading="The experts' Lipschitz constant over the dense model's"
+    )
 
     experts: tuple[Annotated[int, Field(ge=2, le=DIMENSION // RANK)], ...] = Field(
         (2, 4, 8, 16, 32), min_length=1, description="Numbers of experts E."
@@ -53,28 +56,24 @@ class LinearExperts(MeasuredPart):
         description="Degrees between any two subspaces: 0 all equal, 90 orthogonal.",
     )
 
-
-def measure(settings: LinearExperts) -> Found:
-    values = []
-    first = []
-    second = []
-    for targets, experts, angle in product(get_args(Targets), settings.experts, settings.angles):
-        clean = theorem_1_over_seeds(experts, angle, targets)
-        ratio = mean_over_seeds([sides.ratio for sides in clean])
-        at = {"targets": targets, "experts": experts, "angle": angle}
-        if math.isfinite(ratio.value):
-            values.append(Value(metric="ratio", at=at, **ratio._asdict()))
-        first += clean
-        second += theorem_2_over_seeds(experts, angle, targets)
-    totals = {
-        "draws": len(first),
-        "violations": sum(not sides.holds for sides in first),
-        "literal_violations": sum(not sides.literal_holds for sides in first),
-        "theorem_2_promises": sum(result.gamma is not None for result in second),
-        "theorem_2_violations": sum(not result.holds for result in second),
-    }
-    values += [Value(metric=name, value=total) for name, total in totals.items()]
-    return Found(values=values)
+    def calculate(self, out: Values) -> None:
+        first = []
+        second = []
+        for targets, experts, angle in product(get_args(Targets), self.experts, self.angles):
+            clean = theorem_1_over_seeds(experts, angle, targets)
+            ratio = mean_over_seeds([sides.ratio for sides in clean])
+            out.put("ratio", ratio, targets=targets, experts=experts, angle=angle)
+            first += clean
+            second += theorem_2_over_seeds(experts, angle, targets)
+        totals = {
+            "draws": len(first),
+            "violations": sum(not sides.holds for sides in first),
+            "literal_violations": sum(not sides.literal_holds for sides in first),
+            "theorem_2_promises": sum(result.gamma is not None for result in second),
+            "theorem_2_violations": sum(not result.holds for result in second),
+        }
+        for name, total in totals.items():
+            out.put(name, total)
 
 
 def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem1Sides]:

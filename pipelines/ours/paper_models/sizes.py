@@ -4,28 +4,48 @@ A tensor on torch's meta device has a shape but no values, so that a model of a 
 is built and a forward pass or training step is counted in a tenth of a second.
 """
 
+from functools import cache
 from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.measure.base import MeasuredPart
+from moecore.core.config import Misfits
 from moecore.measure.forward_cost import whole_and_routing_flops
-from moecore.measure.values import Found, Metric, Value
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
+from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.meta_device import meta_device_context
-from moecore.tasks.classification import Classification
+from moecore.parts import (
+    Backbone,
+    BackboneModel,
+    Calculation,
+    Classification,
+    Config,
+    ImageSpec,
+    Metric,
+    OnPage,
+    Surroundings,
+    Values,
+)
 from moecore.training.meter import LiveBytes, live_training_tensors
 from moecore.training.method import Method
 
 METRICS = {
-    "parameters": Metric("Parameters, M", form="count", over="model"),  # with a teacher's routers
-    "active_parameters": Metric("Active, M", form="count", over="model"),  # that a token uses
-    "gflops": Metric("GFLOPs", over="model"),  # a multiplication and an addition count as two
-    "routing_gflops": Metric("Routing of a layer, GFLOPs", over="model"),  # mean over MoE layers
-    "training_memory_mb": Metric("Training step, GB", over="model"),  # most with AdamW, in fp32
+    "parameters": Metric(
+        "Parameters, M", form="count", over="model", detail=True
+    ),  # with a teacher's routers
+    "active_parameters": Metric(
+        "Active, M", form="count", over="model", detail=True
+    ),  # that a token uses
+    "gflops": Metric(
+        "GFLOPs", over="model", detail=True
+    ),  # a multiplication and an addition count as two
+    "routing_gflops": Metric(
+        "Routing of a layer, GFLOPs", over="model", detail=True
+    ),  # mean over MoE layers
+    "training_memory_mb": Metric(
+        "Training step, GB", over="model", detail=True
+    ),  # most with AdamW, in fp32
 }
 
 
@@ -56,10 +76,11 @@ class PaperModel(Config):
         return self
 
 
-class Sizes(MeasuredPart):
+class Sizes(Calculation):
     """Settings: which models are built."""
 
     metrics = METRICS
+    page = OnPage("sizes of the papers' models", heading="Difference from the papers' numbers")
 
     models: tuple[PaperModel, ...] = Field(min_length=1)
 
@@ -70,20 +91,41 @@ class Sizes(MeasuredPart):
             raise ValueError(f"models has {twice} twice; allowed: each name once")
         return self
 
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield (keys, message) for models that cannot be built, and that no paper reports."""
+        from moecore.report.tables.paper_numbers import COSTS
 
-def measure(settings: Sizes) -> Found:
-    """Return parameters, FLOPs and memory of every model; UserError if its sizes do not fit.
+        for index, model in enumerate(self.models):
+            if model.reported and model.reported not in COSTS:
+                text = f"found {model.reported}; allowed: empty, or one of {', '.join(COSTS)}"
+                yield ("models", index, "reported"), text
+            if model.model is not None and (refused := find_refusal(model.model_dump_json())):
+                keys, text = refused
+                inner = ("method",) if keys[:1] in (("router",), ("experts",), ("blocks",)) else ()
+                yield ("models", index, *inner, *keys), text
 
-    facts: models, the texts of each in the order of the settings.
-    """
-    values = [
-        Value(metric=metric, at={"model": paper_model.name}, value=number)
-        for paper_model in settings.models
-        for metric, number in count_sized_model(paper_model).items()
-    ]
-    texts = {"name", "reported", "needs", "why"}
-    models = [paper_model.model_dump(include=texts) for paper_model in settings.models]
-    return Found(values=values, facts={"models": models})
+    def calculate(self, out: Values) -> None:
+        """Put parameters, FLOPs and memory of every model; UserError if its sizes do not fit.
+
+        facts: models, the texts of each in the order of the settings.
+        """
+        for paper_model in self.models:
+            for metric, number in count_sized_model(paper_model).items():
+                out.put(metric, number, model=paper_model.name)
+        texts = {"name", "reported", "needs", "why"}
+        out.facts["models"] = [model.model_dump(include=texts) for model in self.models]
+
+
+@cache
+def find_refusal(settings: str) -> tuple[tuple[str, ...], str] | None:
+    """Return (keys, message) if a model cannot be built, or None; settings: PaperModel as JSON."""
+    from moecore.study.model_rules import REFUSED, split_key_and_message
+
+    try:
+        build_on_meta(PaperModel.model_validate_json(settings))
+    except REFUSED as error:
+        return split_key_and_message(error)
+    return None
 
 
 def count_sized_model(paper_model: PaperModel) -> dict[str, float]:
