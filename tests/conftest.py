@@ -38,7 +38,6 @@ SLOW = (
     "testing",
     "house/test_additions.py",
     "house/test_docs.py",
-    "house/test_pages.py",
 )
 # One pipeline, one kill, one look at what reruns; and what starts nothing
 QUICK = (

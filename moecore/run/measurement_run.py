@@ -1,5 +1,6 @@
-"""Measure a trained model, for the stages ``measure``, ``routing`` and ``robustness``."""
+"""Measure a trained model, or reduce its experts (the stages ``prune`` and ``merge``)."""
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,16 +8,19 @@ from typing import Annotated, Any
 from pydantic import create_model
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts
+from moecore.core.files import KeptParts, whole_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.progress import report_progress
-from moecore.run.run_record import record_resumable
+from moecore.run.run_record import record_resumable, record_run
 from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import guide_folder, load_guide, load_model
+from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words
 from moecore.training.method import Method
+from moecore.training.outcome import evaluate_model_outcome
 from moecore.training.runtime import tune_runtime
+from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 class MethodParams(Config):
@@ -57,3 +61,28 @@ def measure_model(what: str, phase: Phase, method: str, seed: int) -> Any:
             result = Skipped(skipped=reason)
         run.result(result)
     return result
+
+
+def record_expert_reduction(
+    params: Config, reduction: ExpertReduction, method: str, seed: int
+) -> None:
+    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model.
+
+    The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
+    """
+    stage = reduction.section
+    start = Path("artifacts/pretrain", method, str(seed))
+    target = Path("artifacts", stage, method, str(seed))
+    data = Prepared.open(Path("artifacts/data", stage))
+    inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
+    with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
+        begun = time.monotonic()
+        pretrained = load_model(start).to(tune_runtime().device)
+        model = reduction.reduce_model(pretrained, data.train)
+        seconds = time.monotonic() - begun
+        with whole_folder(target) as folder:
+            save_model(folder, model)
+            save_words(folder, data)
+        run.dataset(data.card)
+        run.result(evaluate_model_outcome(model, data, seconds))
+        run.model(target)

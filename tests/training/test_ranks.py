@@ -46,13 +46,13 @@ from moecore.training.runtime import CompiledBlocks
 from moecore.training.settings import Adversarial, Training
 from moecore.training.sharded_state import to_full_tensor
 from tests import forked
+from tests.data.making import balls
 from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_tissue_isolation
 from tests.training.small import COMPETITION, CPU, IMAGE, made
 from tests.training.small import SETTINGS as SMALL_SETTINGS
-from tests.volumes import balls
 
 SHIPPED_ENTRIES = load_yaml_document(str(SHIPPED)).data["methods"]
 MLPS = {"kind": "mlp", "number": 4}
