@@ -48,6 +48,13 @@ QUICK = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without what is slow, import no file that is slow as a whole: each worker would, for 8 s."""
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    is_slow = name.startswith(SLOW) and not any(quick.startswith(name) for quick in QUICK)
+    return True if config.option.markexpr == "not slow" and is_slow else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow, and let it come first: no worker is left with it at the end."""
     folders = [f"tests/{name}" for name in SLOW]
