@@ -18,6 +18,9 @@ from tests.project import Project
 # No test is timed: on a busy machine any example can take a second.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+# Stages that run in a test's process would give torch all cores from then on, and threads of tiny
+# products wait for each other: a training of 0.3 s takes 5 s.
+os.environ.setdefault("MOECORE_THREADS", "1")
 
 # What starts pipelines, processes, compilers, browsers or whole studies: `make quick-test` leaves
 # it out but for QUICK. The workers of `make test` take whole files in this order: the first makes
