@@ -155,7 +155,7 @@ calibrate: {{calibrator: {{kind: temperature}}}}
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
-    """Every stage ran for the method with experts, in this labelled."""
+    """Every stage ran for the method with experts, in this folder."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("several")
         patch.chdir(home)
