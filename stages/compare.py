@@ -8,12 +8,15 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
-from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
+from moecore.report.claims.evaluation import (
+    choose_answerable_comparisons,
+    compare_json_claims,
+    evaluate_claims,
+)
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import compare_methods
-from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.document import load_yaml_document
@@ -37,7 +40,7 @@ def compare() -> None:
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=list_folder_stages(path.parent))
-    answerable = partial_comparison.choose_answerable_comparisons(
+    answerable = choose_answerable_comparisons(
         [*params.claims, *params.questions], params.run, results
     )
     evaluated = evaluate_claims(answerable, results)

@@ -1,7 +1,7 @@
 """``moecore.stages.merge_experts METHOD SEED``: a model whose similar experts are one."""
 
 from moecore.core.config import Config
-from moecore.run.expert_reduction_run import record_expert_reduction
+from moecore.run.measurement_run import record_expert_reduction
 from moecore.run.stage_entry import run_stage
 from moecore.study.settings import read_params
 from moecore.training.surgery.merge import Merge

@@ -1,7 +1,7 @@
 """``moecore.stages.prune_experts METHOD SEED``: a model without its worst experts."""
 
 from moecore.core.config import Config
-from moecore.run.expert_reduction_run import record_expert_reduction
+from moecore.run.measurement_run import record_expert_reduction
 from moecore.run.stage_entry import run_stage
 from moecore.study.settings import read_params
 from moecore.training.surgery.prune import Prune

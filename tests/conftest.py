@@ -18,6 +18,9 @@ from tests.project import Project
 # No test is timed: on a busy machine any example can take a second.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+# Stages that run in a test's process would give torch all cores from then on, and threads of tiny
+# products wait for each other: a training of 0.3 s takes 5 s.
+os.environ.setdefault("MOECORE_THREADS", "1")
 
 # What starts pipelines, processes, compilers, browsers or whole studies: `make quick-test` leaves
 # it out but for QUICK. The workers of `make test` take whole files in this order: the first makes
@@ -38,7 +41,6 @@ SLOW = (
     "testing",
     "house/test_additions.py",
     "house/test_docs.py",
-    "house/test_pages.py",
 )
 # One pipeline, one kill, one look at what reruns; and what starts nothing
 QUICK = (
@@ -47,6 +49,13 @@ QUICK = (
     "pipeline/test_kill_and_resume.py::test_killed_at_random_moments_it_ends_bit_equal[pretrain]",
     "pipeline/test_what_reruns.py::test_a_part_reruns_the_methods_that_use_it",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without what is slow, import no file that is slow as a whole: each worker would, for 8 s."""
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    is_slow = name.startswith(SLOW) and not any(quick.startswith(name) for quick in QUICK)
+    return True if config.option.markexpr == "not slow" and is_slow else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,18 @@
-"""Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
+"""Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places.
+Untrained small models, one for every kind of MoE layer that params.yaml names; no two of their
+routers' preferences are near a tie.
+"""
+
+import torch
+from torch import nn
 
 from moecore.core.source_layout import ROOT
+from moecore.nn.backbones.base_model import ImageSpec
+from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
+from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.method import Method
+from tests.training.small import IMAGE
 
 
 def load_methods(path: str) -> dict[str, Method]:
@@ -14,3 +24,51 @@ def load_methods(path: str) -> dict[str, Method]:
 METHODS = load_methods("tests/params.yaml")
 # Every kind of plan, a guided one, and one whose loss reads pairs of views
 REPRESENTATIVE = ("prc_moge", "ermoe", "tgr", "stable_moe", "expert_choice", "soft_moe")
+
+
+# layer → the first method that has it
+ROUTED = {
+    method.moe.model_dump_json(): name for name, method in reversed(METHODS.items()) if method.moe
+}
+KINDS = tuple(reversed(ROUTED.values()))
+STRONGER = 30
+
+
+def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
+    """An untrained model of the method, as it is used (with its teacher where it needs one), 16
+    patches and two MoE layers.
+    """
+    method, patch = METHODS[name], image.size // 4
+    torch.manual_seed(0)
+    model = Vit(patch=patch, width=32, depth=4, heads=2).build(image, method.moe)
+    guide = (
+        build_guide(Vit(patch=patch, width=32, depth=2, heads=2).build(image), method, (4,))
+        if method.guided
+        else None
+    )
+    with torch.no_grad():
+        for key, weight in [
+            *model.named_parameters(),
+            *(guide.named_parameters() if guide else ()),
+        ]:
+            if "router" in key and "basis" not in key:
+                weight *= STRONGER
+            if "attn" in key or "patch_embed" in key:
+                weight *= 5
+    return attach_required_guide(model, guide).eval()
+
+
+def relabelled(name: str, order: torch.Tensor) -> nn.Module:
+    """``tiny(name)`` with its experts under other numbers: expert ``order[i]`` is now i.
+
+    The model computes the same.
+    """
+    model, experts = tiny(name), len(order)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "router" not in key and "experts" not in key:
+                continue
+            axis = next((axis for axis, size in enumerate(weight.shape) if size == experts), None)
+            if axis is not None:
+                weight.copy_(weight.index_select(axis, order))
+    return model

@@ -1,5 +1,6 @@
-"""Measure a trained model, for several stages, or without one, for the stage ``calculate``."""
+"""Measure a trained model, reduce its experts (``prune``, ``merge``), or calculate without one."""
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,18 +8,21 @@ from typing import Annotated, Any
 from pydantic import create_model
 
 from moecore.core.config import Config
-from moecore.core.files import KeptParts
+from moecore.core.files import KeptParts, whole_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.measure.calculation import Calculation
 from moecore.measure.values import Found
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.progress import report_progress
-from moecore.run.run_record import record_resumable
+from moecore.run.run_record import record_resumable, record_run
 from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import guide_folder, load_guide, load_model
+from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words
 from moecore.training.method import Method
+from moecore.training.outcome import evaluate_model_outcome
 from moecore.training.runtime import tune_runtime
+from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 class MethodParams(Config):
@@ -70,3 +74,28 @@ def calculate_values(what: str) -> Found:
         result = calculation.collect_values(KeptParts(work, run.inputs).part)
         run.result(result)
     return result
+
+
+def record_expert_reduction(
+    params: Config, reduction: ExpertReduction, method: str, seed: int
+) -> None:
+    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model.
+
+    The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
+    """
+    stage = reduction.section
+    start = Path("artifacts/pretrain", method, str(seed))
+    target = Path("artifacts", stage, method, str(seed))
+    data = Prepared.open(Path("artifacts/data", stage))
+    inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
+    with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
+        begun = time.monotonic()
+        pretrained = load_model(start).to(tune_runtime().device)
+        model = reduction.reduce_model(pretrained, data.train)
+        seconds = time.monotonic() - begun
+        with whole_folder(target) as folder:
+            save_model(folder, model)
+            save_words(folder, data)
+        run.dataset(data.card)
+        run.result(evaluate_model_outcome(model, data, seconds))
+        run.model(target)

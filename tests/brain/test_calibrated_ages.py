@@ -23,7 +23,7 @@ from moecore.brain.prediction_table import read_predictions, write_predictions
 from moecore.core.files import UserError, read_json
 from moecore.measure.calibrators.linear import Linear
 from moecore.statistics.intervals import Estimate
-from tests.volumes import leaning, write_cohort
+from tests.data.making import leaning, write_cohort
 
 FILES = {"calibrator.json", "reference.json", "predictions.csv", "MODEL_CARD.md"}
 

@@ -27,8 +27,8 @@ from moecore.measure.calibration import TissueRidge
 from moecore.measure.calibrators.gap_on_age import GapOnAge
 from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Values
+from tests.data.making import Balls, ball, balls, leaning, write_cohort
 from tests.measure.subjects import compute_without_cache
-from tests.volumes import Balls, ball, balls, leaning, write_cohort
 
 AGES = np.array([50.0, 60, 70])
 SAID = np.array([55.0, 60, 65])  # gaps 5, 0, −5: g(y) = 30 − y/2, and ŷ = 30 + y/2

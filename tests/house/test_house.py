@@ -1,18 +1,30 @@
 """The house: a part is a file, files are short, labels are for tasks, imports do nothing, and names
-keep the rule of CONTRIBUTING.md.
-
-That imports go down the rooms, and what may not be imported, hold import-linter and ruff
-(pyproject.toml; ``make lint``).
+keep the rule of CONTRIBUTING.md. That imports go down the rooms, and what may not be imported, hold
+import-linter and ruff (pyproject.toml; ``make lint``). The public names: page, ``__all__`` and
+docstrings agree, and an import loads nothing. Every file, module, function and key that a
+docstring, a comment or a page names exists.
 """
 
 import ast
+import inspect
+import io
+import json
 import re
+import subprocess
+import sys
+import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
+from pathlib import Path
 
+import pytest
+
+import moecore
 from moecore.core.source_layout import FAMILIES, ROOT
 from tests.house.names import list_exceptions
 from tests.project import source_files, syntax_trees
+from tools.public_names import render_public_names
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 AT_IMPORT = (ast.If, ast.For, ast.While, ast.With, ast.Try)
@@ -153,3 +165,191 @@ class Row:
         "one.py:told: one word",
         "other.py:read_rows: in several files",
     ]
+
+
+SAID = "import sys, moecore; print(*dir(moecore)); print(*sys.modules)"
+
+
+@pytest.mark.parametrize("name", moecore.__all__)
+def test_a_public_name_is_there_and_has_a_docstring(name):
+    value = getattr(moecore, name)
+    parts = dir(value) if inspect.ismodule(value) else []
+    for one in (value, *(getattr(value, part) for part in parts if part[:1].isupper())):
+        assert isinstance(one, (str, bool)) or (inspect.getdoc(one) or "")[:1].isupper()
+
+
+def test_a_family_offers_its_classes_by_name():
+    from moecore.attacks import Pgd
+
+    assert Pgd is moecore.attacks.Pgd and "Pgd" in dir(moecore.attacks)
+    assert {"Router", "TopKSoftmax"} <= set(dir(moecore.routers))
+    with pytest.raises(AttributeError, match=r"'moecore\.nn\.routers' has no attribute 'Chance'"):
+        moecore.routers.Chance  # noqa: B018
+
+
+def test_an_import_loads_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", SAID], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    names, modules = (line.split() for line in done.stdout.splitlines())
+    assert names == moecore.__all__
+    assert [name for name in modules if name.startswith("moecore")] == ["moecore"]
+    assert not {"torch", "numpy", "pydantic"} & set(modules)
+
+
+def test_other_names_are_no_attributes_and_renamed_ones_warn(monkeypatch):
+    with pytest.raises(AttributeError, match="module 'moecore' has no attribute 'load_modl'"):
+        moecore.load_modl  # noqa: B018
+    monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
+    with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
+        assert moecore.load_modl is moecore.load_model
+    code = (
+        "from moecore.pages import Column; from moecore import parts; print(Column is parts.Column)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+    assert "DeprecationWarning: moecore.pages is now moecore.parts" in done.stderr
+
+
+def test_the_page_is_what_the_code_says_and_names_what_a_part_may_define():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert page == render_public_names(), "run `python -m tools.public_names`"
+    for row in ("sided: bool", "check_causal(key)", "needs: frozenset", "model_refusal(model)"):
+        assert f"| `{row}" in page
+    assert (
+        "| `build(width)` | Return the experts for tokens of this width, d. **Required.** |" in page
+    )
+
+
+def test_type_checkers_read_its_types():
+    assert (ROOT / "moecore/py.typed").is_file()
+    assert '"py.typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def shown_code() -> dict[str, str]:
+    """Return the Python that README, tutorials and notebook show, by file."""
+    texts = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
+    texts[ROOT / "README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = {
+        str(file): "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+        for file, text in texts.items()
+    }
+    notebook = json.loads((ROOT / "docs/first_steps.ipynb").read_text(encoding="utf-8"))
+    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return code | {"first_steps.ipynb": "\n".join("".join(cell) for cell in cells)}
+
+
+def test_what_is_shown_uses_public_names_only():
+    for file, code in shown_code().items():
+        used = re.findall(r"\bmoecore\.(\w+)", code)
+        used += re.findall(r"^from moecore import (.+)", code, re.MULTILINE)
+        names = {name.strip() for one in used for name in one.split(",")}
+        assert names <= set(moecore.__all__), file
+
+
+QUOTED = re.compile(r"``([^`\n]+)``|`([^`\n]+)`")
+NAME = re.compile(r"[A-Za-z_][\w.]*\w")
+PATH = re.compile(
+    r"(?<![\w/.-])(?:moecore|stages|tests|tools|benchmarks|docs|pipelines)/[\w/.-]*\w"
+)
+PAGES = ("*.md", "docs/**/*.md", "pipelines/*.md", "pipelines/*/README.md", "benchmarks/*.md")
+CODE = ("*.py", "*.yaml", "*.toml", "Makefile", "*.js", "*.jinja", "*.sh")
+DATA_FILE = re.compile(r".*\.(npy|txt|csv|json|safetensors)")
+A_USERS_OWN = re.compile(r"(^|/)(my_\w+|NAME)\b")
+OF_OTHERS = {  # names in the papers' public code, and of torch
+    "analyze_routing_predictability.py",
+    "data_ptr",
+    "fixed_gain",
+    "sigmoid_xent",
+    "synthetic_data_s3",
+}
+
+
+def docstring_nodes(tree: ast.AST) -> set[ast.Constant]:
+    """The string constants that are docstrings, of any statement that is only a string."""
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+@cache
+def words_of_code() -> frozenset[str]:
+    """Every identifier and every word of a string in the code of the repository, and in its YAML.
+
+    Docstrings, comments and pages are not among them: a name that only these have is dead.
+    """
+    words: set[str] = set()
+    for folder in ("moecore", "stages", "tests", "tools", "benchmarks", "pipelines", "."):
+        deep = "" if folder == "." else "**/"
+        for pattern in CODE:
+            for file in {*(ROOT / folder).glob(deep + pattern)} - {Path(__file__)}:
+                text = file.read_text("utf-8", errors="replace")
+                if file.suffix != ".py":
+                    words |= set(re.findall(r"\w+", text))
+                    continue
+                tree = ast.parse(text)
+                words |= set(file.relative_to(ROOT).with_suffix("").parts)
+                described = docstring_nodes(tree)
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        if node not in described:
+                            words |= set(re.findall(r"\w+", node.value))
+                    for field in ("id", "attr", "arg", "name", "asname", "module"):
+                        name = getattr(node, field, None)
+                        if isinstance(name, str):
+                            words |= set(name.split("."))
+    return frozenset(words)
+
+
+def described_texts() -> Iterator[tuple[str, str]]:
+    """Pairs of place and text: docstrings and comments of the code, and pages."""
+    for path, text in source_files().items():
+        for node in docstring_nodes(syntax_trees()[path]):
+            if isinstance(node.value, str):
+                yield f"{path}:{node.lineno}", node.value
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield f"{path}:{token.start[0]}", token.string
+    for pattern in PAGES:
+        for page in ROOT.glob(pattern):
+            if page.name != "CHANGELOG.md":  # it names what is gone
+                yield page.relative_to(ROOT).as_posix(), page.read_text("utf-8")
+
+
+def dead_references(text: str) -> Iterator[str]:
+    """Yield what ``text`` names that is not there."""
+    for path in PATH.findall(text):
+        if A_USERS_OWN.search(path) or DATA_FILE.fullmatch(path):
+            continue
+        if not (ROOT / path).exists() and not list(ROOT.glob(f"{path}*")):
+            yield path
+    for pair in QUOTED.findall(re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
+        quoted = "".join(pair)
+        if not NAME.fullmatch(quoted) or "_" not in quoted.rstrip("_"):
+            continue
+        if quoted not in OF_OTHERS and not DATA_FILE.fullmatch(quoted):
+            if any(word not in words_of_code() for word in quoted.split(".")):
+                yield quoted
+
+
+def test_what_is_named_exists():
+    dead = [
+        f"{place}: {name}" for place, text in described_texts() for name in dead_references(text)
+    ]
+    assert dead == []
+
+
+@pytest.mark.parametrize(
+    ("text", "dead"),
+    [
+        ("See moecore/no_such.py and moecore/core/files.py.", ["moecore/no_such.py"]),
+        ("Uses ``no_such_function`` after ``describe_refusal``.", ["no_such_function"]),
+        ("Uses `core.no_such_one` after `core.files`.", ["core.no_such_one"]),
+    ],
+)
+def test_a_dead_reference_is_seen(text, dead):
+    assert list(dead_references(text)) == dead

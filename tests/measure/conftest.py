@@ -6,8 +6,8 @@ import pytest
 
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
+from tests.data.making import write_cohort
 from tests.measure.subjects import digits, top_k_mlps, train_on_ages, write_models
-from tests.volumes import write_cohort
 
 
 @pytest.fixture(scope="session")

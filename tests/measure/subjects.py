@@ -26,7 +26,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.pipeline.code_hashes import write_code
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import save_model
-from tests.volumes import write_cohort
+from tests.data.making import write_cohort
 
 
 def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:

@@ -29,7 +29,7 @@ from moecore.measure.attack_audit import (
 )
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from tests.attacks.models import CLASSES, YEARS, Blind, Smooth, vit
-from tests.attacks.test_target import Regressor
+from tests.attacks.test_attacks import Regressor
 
 WEIGHT = torch.linspace(-3, 4, 8)
 CHANGES = {"unchanged_images": 0.0, "routing_change": (0.5,), "processing_change": (0.25,)}

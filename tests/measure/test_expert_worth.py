@@ -1,19 +1,37 @@
-"""What experts are worth: they are barred by the router's own rule, and losses are paired."""
+"""What experts are worth: they are barred by the router's own rule, and losses are paired. Router
+regret: the fixture by hand, and a model against a slow reference.
+"""
 
-from itertools import product
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
+from moecore.measure.router_regret import (
+    DrawnTokens,
+    RouterRegret,
+    best_choices,
+    layer_losses,
+    means_over_layers,
+    regret_metrics_by_image,
+)
 from moecore.measure.routing_metrics.alternative_choices import (
     bar_experts,
     drop_choices,
     drop_weights,
     find_ranked_choice,
+    fixed_subset_gain,
     list_routers,
+    list_subsets,
+    subset_regret,
 )
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
@@ -27,6 +45,7 @@ from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_p import TopP
+from moecore.tasks.regression import Regression
 from moecore.testing import check_measurement
 from moecore.testing.check_helpers import small_data, small_vit
 from moecore.training.surgery.expert_reduction import compute_all_outputs
@@ -188,3 +207,167 @@ def test_where_it_does_not_apply():
     assert "told does not choose by scores" in ExpertWorth.applies(subject(Told()))
     dense = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE)
     assert "no experts" in ExpertWorth.applies(subject(Told())._replace(model=dense))
+
+
+def test_one_token_by_hand():
+    """Its layer's output is the class scores, the weights a softmax over the set."""
+    logits = torch.tensor([0.2, 1, -0.5, 0.5], dtype=torch.float64)
+    outputs = torch.tensor([[1, 0], [2, -1], [-1, 1], [0.5, 0.5]], dtype=torch.float64)
+    sets = list_subsets(4, 2)
+    assert [tuple(one.nonzero()[0]) for one in sets] == list(combinations(range(4), 2))
+    answers = [logits[one].softmax(0) @ outputs[one] for one in torch.from_numpy(sets)]
+    losses = np.array([float(cross_entropy(answer, torch.tensor(0))) for answer in answers])
+    expected = [0.088519, 0.690868, 0.502837, 0.11685, 0.143692, 0.997826]
+    assert losses == pytest.approx(expected, abs=1e-6)
+    left = subset_regret(losses[None], losses[[4]])
+    assert left.regret == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
+    assert left.better == pytest.approx(1 / 3)
+    assert left.regret / left.room == pytest.approx(0.164737, abs=1e-6)
+    many = list_subsets(40, 3)
+    assert many.shape == (256, 40) and (many.sum(axis=1) == 3).all()
+    assert np.array_equal(many, list_subsets(40, 3))
+
+
+def test_a_fixed_set_is_chosen_on_the_other_half():
+    """The first half likes set 1, the second set 0: each has what the other likes."""
+    losses = np.array([[3, 1], [3, 1], [0, 2], [0, 4]])
+    is_first = np.array([True, True, False, False])
+    assert fixed_subset_gain(losses, np.ones(4), is_first).tolist() == [-2, -2, -1, -3]
+
+
+def test_losses_are_those_of_a_slow_reference():
+    """With weights that are a softmax over the set, logits of the others at −∞ give the same."""
+    measured = subject(NoisyTopK(k=2, renormalise=True))
+    settings = RouterRegret(images=4, tokens=2, batch=5)
+    drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
+    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), settings.batch))
+    assert losses.shape == (4, 2, 4)
+    model, test = measured.model, measured.data.test
+    random = np.random.default_rng([0, 0])
+    for row, index in enumerate(evenly_spaced_indices(40, 4)):
+        pixels = torch.from_numpy(test.images[index : index + 1]).float() / 255
+        label = torch.from_numpy(test.labels[index : index + 1])
+        with torch.no_grad():
+            clean = model(pixels).routing
+            for column, token in enumerate(random.permutation(5)[:2]):
+                own = tuple(clean[0].chosen[0, token].nonzero()[:, 0].tolist())
+                for place, allowed in enumerate([*combinations(range(3), 2), own]):
+                    barred = torch.zeros(1, 5, 3, dtype=torch.bool)
+                    barred[0, token] = True
+                    barred[0, token, list(allowed)] = False
+                    with limited_logits(model, [barred, ~clean[1].chosen]):
+                        expected = cross_entropy(model(pixels).prediction, label)
+                    assert losses[row, column, place] == pytest.approx(float(expected), abs=1e-5)
+
+
+@contextmanager
+def limited_logits(model, barred):
+    """Give barred experts of each layer a logit that no softmax knows."""
+
+    def limit(logits, mask, tokens):
+        return logits(tokens).masked_fill(mask, -1e9)
+
+    routers = list_routers(model)
+    for router, mask in zip(routers, barred, strict=True):
+        router.logits = partial(limit, router.logits, mask)
+    yield
+    for router in routers:
+        del router.logits
+
+
+@pytest.mark.parametrize("router", [NoisyTopK(k=1), Eigenbasis(k=2)], ids=repr)
+def test_regret(router):
+    result = check_measurement(RouterRegret(images=6, tokens=3), subject(router))
+    assert result.facts["is_exact"] and result.facts["subsets"] == 3
+    regret, better = (result.find(name).value for name in ("router_regret", "better_sets"))
+    assert regret >= 0 and 0 <= better < 1
+    layers = result.curve("router_regret", "layer")
+    assert list(layers) == [1, 2] and regret == pytest.approx(np.mean([*layers.values()]))
+
+
+def test_sets_are_of_pieces_where_experts_are_split():
+    """Of three experts in two pieces each a token of k = 1 has two of six: 15 sets."""
+    measured = subject(NoisyTopK(k=1), experts=Mlp(number=3, fine=2))
+    result = RouterRegret(images=4, tokens=1).collect_result(measured, compute_without_cache)
+    assert result.facts["is_exact"] and result.facts["subsets"] == 15
+
+
+def test_losses_of_a_text_are_those_of_a_slow_reference():
+    """One word's experts are swapped for others; the block before is read as it is."""
+    measured = text_subject(NoisyTopK(k=2, renormalise=True))
+    model, test = measured.model, measured.data.test
+    drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
+    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), 3))
+    assert losses.shape == (2, 1, 4)
+    first, _ = list_routers(model)
+    for place, index in enumerate(drawn.images):
+        words = torch.from_numpy(test.images[[index]])
+        right = torch.from_numpy(test.labels[[index]]).long()
+        with torch.no_grad():
+            own = model(words).routing[0].chosen[0, drawn.tokens[place, 0]]
+            later = model(words).routing[1].chosen
+        sets = [torch.from_numpy(one) for one in list_subsets(3, 2)]
+        for column, allowed in enumerate([*sets, own]):
+            expected = text_loss(model, first, words, right, drawn.tokens[place, 0], allowed, later)
+            assert losses[place, 0, column] == pytest.approx(expected, abs=1e-5)
+
+
+def text_loss(model, router, words, right, token, allowed, later) -> float:
+    """Return the mean nats of a block's words, one of which has these experts in its last pass."""
+    calls = []
+
+    def bar(*given) -> None:
+        calls.append(len(calls))
+        barred = torch.zeros(1, 4, 3, dtype=torch.bool)
+        barred[0, token] = ~allowed
+        router.barred = barred if len(calls) == 2 else None
+
+    hook = router.register_forward_pre_hook(bar)
+    _, second = list_routers(model)
+    with torch.no_grad():
+        second.barred = ~later
+        loss = cross_entropy(model(words).prediction[0], right[0])
+    hook.remove()
+    router.barred = second.barred = None
+    assert len(calls) == 2
+    return float(loss)
+
+
+def test_regret_of_ages_and_texts():
+    """The loss is the task's own: of ages |error| / deviation, of a text nats per word."""
+    ages = IMAGE.model_copy(update={"task": Regression(target="age", mean=40, deviation=10)})
+    measured = subject(NoisyTopK(k=1), image=ages)
+    result = RouterRegret(images=4, tokens=2).collect_result(measured, compute_without_cache)
+    assert result.facts["unit"] == "deviations" and result.find("router_regret").value > 0
+    result = check_measurement(RouterRegret(images=4, tokens=2), text_subject(NoisyTopK(k=1)))
+    assert result.facts["unit"] == "nats per word" and result.find("router_regret").value > 0
+
+
+def test_best_choices_of_the_explorers_images():
+    """Of the first token set 1 is best, of the second its own; four patches share a coarse one."""
+    layouts = [TokenLayout(1, (1, 1), (8, 8)), TokenLayout(1, (2, 2), (8, 8))]
+    model = SimpleNamespace(layouts=layouts)
+    drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
+    losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
+    first, second = best_choices(model, 0, drawn, losses, list_subsets(2, 1))
+    assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
+    assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
+
+
+def test_regret_by_image():
+    """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
+    losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
+    values = regret_metrics_by_image(losses)
+    assert values["router_regret"].tolist() == [0.5, 0]
+    assert values["better_sets"].tolist() == [0.25, 0]
+    assert values["router_regret_normalised"].mean() == pytest.approx(0.25 / 0.5)
+    flat = regret_metrics_by_image(np.full((2, 2, 3), 2.0))  # of a layer whose experts are equal
+    means = means_over_layers([values, flat])
+    assert means["router_regret"].tolist() == [0.25, 0] and "router_regret_normalised" not in means
+
+
+def test_regret_needs_a_choice_by_scores():
+    groups = NoisyTopK(k=1, groups=GroupLimitedChoice(number=3, kept=1))
+    assert "groups" in RouterRegret.applies(subject(groups))
+    assert "capacity" in RouterRegret.applies(subject(NoisyTopK(eval_capacity_factor=1)))
+    assert "may choose all" in RouterRegret.applies(subject(NoisyTopK(k=3)))

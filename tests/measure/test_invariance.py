@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
 from moecore.measure.base import MeasuredModel
-from moecore.measure.invariance import Invariance
+from moecore.measure.invariance import TRANSFORMS, Invariance, draw_affines
 from moecore.measure.routing_metrics.layer_metrics import (
     imed_between,
     imed_by_image,

@@ -34,8 +34,8 @@ from moecore.testing import check_measurement
 from moecore.training.guide import build_guide
 from moecore.training.method import Method
 from tests.measure.subjects import built, compute_without_cache
-from tests.nn.test_correspondence import paired
-from tests.routed import tiny
+from tests.methods import tiny
+from tests.nn.test_dispatch import paired
 
 SETTINGS = Routing.model_validate(
     {

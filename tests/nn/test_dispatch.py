@@ -1,6 +1,9 @@
 """SparsePlan: rows sorted by expert, and back. Other numbers for the same experts change no
-measurement but IMED, for which it matters who is whose neighbour.
+measurement but IMED, for which it matters who is whose neighbour. Which patches of two views show
+the same place: by hand, by brute force, and by pixels painted with their own coordinates.
 """
+
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moecore.core.files import UserError
+from moecore.core.routing_records import TokenLayout
+from moecore.core.streams import generator_for
+from moecore.data.views.augmentations import RandAugment
+from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
 from moecore.measure.routing_metrics import two_view_agreement
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
@@ -15,10 +23,16 @@ from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     run_sweeps,
 )
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
+from moecore.nn.correspondence import (
+    align_teacher_probs,
+    match_patches,
+    pair_view_tokens,
+    token_pair_values,
+)
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.classification import Classification
-from tests.routed import KINDS, METHODS, relabelled, tiny
+from tests.methods import KINDS, METHODS, relabelled, tiny
 
 
 def plan_of(batch=2, tokens=5, k=2, number=4, seed=0, dtype=torch.float32, kept=None):
@@ -188,3 +202,202 @@ def test_no_metric_changes(name):
         )
     before = leaves(everything(ours))
     assert leaves(everything(theirs)) == pytest.approx(before, abs=2e-4) and len(before) > 40
+
+
+SQUARE = TokenLayout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
+
+
+def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
+    return torch.tensor([[[rows, 0, down], [0, columns, right], [0, 0, 1]]])
+
+
+def partners_of(first, second, layout=SQUARE, image=0):
+    """An image's partners as a list, −1 where there is none."""
+    index, found, _ = match_patches(first, second, layout)
+    return torch.where(found, index, -1)[image].tolist()
+
+
+def paired(values, affines, layout, special):
+    """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
+    pairs = pair_view_tokens(affines, layout, special)
+    return *token_pair_values(values, pairs, layout), pairs.mask
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        # view 2 shows all one patch further right: the last column left it
+        (affine(right=4), [1, 2, -1, 4, 5, -1]),
+        (affine(down=-4), [-1, -1, -1, 0, 1, 2]),
+        # centres 2, 6, 10 → 8 (patch 2), 12 (just outside), 16
+        (affine(right=6), [2, -1, -1, 5, -1, -1]),
+        # centres → 0 (just inside), 4, 8: midway between patches goes to the higher one
+        (affine(right=-2), [0, 1, 2, 3, 4, 5]),
+        (affine(right=-3), [-1, 0, 1, -1, 3, 4]),  # centres → −1 (outside), 3, 7
+        (affine(columns=-1, right=12), [2, 1, 0, 5, 4, 3]),  # mirrored: c → 12 − c
+        (affine(right=1000), [-1] * 6),
+    ],
+)
+def test_moves_and_flips_by_hand(second, expected):
+    assert partners_of(affine(), second) == expected
+
+
+def test_the_view_of_higher_resolution_is_image_1():
+    # The second view enlarges the top left quarter twice: its centres (2, 6 | 2, 6, 10) are
+    # original (1, 3 | 1, 3, 5), which the first view has in row 0 of patches, columns 0, 0 and 1.
+    zoomed = affine(rows=2, columns=2)
+    index, found, swapped = match_patches(
+        torch.cat([affine(), zoomed, affine()]), torch.cat([zoomed, affine(), affine()]), SQUARE
+    )
+    assert swapped.tolist() == [True, False, False] and found.all()  # a tie keeps the order
+    assert index.tolist() == [[0, 0, 1, 0, 0, 1]] * 2 + [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_mirror_does_not_lower_the_resolution():
+    # det −2 against det 1: the absolute value counts. Centres 2, 6, 10 of the mirrored, twice wider
+    # view → (24 − c)/2 = 11, 9, 7.
+    index, found, swapped = match_patches(affine(), affine(columns=-2, right=24), SQUARE)
+    assert swapped.item() and found.all() and index.tolist() == [[2, 2, 1, 5, 5, 4]]
+
+
+def test_resolutions_that_differ_by_rounding_are_ties():
+    cos, sin = math.cos(1), math.sin(1)
+    turned = torch.tensor([[[cos, -sin, 5], [sin, cos, -3], [0, 0, 1]]])
+    larger = turned * torch.tensor([1 + 1e-6, 1 + 1e-6, 1])[:, None]
+    assert not match_patches(affine(), larger, SQUARE).swapped.item()
+    assert not match_patches(turned, affine(), SQUARE).swapped.item()
+
+
+def by_brute_force(first, second, layout):
+    """All centres of image 1 against all centres of image 2, one by one."""
+    sides = [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
+    cells = torch.cartesian_prod(*(torch.arange(patches) for patches in layout.grid))
+    centres = (cells.view(-1, len(sides)).double() + 0.5) * torch.tensor(sides).double()
+    swapped = second[:-1, :-1].det().abs() > first[:-1, :-1].det().abs()
+    if swapped:
+        first, second = second, first
+    found = []
+    for centre in centres:
+        point = torch.cat([centre, torch.ones(1).double()])
+        place = (second @ torch.linalg.inv(first) @ point)[:-1]
+        inside = ((place >= 0) & (place < torch.tensor(layout.size))).all()
+        found.append(int((centres - place).square().sum(-1).argmin()) if inside else -1)
+    return found, bool(swapped)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TokenLayout(0, (5,), (20,)),
+        TokenLayout(2, (4, 3), (8, 12)),
+        TokenLayout(1, (2, 3, 2), (8, 6, 10)),
+    ],
+)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
+    axes = len(layout.grid)
+    generator = generator_for(seed)
+    draw = lambda *size: torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)
+    both = torch.eye(axes + 1, dtype=torch.float64).repeat(2, 3, 1, 1)  # two views of three images
+    both[:, :, :-1, :-1] += 0.3 * draw(axes, axes)
+    both[:, :, :-1, -1] += 3 * draw(axes)
+    index, found, swapped = match_patches(both[0], both[1], layout)
+    for image in range(3):
+        expected, turned = by_brute_force(both[0, image], both[1, image], layout)
+        assert bool(swapped[image]) == turned
+        assert partners_of(both[0], both[1], layout, image) == expected
+    again = match_patches(both[1], both[0], layout)  # the views change places: the same pairs
+    assert torch.equal(again.index, index) and torch.equal(again.found, found)
+    assert torch.equal(again.swapped, ~swapped)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ViewSettings(shift=8, flip=True),
+        ViewSettings(crop=CropRanges(scale=(0.3, 1.0)), flip=True),
+        ViewSettings(affine=AffineRanges(degrees=40, scale=(0.7, 1.4), shear=10)),
+        ViewSettings(
+            crop=CropRanges(scale=(0.4, 1.0)),
+            flip=True,
+            randaugment=RandAugment(names=("rotate", "shear_x", "shear_y", "translate_x")),
+        ),
+    ],
+    ids=["shift", "crop", "turn", "all"],
+)
+def test_partners_show_the_same_place(settings):
+    """Each pixel is painted with its place; a patch's mean colour then tells where its centre lies
+    in the original image.
+    """
+    layout = TokenLayout(1, (8, 8), (32, 32))
+    count = 16
+    ramp = torch.arange(32, dtype=torch.uint8).mul(8)
+    white = torch.full((32, 32), 255, dtype=torch.uint8)
+    painted = torch.stack([ramp[:, None].expand(32, 32), ramp.expand(32, 32), white])
+    views = make_random_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
+    colours = torch.nn.functional.avg_pool2d(views.images, 4).flatten(2).mT * 255  # (2B, P, 3)
+    tokens = torch.cat([torch.full((2 * count, 1, 3), torch.nan), colours], dim=1)
+    one, two, found = paired(tokens, views.affines, layout, special=False)
+    # patches wholly inside the original image
+    within = found & (one[..., 2] > 254.9) & (two[..., 2] > 254.9)
+    apart = (one - two)[..., :2] / 8  # original pixels
+    pairs = match_patches(views.affines[:count], views.affines[count:], layout)
+    swapped = pairs.swapped[:, None, None]
+    coarse = torch.where(swapped, views.affines[:count], views.affines[count:])
+    assert within.float().mean() > 0.15
+    # half a patch of image 2 along each axis
+    assert ((apart @ coarse[:, :2, :2].float().mT)[within].abs() <= 2 + 0.15).all()
+
+
+def test_both_sides_are_gathered_from_the_right_view_image_and_token():
+    # Token values are 100 · view + 10 · image + token. Image 0: view 2 is the finer one. Image 1:
+    # view 2 moved right by one patch.
+    layout = TokenLayout(special=2, grid=(1, 3), size=(4, 12))
+    values = torch.tensor([100.0, 110, 200, 210])[:, None, None] + torch.arange(5)[:, None]
+    affines = torch.cat([affine(), affine(), affine(columns=2), affine(right=4)])
+    # Image 0: centres 2, 6, 10 of view 2 → 1, 3, 5 in view 1: patches 0, 0, 1, tokens 2, 2, 3.
+    first, second, found = paired(values, affines, layout, special=True)
+    assert first[..., 0].tolist() == [[202, 203, 204, 200, 201], [112, 113, 114, 110, 111]]
+    assert found.tolist() == [[True] * 5, [True, True, False, True, True]]
+    of_second = [[102, 102, 103, 100, 101], [213, 214, -1, 210, 211]]
+    assert torch.where(found, second[..., 0], -1).tolist() == of_second
+    without = paired(values, affines, layout, special=False)
+    for ours, whole in zip(without, (first, second, found), strict=True):
+        assert torch.equal(ours, whole[:, :3])
+
+
+def test_gradients_reach_both_sides():
+    values = torch.zeros(2, 7, 4, requires_grad=True)
+    affines = torch.cat([affine(), affine(rows=2, columns=2)])
+    first, second, found = paired(values, affines, SQUARE, special=False)
+    ((first + 10 * second) * found[..., None]).sum().backward()
+    # View 2 is image 1, each patch once; view 1's patches 0 and 1 are the partners of 4 and of 2
+    # patches.
+    assert values.grad[:, :, 0].tolist() == [[0, 40, 20, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+
+
+ONTO_A_LINE = torch.tensor([[[0.1, 0.3, 0], [0.2, 0.6, 0], [0, 0, 1]]])
+
+
+@pytest.mark.parametrize(
+    "broken", [affine(rows=0), affine(rows=torch.nan), affine(right=torch.inf), ONTO_A_LINE]
+)
+@pytest.mark.parametrize("view", [1, 2])
+def test_an_affine_that_cannot_be_undone_is_refused(broken, view):
+    whole = torch.cat([affine(), affine()])
+    broken = torch.cat([affine(), broken])
+    with pytest.raises(UserError, match=f"view {view} of image 1 is singular"):
+        match_patches(*((broken, whole) if view == 1 else (whole, broken)), SQUARE)
+
+
+def test_very_small_and_very_large_images_are_not_singular():
+    for scale in (1e-4, 1e4):
+        assert partners_of(affine(scale, scale), affine(scale, scale)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_distillation_token_follows_the_teachers_class_token():
+    teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
+    matched = align_teacher_probs(teacher, torch.Size((1, 4, 2)))
+    assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
+    assert align_teacher_probs(teacher, teacher.shape) is teacher

@@ -1,5 +1,6 @@
 """Methods that differ through the same calls: train, save, load, predict. Predictions: any batch
-size, bytes or pixels; modes and random state stay as they were.
+size, bytes or pixels; modes and random state stay as they were. Routers of transformers, small and
+drawn at random: records against what the models return.
 """
 
 import math
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moecore.core.config import replace_and_validate
+from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
@@ -18,16 +21,22 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.router_hooks import FOREIGN_ROUTERS, build_record, routing_collector
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.testing.check_helpers import small_vit
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.settings import Training
+from moecore.training.teachers.timm import define_missing_operators
+from tests.data.making import VOLUMES, ball
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, images
-from tests.volumes import VOLUMES, ball
 
 SHIFTED = SETTINGS.model_copy(update={"epochs": 1, "views": type(SETTINGS.views)(shift=1)})
 TURNED = ViewSettings(flip=True, affine=AffineRanges(degrees=10, translate=0.05, scale=(0.9, 1.1)))
@@ -142,3 +151,223 @@ def test_is_fp32_under_autocast_of_bytes_and_pixels_and_keeps_no_records_when_to
         logits, records = predict_in_batches(Small(), pixels, 4, routing=False)
     assert logits.dtype == torch.float32 and records == ()
     assert torch.equal(logits, predict_in_batches(Small(), IMAGES, 4)[0])
+
+
+TWOS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
+SMALL = dict.fromkeys(TWOS, 2) | {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "eos_token_id": None,
+}
+WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT = dict.fromkeys(WIDTHS, 8) | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+MODELS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Olmoe": {"num_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 8, "norm_topk_prob": True},
+    "DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"},
+    "DeepseekV3": LATENT,
+}
+SWITCH = dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "expert_capacity"), 2) | {
+    "vocab_size": 50,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 8,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "num_experts": 4,
+}
+
+
+def foreign_model(name: str, settings: dict[str, object]) -> nn.Module:
+    """A small model of transformers with random weights, its routers sure of themselves."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    define_missing_operators()
+    torch.manual_seed(0)
+    family, _, task = name.partition("For")
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}For{task}")(config).eval()
+    for key, parameter in model.named_parameters():
+        if "gate.weight" in key or "router" in key:
+            parameter.data = torch.randn(parameter.shape)
+        if "shared_expert" in key:  # what is not routed adds nothing
+            parameter.data.zero_()
+    return model
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Hooks of the model, which transformers itself leaves some of."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_records_are_what_the_model_returns_and_does(name):
+    model = foreign_model(f"{name}ForCausalLM", SMALL | MODELS[name])
+    words = torch.randint(50, (3, 7))
+    output = model(input_ids=words, output_router_logits=True)
+    hooks = count_hooks(model)
+    with routing_collector(model) as records:
+        traced = model(input_ids=words)
+    assert torch.equal(traced.logits, output.logits) and count_hooks(model) == hooks
+    assert len(records) == len(output.router_logits)
+    blocks = [module for module in model.modules() if hasattr(module, "gate")]
+    for record, logits, block in zip(records, output.router_logits, blocks, strict=True):
+        assert record.probs.shape == (3, 7, 4) and (record.chosen.sum(-1) == 2).all()
+        assert torch.equal(record.logits.flatten(0, 1), logits.float())
+        torch.testing.assert_close(record.probs.sum(-1), torch.ones(3, 7))
+        assert torch.equal(record.combine > 0, record.chosen)
+        tokens = torch.randn(3, 7, 16)
+        with routing_collector(block) as alone:
+            expected = block(tokens)
+        every = torch.arange(4).expand(21, 4)  # all experts, with the weights of the record
+        given = block.experts(tokens.flatten(0, 1), every, alone[0].combine.flatten(0, 1))
+        torch.testing.assert_close(given.view(3, 7, 16), expected)
+
+
+@torch.no_grad()
+def test_switch_drops_what_is_beyond_an_experts_capacity():
+    model = foreign_model("SwitchTransformersForConditionalGeneration", SWITCH)
+    words = torch.randint(50, (3, 7))
+    with routing_collector(model) as records:
+        model(input_ids=words, decoder_input_ids=words[:, :5])
+    assert [record.probs.shape for record in records] == [(3, 7, 4), (3, 5, 4)]
+    record, dropped = records[0], 0
+    for text in range(3):
+        full = [0] * 4
+        for place in range(7):
+            probs = record.logits[text, place].softmax(0)
+            best = int(probs.argmax())
+            assert record.chosen[text, place].nonzero().tolist() == [[best]]
+            weights = torch.zeros(4)
+            if full[best] < 2:
+                weights[best] = probs[best]
+            dropped += full[best] >= 2
+            full[best] += 1
+            torch.testing.assert_close(record.combine[text, place], weights)
+    assert dropped
+
+
+def records_and_gradients(model: nn.Module, is_within: bool, reads_records: bool):
+    """Return the records of a step, whose backward pass is within the trace or after it."""
+    words = torch.randint(50, (2, 4), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    with routing_collector(model) as records:
+        loss = model(input_ids=words).logits.square().mean()
+        if reads_records:
+            assert all(record.probs.requires_grad for record in records)
+            loss = loss + sum(record.probs.square().sum() for record in records)
+        if is_within:
+            loss.backward()
+    if not is_within:
+        loss.backward()
+    return records, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_computed_again_are_recorded_once(use_reentrant, is_within):
+    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"]).train()
+    reads_records = not use_reentrant  # whose forward pass has no gradients
+    _, expected = records_and_gradients(model, is_within, reads_records)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    records, gradients = records_and_gradients(model, is_within, reads_records)
+    assert len(records) == 2
+    torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_our_layers_that_are_computed_again_are_recorded_once(use_reentrant):
+    layers = nn.Sequential(MoELayer(8, NoisyTopK(), Mlp(number=4)), nn.GELU())
+    model = small_vit()
+    calls = (
+        (layers, layers, torch.randn(2, 3, 8, requires_grad=True), 1),
+        (model, lambda x: model(x).prediction, torch.rand(2, 1, 8, 8, requires_grad=True), 2),
+    )
+    for traced, call, inputs, number in calls:
+        with routing_collector(traced) as records:
+            checkpoint(call, inputs, use_reentrant=use_reentrant).square().sum().backward()
+        assert len(records) == number
+
+
+def test_a_router_that_weighs_otherwise_is_refused():
+    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
+    other = {"OlmoeTopKRouter": FOREIGN_ROUTERS["DeepseekV3TopkRouter"]}
+    with pytest.raises(UserError, match="^trace: OlmoeTopKRouter does not weigh .* by a sigmoid"):
+        with routing_collector(model, other):
+            model(input_ids=torch.randint(50, (2, 4)))
+
+
+class OwnGate(nn.Module):
+    """Somebody's router: returns the experts chosen and their weights, and keeps its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        self.logits = self.linear(tokens)
+        return self.logits.sigmoid().topk(2)
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = OwnGate()
+
+    def forward(self, *, tokens):
+        weights, _ = self.gate(tokens.flatten(0, 1))
+        return tokens * weights.sum(-1).view(*tokens.shape[:2], 1)
+
+
+def read_own_gate(gate, inputs, output):
+    weights, experts = output
+    return build_record(gate.logits, experts, weights, score="sigmoid")
+
+
+def test_an_adapter_reads_anybodys_router():
+    block, tokens = OwnBlock(), torch.randn(2, 3, 8)
+    with routing_collector(block, {"OwnGate": read_own_gate}) as records:
+        block(tokens=tokens)
+    (record,) = records
+    scores = block.gate.linear(tokens).sigmoid()
+    torch.testing.assert_close(record.probs, scores / scores.sum(-1, keepdim=True))
+    weights, experts = scores.topk(2)
+    combine = torch.zeros_like(scores).scatter(-1, experts, weights)
+    assert torch.equal(record.combine, combine) and torch.equal(record.chosen, combine > 0)
+    assert torch.equal(record.load, record.chosen.float())
+
+
+def test_a_compiled_model_is_traced_as_it_was():
+    block = OwnBlock()
+    compiled = torch.compile(block, backend="eager")
+    compiled(tokens=torch.randn(2, 3, 8))
+    with routing_collector(compiled, {"OwnGate": read_own_gate}) as records:
+        compiled(tokens=torch.randn(2, 3, 8))
+    assert len(records) == 1
+
+
+def test_other_routers_adapters_and_records_are_refused():
+    with pytest.raises(UserError, match="^trace: OwnBlock has no known router; allowed: "):
+        with routing_collector(OwnBlock()):
+            pass
+    block = OwnBlock()
+    with pytest.raises(UserError, match="^adapters.OwnGate: found Tensor; allowed: a Routing"):
+        with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
+            block(tokens=torch.randn(2, 3, 8))
+
+    for experts, score, problem in (
+        ([[0, 1], [2, 2]], "softmax", "experts: found 2 twice in one token's choice"),
+        ([[3, 1], [2, 0]], "sigmod", "score: found 'sigmod'; allowed: softmax, sigmoid, sqrt_s"),
+    ):
+        with pytest.raises(UserError, match=f"^build_record: {problem}"):
+            build_record(torch.randn(2, 4), torch.tensor(experts), torch.full((2, 2), 0.5), score)

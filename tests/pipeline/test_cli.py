@@ -31,10 +31,9 @@ from moecore.core.files import read_json, write_whole
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
 from moecore.study.questions import QuestionFile
-from tests.data.making import image_classes
+from tests.data.making import COLOURS, image_classes, write_classes
 from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project
-from tests.volumes import COLOURS, write_classes
 
 DIGITS = "{kind: digits, size: 28}"
 FLOWERS = "{kind: image_folder, root: flowers, size: 28, channels: 1}"

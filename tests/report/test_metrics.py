@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moecore.data.views import invariance_transforms
+from moecore.measure import invariance
 from moecore.measure.routing import Routing
 from moecore.measure.trained import halfway_agreement
 from moecore.measure.values import place_slug
@@ -107,7 +107,7 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 def test_names_of_transforms():
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    names = {f"imed_{place_slug(name)}" for name in invariance_transforms.TRANSFORMS}
+    names = {f"imed_{place_slug(name)}" for name in invariance.TRANSFORMS}
     assert names == {name for name in paper if name.startswith("imed_")}
 
 

@@ -11,7 +11,7 @@ import pytest
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.source_layout import ROOT
 from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
-from moecore.run.partial_comparison import describe_waiting_claims, split_answerable_comparisons
+from moecore.report.claims.evaluation import describe_waiting_claims, split_answerable_comparisons
 from moecore.stages.compare import Params
 from moecore.study.params_file import write_assignments
 from moecore.study.questions import QuestionFile, Round

@@ -1,11 +1,13 @@
 """The stage ``measure``: any measurement of any model; what it skips; it goes on after a kill. From
 a training to explorer.html by the real stages. The stage ``out_of_fold``: every training volume is
 predicted by a model that never saw its participant. The stage ``prepare`` end to end on the digits:
-the folder, its history; a failure leaves the old.
+the folder, its history; a failure leaves the old. The stage ``code`` checks and hashes again
+exactly when something that it reads has changed.
 """
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import get_type_hints
 
@@ -17,23 +19,27 @@ from moecore.brain.age_measurement import Ages, fit_age_line
 from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
+from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared
 from moecore.measure import stability
 from moecore.measure.base import Skipped, find_measurement, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
+from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.report.figures.dataset_samples import draw_dataset_samples
+from moecore.report.figures.overview import draw_dataset_samples
+from moecore.stages import code as code_stage
 from moecore.stages import out_of_fold as stage
 from moecore.stages.measure import measure
 from moecore.stages.prepare import prepare
 from moecore.training.artifacts import save_model, save_no_guide
+from tests.data.making import leaning, write_cohort
 from tests.measure.subjects import digits, in_run
+from tests.methods import tiny
+from tests.project import PARAMS as SMALL_PARAMS
 from tests.project import Project
-from tests.routed import tiny
-from tests.volumes import leaning, write_cohort
 
 SECTIONS = {
     "routing": {
@@ -279,3 +285,91 @@ def test_contact_sheet_has_a_row_a_class(study):
     prepare_from(study, "{kind: digits}")
     axes = draw_dataset_samples(Prepared.open("artifacts/data/finetune"), shots=3).axes
     assert len(axes) == 30 and [axis.get_ylabel() for axis in axes[::3]] == list("0123456789")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> list[str]:
+    """Return the paths whose models were checked, in a folder with a copy of the source."""
+    source = tmp_path / "source"
+    compiled = shutil.ignore_patterns("__pycache__")
+    for name in ("moecore", "stages"):
+        shutil.copytree(ROOT / name, source / name, ignore=compiled, symlinks=True)
+    monkeypatch.setattr(code_hashes, "ROOT", source)
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(SMALL_PARAMS, encoding="utf-8")
+    for phase in ("pretrain", "finetune"):
+        card = Path("artifacts/data", phase, "card.json")
+        card.parent.mkdir(parents=True)
+        card.touch()
+    checked: list[str] = []
+    monkeypatch.setattr(code_stage, "check_models", checked.append)
+    code_stage.code()
+    code_stage.code()
+    assert checked == ["params.yaml"], "the second time there was nothing to do"
+    return checked
+
+
+def test_an_edit_of_what_it_reads_or_writes_is_noticed(runs):
+    edited = (
+        "source/moecore/report/page/page_objects.py",
+        "source/stages/pretrain.py",
+        "params.yaml",
+    )
+    edited += ("dvc.yaml", "artifacts/code/stages/pretrain.json", "source/moecore/nn/new.py")
+    for number, path in enumerate(edited, 2):
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as handle:
+            handle.write("\n# edited\n")
+        code_stage.code()
+        assert len(runs) == number, path
+        hashes = Path("artifacts/code/stages/pretrain.json").read_text(encoding="utf-8")
+        assert "edited" not in hashes
+
+
+def test_what_is_gone_is_noticed(runs):
+    shutil.rmtree("artifacts/code")
+    code_stage.code()
+    assert len(runs) == 2 and Path("artifacts/code/stages/pretrain.json").is_file()
+    Path("artifacts/code/settings/pretrain.json").unlink()
+    code_stage.code()
+    assert len(runs) == 3
+    Path("artifacts/data/finetune/card.json").unlink()  # its raw data count again
+    code_stage.code()
+    assert len(runs) == 4
+
+
+def test_a_refused_study_is_checked_again(runs, monkeypatch):
+    Path("params.yaml").write_text(SMALL_PARAMS + "\n", encoding="utf-8")
+
+    def refuse(path: str) -> None:
+        runs.append(path)
+        raise UserError(f"{path}: refused")
+
+    monkeypatch.setattr(code_stage, "check_models", refuse)
+    for _ in range(2):
+        with pytest.raises(UserError, match="refused"):
+            code_stage.code()
+    assert len(runs) == 3
+
+
+def test_an_edit_during_the_check_is_noticed_by_the_next_run(runs, monkeypatch):
+    file = Path("source/moecore/nn/dispatch.py")
+    Path("params.yaml").write_text(SMALL_PARAMS + "\n", encoding="utf-8")
+
+    def edit_meanwhile(path: str) -> None:
+        runs.append(path)
+        file.write_text(file.read_text(encoding="utf-8") + "\nEDITED = 1\n", encoding="utf-8")
+
+    monkeypatch.setattr(code_stage, "check_models", edit_meanwhile)
+    code_stage.code()
+    monkeypatch.setattr(code_stage, "check_models", runs.append)
+    code_stage.code()
+    assert len(runs) == 3
+
+
+def test_a_damaged_record_is_no_error(runs):
+    Path(".state/code.sha256").write_bytes(b"\xff torn")
+    code_stage.code()
+    code_stage.code()
+    assert len(runs) == 2

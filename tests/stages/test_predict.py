@@ -45,9 +45,9 @@ from moecore.predict.pictures import calibrator_folder
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened
+from tests.data.making import leaning, write_classes, write_cohort
 from tests.measure.test_truth import subject as measured_on_dialects
-from tests.nn.backbones.test_cells import MOSAIC
-from tests.volumes import leaning, write_classes, write_cohort
+from tests.tasks.test_classification import MOSAIC
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from moecore.stages.teacher import teacher
 from moecore.stages.teacher_router import teacher_router
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.outcome import Outcome
-from tests.volumes import balls, write_cohort
+from tests.data.making import balls, write_cohort
 
 PARAMS = """\
 run: {methods: [dense, vmoe, ermoe_ba, control, tgr], seeds: [0], phases: [pretrain]}

@@ -35,6 +35,7 @@ from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.outcome import TrainingLog, evaluate_trained_model
 from moecore.training.settings import Adversarial, Training
+from tests.data.making import write_classes
 from tests.measure.subjects import built, digits
 from tests.my_lab import forget_package, write_my_lab
 from tests.training.small import (
@@ -49,7 +50,6 @@ from tests.training.small import (
     stop_training,
     task,
 )
-from tests.volumes import write_classes
 
 
 def test_it_learns_and_reports_every_third_step_and_every_epoch():

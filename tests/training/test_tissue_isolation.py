@@ -17,7 +17,7 @@ from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams, load_split_where_it_fits
 from moecore.data.prepared import Split
 from moecore.data.views.views import ViewSettings
-from moecore.measure.routing_metrics.single_tissue_experts import region_rows
+from moecore.measure.routing_metrics.epochs import region_rows
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
@@ -35,8 +35,8 @@ from moecore.training.single_tissue_volumes import (
     build_tissue_isolation,
     region_channels,
 )
+from tests.data.making import VOLUMES, balls
 from tests.training.small import CPU, assert_resumes
-from tests.volumes import VOLUMES, balls
 
 METHOD = Method(
     router={"kind": "eigenbasis", "k": 2, "context": "learned"},

@@ -13,7 +13,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
 from moecore.report import headline_quantities
-from moecore.report.figures.dataset_samples import draw_dataset_samples
+from moecore.report.figures.overview import draw_dataset_samples
 from moecore.report.pictures import transfer
 from moecore.report.results import Display, Draw, list_displays, read_card_and_task, read_model
 from moecore.report.study_results import Measured, Phase, Results

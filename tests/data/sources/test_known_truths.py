@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard
-from sklearn.linear_model import LogisticRegression
 
 from moecore.core.files import UserError
 from moecore.data.drawn_images import DrawnSource
@@ -325,6 +324,8 @@ def test_a_linear_map_is_bound_by_the_theorem_and_those_of_each_cluster_are_not(
     data = prepared_vectors(Clusters(**FEW), tmp_path)
     (train, train_kinds), (test, kinds) = unpacked(data.train), unpacked(data.test)
     train, test = train.reshape(len(train), -1), test.reshape(len(test), -1)
+    from sklearn.linear_model import LogisticRegression  # its import takes a second
+
     one = LogisticRegression(max_iter=200).fit(train, data.train.labels)
     assert one.score(test, data.test.labels) <= 0.875
     for kind in range(4):

@@ -26,7 +26,7 @@ from moecore.data.sources.mosaic import (
 )
 from moecore.data.stratified_splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.report.figures.dataset_samples import draw_dataset_samples
+from moecore.report.figures.overview import draw_dataset_samples
 from moecore.tasks.multi_label import MultiLabel
 from moecore.testing import check_source
 

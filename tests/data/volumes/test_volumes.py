@@ -40,7 +40,7 @@ from moecore.data.volumes.volume_preparation import (
     resample_masked_volume,
     resample_volume,
 )
-from moecore.report.figures.dataset_samples import draw_dataset_samples, middle_slices
+from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 

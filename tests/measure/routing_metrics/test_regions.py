@@ -18,6 +18,8 @@ from moecore.data.views.views import make_random_views
 from moecore.measure.routing_metrics.epochs import (
     explorer_image_indices,
     read_epoch_traces,
+    region_rows,
+    shuffle_tissue_in_brain,
     spread_places,
     watched_epochs,
     write_epoch_trace,
@@ -32,10 +34,6 @@ from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     sweep_threshold,
 )
 from moecore.measure.routing_metrics.layer_metrics import class_expert_probs
-from moecore.measure.routing_metrics.single_tissue_experts import (
-    region_rows,
-    shuffle_tissue_in_brain,
-)
 from moecore.measure.routing_metrics.two_view_agreement import (
     PRESETS,
     Preset,
@@ -46,9 +44,9 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.tasks.classification import Classification
 from moecore.training.single_tissue_volumes import keep_only_tissue
+from tests.data.making import ball
 from tests.measure.subjects import images, moe, subject, volumes
-from tests.routed import KINDS, METHODS, tiny
-from tests.volumes import ball
+from tests.methods import KINDS, METHODS, tiny
 
 NAMES = ("wm", "gm", "free_2")
 

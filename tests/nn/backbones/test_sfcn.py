@@ -11,7 +11,7 @@ from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.testing.check_helpers import IMAGE
 from moecore.testing.model_checks import MOE
-from tests.volumes import VOLUMES
+from tests.data.making import VOLUMES
 
 CLASSES = VOLUMES.model_copy(update={"task": IMAGE.task})
 ATTENDING = MOE.model_copy(update={"router": Eigenbasis(context="attention_output")})
