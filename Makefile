@@ -51,6 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch torchvision
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(VENV)/bin/moecore schema
+	$(VENV)/bin/python -c 'import dvc.commands.repro, moecore.pipeline.parallel, moecore.stages.fork_server'  # compiled once
 	touch $@
 
 data: setup                      ## put Fashion-MNIST into data/raw where the machine does not have it

@@ -55,7 +55,7 @@ from moecore.training.upcycling_kinds import Granular as Granular
 if TYPE_CHECKING:
     from moecore.report.deprecated_results import Column as Column
     from moecore.report.deprecated_results import Shown as Shown
-else:  # for the page of your own measurement; importing them loads matplotlib
+else:  # for the page of your own measurement; importing them loads the room `report`
     _OF_PAGES = ("Column", "Shown")
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
 

@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import scipy
 import torch
 from PIL import Image
-from scipy.ndimage import correlate, gaussian_filter, map_coordinates
 from torch import Tensor
 
 from moecore.core.files import UserError
@@ -159,11 +159,11 @@ def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> 
 
 def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     """Return the image (C, H, W) with each channel correlated with the kernel (h, w)."""
-    return correlate(image, kernel[None], mode="nearest")
+    return scipy.ndimage.correlate(image, kernel[None], mode="nearest")
 
 
 def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
-    return gaussian_filter(image, (0, sigma, sigma), mode="nearest")
+    return scipy.ndimage.gaussian_filter(image, (0, sigma, sigma), mode="nearest")
 
 
 def disk_kernel(radius: float) -> np.ndarray:
@@ -287,12 +287,13 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
     # random affine.
     amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
     sigma = severity_length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
-    fields = gaussian_filter(
+    fields = scipy.ndimage.gaussian_filter(
         random.uniform(-1, 1, (2, *image.shape[-2:])), (0, sigma, sigma), mode="reflect"
     )
     rms = np.sqrt(np.square(fields).mean(axis=(1, 2), keepdims=True))
     places = np.indices(image.shape[-2:]) + amplitude * fields / rms
-    moved = [map_coordinates(channel, places, order=1, mode="reflect") for channel in image]
+    move = scipy.ndimage.map_coordinates
+    moved = [move(channel, places, order=1, mode="reflect") for channel in image]
     return np.stack(moved)
 
 

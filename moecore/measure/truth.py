@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
+import scipy
 import torch
 from pydantic import Field
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moecore.attacks.attack_setup import Target
@@ -209,7 +209,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     information = mutual_information(total)
     null_information = np.array([mutual_information(table) for table in null_tables])
     is_known = (truth > 0) & (chosen >= 0)
-    rows, columns = linear_sum_assignment(total, maximize=True)
+    rows, columns = scipy.optimize.linear_sum_assignment(total, maximize=True)
     matched = rows[columns.argsort()]
     order = [*matched, *np.setdiff1d(np.arange(expert_count), matched)]
     return TruthLayer(

@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from moecore.core.config import Config, collect_constants_named, find_class
@@ -19,6 +18,7 @@ from moecore.measure.transfer import Transfer
 from moecore.measure.values import Chart, Found
 from moecore.report.column import FillIn, MetricColumns, column_context, fill_words
 from moecore.report.figures import charts
+from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName

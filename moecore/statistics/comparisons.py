@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+import scipy
 
 from moecore.core.encoded_values import pack_numbers
 from moecore.statistics.intervals import (
@@ -70,26 +70,25 @@ class Difference(NamedTuple):
         if not any(source.variance for source in self.sources):
             return 0.0
 
-        from scipy.optimize import root_scalar  # slow to import
-
         def gap(log_tail: float) -> float:
             return self._half_width(math.exp(log_tail)) - distance
 
         # With both sources the interval is wider, so this p is at least the larger of the two.
         alone = [
-            float(stdtr(source.freedom, -distance / math.sqrt(source.variance)))
+            float(scipy.special.stdtr(source.freedom, -distance / math.sqrt(source.variance)))
             for source in self.sources
             if source.variance > 0
         ]
         log_tail = math.log(max(*alone, 1e-300))
         if gap(log_tail) > 0:
-            log_tail = root_scalar(gap, bracket=(log_tail, math.log(0.5)), xtol=1e-15).root
+            bracket = (log_tail, math.log(0.5))
+            log_tail = scipy.optimize.root_scalar(gap, bracket=bracket, xtol=1e-15).root
         return 2 * math.exp(log_tail)
 
     def _half_width(self, tail: float) -> float:
         """Return half the width of the interval that leaves probability ``tail`` on each side."""
         squares = [
-            source.variance * float(stdtrit(source.freedom, tail)) ** 2
+            source.variance * float(scipy.special.stdtrit(source.freedom, tail)) ** 2
             for source in self.sources
             if source.variance > 0
         ]
@@ -211,12 +210,10 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 def mcnemar(first_only: int, second_only: int) -> float:
     """Return McNemar's exact two-sided p (1947) from the images that only one model gets right."""
-    from scipy.stats import binomtest  # slow to import
-
     if first_only == second_only == 0:
         return 1.0
     # Exact, not mid-p: it keeps its level however few images the models disagree on.
-    return float(binomtest(first_only, first_only + second_only).pvalue)
+    return float(scipy.stats.binomtest(first_only, first_only + second_only).pvalue)
 
 
 def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:

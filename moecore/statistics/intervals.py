@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
-from scipy.special import stdtrit
+import scipy
 from torch import Tensor
 
 from moecore.core.config import Config
@@ -32,9 +32,7 @@ class Interval(NamedTuple):
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
     """Return successes / count with Wilson's score interval (1927); valid for shares of 0 and 1."""
-    from scipy.stats import binomtest  # slow to import
-
-    limits = binomtest(successes, count).proportion_ci(level, "wilson")
+    limits = scipy.stats.binomtest(successes, count).proportion_ci(level, "wilson")
     return Interval(successes / count, limits.low, limits.high)
 
 
@@ -46,7 +44,8 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     if len(values) == 1:
         return Interval(mean)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * spread / math.sqrt(len(values))
+    factor = float(scipy.special.stdtrit(len(values) - 1, (1 + level) / 2))
+    half = factor * spread / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -66,7 +65,7 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     # Pairs share seeds and are not independent, so a seed is left out with all its pairs.
     without = (pairs.sum() - 2 * pairs.sum(axis=1)) / ((seeds - 1) * (seeds - 2))
     variance = (seeds - 1) / seeds * float(np.square(without - without.mean()).sum())
-    half = float(stdtrit(seeds - 1, (1 + level) / 2)) * math.sqrt(variance)
+    half = float(scipy.special.stdtrit(seeds - 1, (1 + level) / 2)) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -139,6 +139,8 @@ def read_study(document: Document) -> Study:
 
 def study_model(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
     """Return ``Study`` with a section per outside package; measurements: package.module → class."""
+    if not measurements:
+        return Study
     sections: dict[str, dict[str, Any]] = {}
     for name, measurement in measurements.items():
         package, _, module = name.partition(".")

@@ -382,3 +382,9 @@ def test_words_of_other_methods_change_the_hash(old, new):
     edited = REFUSAL.replace(old, new)
     assert hash_code(edited) != hash_code(REFUSAL)
     assert hash_code(edited.replace("allowed: 1", "allowed: one")) != hash_code(edited)
+
+
+def test_a_package_that_is_not_installed_is_left_to_the_check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = parse_yaml_document("packages: [nowhere_at_all]\ndata: 5\n")
+    assert not code_hashes.is_code_written(code_hashes.code_inputs(document), document)

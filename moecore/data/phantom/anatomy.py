@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import scipy
 from numpy.random import Generator
-from scipy import ndimage
 
 from moecore.core.files import UserError, file_checksum
 
@@ -141,7 +141,7 @@ def grid_points() -> np.ndarray:
 
 def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return float32 (n,): a volume (64, 64, 64), linear between voxels, at points (3, n)."""
-    return ndimage.map_coordinates(
+    return scipy.ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )
 
@@ -237,11 +237,11 @@ def template_from_maps(
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
-    depth = np.asarray(ndimage.distance_transform_edt(head > 0.5))
+    depth = np.asarray(scipy.ndimage.distance_transform_edt(head > 0.5))
     mobility = np.clip(depth * VOXEL_MM / SKULL_MM, 0, 1)
     steepness = np.maximum(np.linalg.norm(slope, axis=0), MIN_SLOPE)
     away = (mobility * slope / steepness).astype(np.float32).reshape(3, -1)
-    region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
+    region = np.flatnonzero(scipy.ndimage.binary_dilation(head > 0.02, iterations=3))
     ventricles = ventricle_voxel_shares(0.0, distance)
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
     return Template(

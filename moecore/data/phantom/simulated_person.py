@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy import ndimage
+import scipy
 
 from moecore.data.phantom import anatomy
 
@@ -153,4 +153,4 @@ def _total(values: np.ndarray) -> float:
 
 
 def _blur_volume(values: np.ndarray) -> np.ndarray:
-    return ndimage.uniform_filter(values, 3)
+    return scipy.ndimage.uniform_filter(values, 3)

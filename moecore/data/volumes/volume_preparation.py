@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import scipy
 from pydantic import Field, model_validator
-from scipy import ndimage
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
@@ -165,10 +165,10 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
         return volume.astype(np.float32, copy=False)
     # A voxel of the old grid counts as smoothed with a FWHM of 1.
     smoothing = np.sqrt(np.maximum(factors**2 - 1, 0)) / FWHM_TO_SD
-    smooth = ndimage.gaussian_filter(volume.astype(np.float32), smoothing, mode="constant")
+    smooth = scipy.ndimage.gaussian_filter(volume.astype(np.float32), smoothing, mode="constant")
     shape = tuple(int(length) for length in np.ceil(np.array(volume.shape) / factors - 1e-6))
     offset = (np.array(volume.shape) - 1) / 2 - factors * (np.array(shape) - 1) / 2
-    return ndimage.affine_transform(
+    return scipy.ndimage.affine_transform(
         smooth, factors, offset, shape, order=1, mode="constant", output=np.float32
     )
 
@@ -240,7 +240,7 @@ def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str 
             return None
         return f"not skull-stripped: {share:.0%} of its voxels are above 0; {remedy}"
     bright = volume > BRIGHT * np.percentile(volume[mask], 99)
-    outside = (bright & ~ndimage.binary_dilation(mask, iterations=2)).sum() / mask.sum()
+    outside = (bright & ~scipy.ndimage.binary_dilation(mask, iterations=2)).sum() / mask.sum()
     if outside <= MAX_OUTSIDE:
         return None
     return (

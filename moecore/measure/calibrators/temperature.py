@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar, Literal
 
+import scipy
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -74,8 +75,6 @@ class Temperature(Calibrator):
 
         For predictions that do not fit in memory. tolerance: relative, of β.
         """
-        from scipy.optimize import root_scalar  # slow to import
-
         slope_at = cache(slope_at)
         low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
         # The NLL is convex in β.
@@ -83,7 +82,7 @@ class Temperature(Calibrator):
             return FittedTemperature(temperature=MAX_TEMPERATURE, at_limit=True)
         if slope_at(high) <= 0:
             return FittedTemperature(temperature=MIN_TEMPERATURE, at_limit=True)
-        beta = root_scalar(slope_at, bracket=(low, high), rtol=tolerance).root
+        beta = scipy.optimize.root_scalar(slope_at, bracket=(low, high), rtol=tolerance).root
         return FittedTemperature(temperature=1 / beta)
 
 

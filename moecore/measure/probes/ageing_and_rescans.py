@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from torch import Tensor
 
 from moecore.data.prepared import Prepared
@@ -78,10 +79,8 @@ def rising_step_share(predictions: np.ndarray) -> float:
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
     """Return each subject's Spearman correlation of ages (A,), predictions (S, A); 0: constant."""
-    from scipy.stats import rankdata  # slow to import
-
-    age_ranks = rankdata(ages) - (len(ages) + 1) / 2
-    ranks = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
+    age_ranks = scipy.stats.rankdata(ages) - (len(ages) + 1) / 2
+    ranks = scipy.stats.rankdata(predictions, axis=1) - (len(ages) + 1) / 2
     lengths = np.sqrt((age_ranks @ age_ranks) * (ranks * ranks).sum(axis=1))
     return [
         float(total / length) if length else 0.0

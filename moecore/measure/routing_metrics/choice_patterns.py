@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 import torch
 from torch import Tensor
 
@@ -251,8 +252,6 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     share of the hottest experts that both have (ties: lowest index). Loads may agree although no
     token does.
     """
-    from scipy.stats import spearmanr  # slow to import
-
     shared = (predicted & chosen).sum(dim=-1).double()
     number = chosen.sum(dim=-1).double()
     # Tokens that chose no expert are left out.
@@ -268,7 +267,7 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     )
     of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
-        of_layer["early_load_rank"] = float(spearmanr(early_counts, counts).statistic)
+        of_layer["early_load_rank"] = float(scipy.stats.spearmanr(early_counts, counts).statistic)
     return Predictability(
         {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)},
         {

@@ -12,6 +12,7 @@ from math import ceil, comb
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -212,9 +213,7 @@ def indicator_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 def match_experts(correlation: np.ndarray) -> np.ndarray:
     """Return the one-to-one matching (E,) with the largest sum of correlations (E, E)."""
-    from scipy.optimize import linear_sum_assignment  # slow to import
-
-    return linear_sum_assignment(correlation, maximize=True)[1]
+    return scipy.optimize.linear_sum_assignment(correlation, maximize=True)[1]
 
 
 def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> SeedAgreement:

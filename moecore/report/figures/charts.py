@@ -5,15 +5,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.transforms import Bbox
-from scipy.optimize import isotonic_regression
+import scipy
 
 from moecore.measure.values import Value
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Axes, Bbox, Figure, Line2D
 from moecore.report.study_results import list_without_none
 from moecore.report.tables.cells import PIXEL
 from moecore.statistics.intervals import Interval, mean_over_seeds
@@ -254,7 +251,7 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
 def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
     """Return ascending heights moved as little as possible to be ``distance`` apart, in [0, 1]."""
     steps = distance * np.arange(len(heights))
-    return np.clip(isotonic_regression(heights - steps).x, 0, 1 - steps[-1]) + steps
+    return np.clip(scipy.optimize.isotonic_regression(heights - steps).x, 0, 1 - steps[-1]) + steps
 
 
 def label_points(
@@ -268,6 +265,8 @@ def label_points(
     points: name → position in the data; lines: whiskers, and points without names. This computes
     the layout of the figure.
     """
+    from matplotlib.transforms import Bbox
+
     drawing.finish_layout(figure)
     frame = axes.get_window_extent()
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
@@ -309,7 +308,7 @@ def _cost(reach: float, box: Bbox, obstacles: Sequence[tuple[Bbox, int]], frame:
 
 def _shared(first: Bbox, second: Bbox) -> float:
     """Return the area that two boxes share, in square pixels."""
-    overlap = Bbox.intersection(first, second)
+    overlap = first.intersection(first, second)
     return 0.0 if overlap is None else overlap.width * overlap.height
 
 

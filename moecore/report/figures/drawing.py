@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-import matplotlib
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgba
-from matplotlib.figure import Figure
-from matplotlib.legend import Legend
-from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import Bbox
+else:  # only functions that draw import matplotlib, which takes a third of a second
+    Axes = Figure = Legend = Line2D = Bbox = Any
 
 P = ParamSpec("P")
 
@@ -61,19 +62,10 @@ STYLE = {
 }
 
 
-class StyledFigure(Figure):
-    """A figure that is always drawn in ``STYLE``, because ticks are made and coloured only then."""
-
-    caption = ""
-    raster = False  # made of images: smaller as PNG than as SVG
-
-    def draw(self, renderer: Any) -> None:
-        with matplotlib.rc_context(STYLE):
-            super().draw(renderer)
-
-
 def finish_layout(figure: Figure) -> Figure:
     """Return the figure with its layout computed, so that printing draws it once, not twice."""
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
         if engine := figure.get_layout_engine():
             engine.execute(figure)
@@ -93,19 +85,17 @@ def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) -> Figure:
     """Return the figure of ``draw(*args)``, called with matplotlib's settings at ``STYLE``."""
+    import matplotlib
+
     with matplotlib.rc_context(STYLE):
         return draw(*args, **kwargs)
 
 
-def empty_figure(
-    width: float, height: float, caption: str = "", raster: bool = False
-) -> StyledFigure:
-    """Return an empty figure of this size in inches on the Agg canvas; it needs not be closed."""
-    figure = StyledFigure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    figure.caption = caption
-    figure.raster = raster
-    return figure
+def empty_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Figure:
+    """Return an empty StyledFigure of this size in inches on the Agg canvas; needs no closing."""
+    from moecore.report.figures.styled_figure import StyledFigure
+
+    return StyledFigure((width, height), caption, raster)
 
 
 def line_look(index: int) -> dict[str, Any]:
@@ -121,7 +111,9 @@ def expert_colours(number: int) -> list[str]:
     """Return ``number`` colours, one per expert: the palette up to 8, else steps of cividis."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
-    return [to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
+    from matplotlib import colormaps, colors
+
+    return [colors.to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
 
 
 def add_legend_below(figure: Figure, axes: Axes) -> Legend:
@@ -148,6 +140,8 @@ def set_percent_axis(axes: Axes, label: str) -> None:
 
 def set_epoch_axis(axes: Axes) -> None:
     """Label the horizontal axis "Epoch", with ticks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("Epoch")
     first, last = axes.get_xlim()
     if last - first < 1:  # one epoch: matplotlib would print 1.975 and 2.025 around it
@@ -259,12 +253,16 @@ def displayable_image(image: np.ndarray) -> np.ndarray:
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
     """Return the half-transparent colour (rows, columns, 4) of each patch's expert; −1: none."""
+    from matplotlib.colors import to_rgba
+
     palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
     return palette[grid]
 
 
 def heat_colours(values: np.ndarray, largest: float) -> np.ndarray:
     """Return values from 0 to ``largest`` as RGBA colours (…, 4); NaN is transparent."""
+    from matplotlib import colormaps
+
     colours = colormaps["magma"](np.nan_to_num(values) / max(largest, 1e-12))
     colours[~np.isfinite(values)] = 0
     return colours

@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from moecore.measure.exploring.expert_overlays import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Axes, Figure
 from moecore.training.monitor import RoutingPoint
 
 MOST = 12  # classes of a picture

@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures import charts, drawing
+from moecore.report.figures.drawing import Axes, Figure
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -25,6 +23,8 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 @drawing.styled_drawing
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     """Draw loss, or perplexity, and validation score over epochs; trained: method → its seeds."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure = drawing.empty_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task

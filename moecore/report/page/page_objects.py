@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from moecore.report.column import Column
+from moecore.report.figures.drawing import Figure
 from moecore.report.study_results import Models
 from moecore.report.tables.cells import Cell, Cells, NumberFormat, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS

@@ -5,14 +5,13 @@ from operator import methodcaller
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Axes, Figure
 from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRow, format_column
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.collections import PathCollection
-from matplotlib.figure import Figure
 
 from moecore.measure.calibration import ClassCalibration
 from moecore.measure.values import Found
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
@@ -49,6 +48,8 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
 @drawing.styled_drawing
 def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     """Draw accuracy against confidence in bins; curves: label → ``ReliabilityBins`` as JSON."""
+    from matplotlib.collections import PathCollection
+
     figure = drawing.empty_figure(4.8, 4.2)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=drawing.GUIDE, linewidth=1, linestyle=":", label="calibrated")

@@ -5,7 +5,6 @@ from operator import methodcaller
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes.ageing_and_rescans import rising_step_share
@@ -13,6 +12,7 @@ from moecore.measure.trained import TISSUES
 from moecore.measure.values import Found
 from moecore.report.column import Column
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import (
     NONE,
     Block,

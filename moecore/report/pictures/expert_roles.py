@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.values import Found
 from moecore.report.column import MetricColumns, column_context
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
+from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, method_rows_table
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase

@@ -1,11 +1,10 @@
 """Lemma 1 at real tokens, for models with layers that it applies to."""
 
-from matplotlib.figure import Figure
-
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import (
     INK,
     PALETTE,
+    Figure,
     add_legend_below,
     empty_figure,
     styled_drawing,

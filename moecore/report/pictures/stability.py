@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
 from moecore.measure.values import Found
 from moecore.report.figures import drawing
+from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block
 from moecore.report.results import Figures, Pictures, first_seed_pictures
 from moecore.report.study_results import Phase

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.trained import CONTROL, TISSUES, Trained, collect_outcome_values, outcome_of
 from moecore.measure.values import Found
 from moecore.report.column import score_slug
 from moecore.report.figures import charts, training_figures
+from moecore.report.figures.drawing import Figure
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class
 from moecore.report.page import page_objects
 from moecore.report.results import Figures, Pictures, first_seed_pictures

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from moecore.measure.values import Found
-from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
+from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure, styled_drawing
 from moecore.report.page.page_objects import (
     EMPTY,
     NONE,

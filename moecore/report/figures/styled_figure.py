@@ -1,0 +1,23 @@
+"""The figure class of the report; importing it loads matplotlib."""
+
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from moecore.report.figures.drawing import STYLE
+
+
+class StyledFigure(Figure):
+    """A figure that is always drawn in ``STYLE``, because ticks are made and coloured only then."""
+
+    def __init__(self, size: tuple[float, float], caption: str, raster: bool) -> None:
+        super().__init__(figsize=size)
+        FigureCanvasAgg(self)
+        self.caption = caption
+        self.raster = raster  # made of images: smaller as PNG than as SVG
+
+    def draw(self, renderer: Any) -> None:
+        with matplotlib.rc_context(STYLE):
+            super().draw(renderer)
