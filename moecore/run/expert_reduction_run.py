@@ -9,7 +9,7 @@ from moecore.data.prepared import Prepared
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.training.artifacts import load_model, save_model, save_words
-from moecore.training.outcome import evaluate_model_outcome
+from moecore.training.outcome import evaluate_model_outcome, save_model_score
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -34,6 +34,8 @@ def record_expert_reduction(
         with whole_folder(target) as folder:
             save_model(folder, model)
             save_words(folder, data)
+            outcome = evaluate_model_outcome(model, data, seconds)
+            save_model_score(folder, outcome, data)
         run.dataset(data.card)
-        run.result(evaluate_model_outcome(model, data, seconds))
+        run.result(outcome)
         run.model(target)

@@ -277,7 +277,7 @@ def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     results = Results({}, dump_inline_yaml(COMPOSED.document.data), {Sizes: paper_sizes})
     assert compare_methods(results) == {"sizes": sizes.size_differences(paper_sizes)}
     text = render_report(results)
-    assert "Sizes of the papers&#39; models" in text and "within 1 %" in text
+    assert "Sizes of the papers&#39; models" in text and "within 1\u00a0%" in text
     assert "paper 284.90, +0.0" in text
     written = render_report_files(results, [])
     assert {"index.html", "metrics/sizes.json", "curves/training.csv"} <= set(written)

@@ -27,17 +27,17 @@ from moecore.report.page import page_objects
 from moecore.report.page.sections import (
     describe_claims,
     describe_phase_findings,
-    join_names,
     phase_section,
     phase_title,
-    pluralize,
 )
 from moecore.report.pictures import linear_experts, sizes
+from moecore.report.pictures.robustness import describe_attacks
 from moecore.report.pictures.truth import describe_routings_worth
-from moecore.report.results import list_displays
 from moecore.report.study_results import Phase, Results
-from moecore.report.tables.cells import keep_percent_on_line
+from moecore.report.tables.cells import join_names, keep_percent_on_line
+from moecore.report.tables.first_sentence import first_sentence
 from moecore.report.tables.metrics_by_method import build_table
+from moecore.study.sections import Claim
 
 NAMED = 20  # classes, at most, whose names are listed
 
@@ -64,6 +64,7 @@ def render_report(
 
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     sections = [claims_section(evaluated)] if evaluated else []
+    asked = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews = []
     facts = []
     quantities = {}
@@ -82,7 +83,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         charts = list(overview.overview_charts(phase, quantities[name]))
         place = f"overview-{phase.name}"
         overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
-        sections.append(phase_section(results, phase, table))
+        sections.append(phase_section(results, phase, table, asked))
         facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.theorem_failure_blocks(linear))
@@ -96,8 +97,8 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
+        title=keep_percent_on_line(first_sentence(results)),
         answer=main_finding(results, quantities, evaluated),
-        opening=report_introduction(results),
         overviews=overviews,
         sections=sections,
         facts=facts,
@@ -109,44 +110,19 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
 def main_finding(
     results: Results, quantities: Mapping[str, PhaseQuantities], evaluated: Sequence[EvaluatedClaim]
 ) -> str:
-    """Return the page's first sentences: what routing is worth, then verdicts or scores."""
+    """Return what routing is worth, then verdicts or findings under attack, and the attacks."""
     phase = next(iter(results.phases.values()), None)
-    worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
+    if phase is None:
+        return describe_claims(evaluated)
+    sentences = [describe_routings_worth(phase, find_moe_baseline(phase.models))]
     if evaluated:
-        finding = describe_claims(evaluated)
-    elif phase:
-        title = phase_title(phase)
-        dense = results.without_experts
-        finding = describe_phase_findings(phase, title, quantities[phase.name], dense)
+        sentences.append(describe_claims(evaluated))
     else:
-        counted = results.alone.get(Sizes)
-        finding = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
-    if worth:
-        return keep_percent_on_line(f"{worth} {finding}")
-    return finding
-
-
-def report_introduction(results: Results) -> str:
-    """Return sentences that name the number of methods and seeds, the data and the measurements."""
-    methods = results.methods
-    phases = list(results.phases.values())
-    if not phases:
-        return "Nothing was trained."
-    data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [
-        display.title
-        for display in list_displays()
-        if display.stage and phases[0].results(display.kind)
-    ]
-    if phases[0].together:
-        measured.append("transfer of attacks")
-    score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
-    measurements = join_names([score, *measured])
-    seeds = pluralize(phases[0].seeds, "seed")
-    if len(methods) == 1:
-        return f"1 method, {seeds}, on {data}. Measured: {measurements}."
-    compared = f"{len(methods)} methods, {seeds} each, on {data}."
-    return f"{compared} Measured for every model: {measurements}."
+        known = quantities[phase.name]
+        title = phase_title(phase)
+        sentences.append(describe_phase_findings(phase, title, known, results.controls))
+    sentences.append(describe_attacks(phase, results.attacks))
+    return keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
 def card_facts(phase: Phase) -> list[page_objects.TableRow]:

@@ -81,7 +81,7 @@ def main(path: str = "reports/compare.json") -> None:
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
-    """Print the report's first sentence, which data are simulated, headline numbers and verdicts."""
+    """Print the first sentence, which data are simulated, headline numbers and verdicts."""
     from rich.console import Console
     from rich.table import Table
 
