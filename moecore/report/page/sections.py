@@ -210,15 +210,20 @@ def with_guess(
     if guess is None or place is None:
         return grid
     having = cells_by_method(score, cells)
-    for line, cell in zip(grid.lines, (row[score] for row in cells.values()), strict=True):
-        if cell is not None and not beats_guess(cell, guess, columns[place].better):
-            line.items[place] = line.items[place]._replace(note="not shown to beat a guess")
+    lines = []
+    for line, row in zip(grid.lines, cells.values(), strict=True):
+        cells_of_line = list(line.items)
+        if (cell := row[score]) and not beats_guess(cell, guess, columns[place].better):
+            note = "not shown to beat a guess"
+            cells_of_line[place] = cells_of_line[place]._replace(note=note)
+        lines.append(line._replace(items=cells_of_line))
     number_format = NumberFormat.of(
         columns[place].form, (cell.interval for cell in having.values())
     )
     items = [NONE] * len(columns)
     items[place] = PageCell(number_format.value(guess.value))
-    return grid._replace(foot=[TableRow(PageCell("guess", note=guess.words), items)])
+    foot = [TableRow(PageCell("guess", note=guess.words), items)]
+    return grid._replace(lines=lines, foot=foot)
 
 
 def sigma_schedule_block(results: Results) -> Block:
