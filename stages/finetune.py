@@ -1,7 +1,4 @@
-"""Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
-
-``moecore.stages.finetune adversarial vmoe 0``: on attacked images (adversarial-moe, §4.2).
-"""
+"""Stages ``finetune`` and ``adversarial`` (adversarial-moe, §4.2): training on other data."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -18,7 +18,7 @@ from moecore.run.training import training_run
 from moecore.study.settings import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import Objective, build_training_job
-from moecore.training.outcome import Outcome, evaluate_trained_model, save_model_score
+from moecore.training.outcome import Outcome, evaluate_trained_model
 from moecore.training.teachers.base import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
@@ -52,8 +52,6 @@ def teacher(seed: int) -> None:
             result = evaluate_trained_model(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
-            if isinstance(result, Outcome):
-                save_model_score(folder, result, data)
         training.run.result(result)
         training.run.model(target)
 
