@@ -20,6 +20,7 @@ from moecore.data.layouts.text import UNKNOWN
 from moecore.data.text.words import ReadingStyle, read_vocabulary, split_prompt_words
 from moecore.measure.exploring.expert_gallery import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.predict.model_quality import describe_model_quality
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.training.artifacts import load_model
@@ -81,6 +82,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     prompt_words = split_prompt_words(text, settings.reading)
     model = model.to(tune_runtime().device)
     continuation = continue_words(model, vocabulary, prompt_words, sampling)
+    continuation.remarks.insert(0, describe_model_quality(folder))
     experts = 0 if model.moe is None else model.moe.experts.choices
     # The text once per layer, words in the colour of their first expert
     layers = [

@@ -28,6 +28,7 @@ from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.exploring.expert_gallery import find_two_towers
 from moecore.nn.predict import predict_in_batches
 from moecore.predict import pictures
+from moecore.predict.model_quality import calibrator_folder, describe_model_quality
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
@@ -154,9 +155,7 @@ def predict_ages(
     the stage ``calibrate`` wrote; None: the model's. Raises UserError for another model's
     calibrator, or if no volume is usable.
     """
-    calibration = load_age_calibration(
-        calibrator or pictures.calibrator_folder(model_folder), model_folder
-    )
+    calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
     subjects, volumes, left_out = [], [], []
     for volume, prepared in zip(
@@ -281,6 +280,7 @@ def _pictures(request: PredictionRequest, files: Sequence[Path]) -> pictures.Pre
     write_csv(request.out, (map(spreadsheet_cell, line) for line in lines))
     height, width = model.image.shape
     remarks = [
+        describe_model_quality(request.model),
         reader.remark,
         f"pictures: the centre square at {height} × {width} pixels; transparent pixels are "
         f"{BACKGROUND}",
@@ -305,6 +305,7 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     failures = [(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
+        describe_model_quality(model),
         "volumes: the three middle slices",
         f"{len(flagged)} of {len(ages.rows)} volumes are unlike the training volumes "
         "(qc_flags); read MODEL_CARD.md before using the ages",

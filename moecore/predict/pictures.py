@@ -27,6 +27,7 @@ from moecore.measure.exploring.expert_gallery import experts_by_word
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches
+from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.progress import report_progress
@@ -129,13 +130,6 @@ class OutputReader(NamedTuple):
     columns: tuple[str, ...]  # of Row.numbers
     row: Callable[[Tensor], Row]  # from an output (K,)
     remark: str
-
-
-def calibrator_folder(model_folder: Path) -> Path:
-    """Return artifacts/calibrate/<phase>/<method>/<seed> for artifacts/<phase>/<method>/<seed>."""
-    above = model_folder.absolute().parent
-    phase = above.parent
-    return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:

@@ -7,7 +7,7 @@ from moecore.measure.robustness import Robustness
 from moecore.report.column import CEILING, DENSE, Column, score_slug
 from moecore.report.pictures import robustness
 from moecore.report.study_results import Phase
-from moecore.report.tables.cells import Cell, Cells, NumberFormat, format_epsilon
+from moecore.report.tables.cells import Cell, Cells, NumberFormat
 from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.statistics.intervals import Interval
 
@@ -155,11 +155,8 @@ def phase_quantities(
 
     attacked, moved = attacked_score_and_change_names(phase)
     steady = {}
-    if names := robustness.names_of_attacks(phase):
-        values = (robustness.scores_by_epsilon(row, names[-1]) for row in phase.results(Robustness))
-        epsilon = format_epsilon(float(next(filter(None, values))[-1].at["epsilon"]))
-        attack = f"{robustness.attack_title(names[-1])} (ε\u00a0=\u00a0{epsilon})"
-        steady[moved] = f"under {attack} routing overlap is {{}}"
+    if moved:
+        steady[moved] = "under attack routing overlap is {}"
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # the last swaps the most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")

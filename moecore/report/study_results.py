@@ -5,6 +5,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredPart
 from moecore.measure.trained import Trained, outcome_of
@@ -138,15 +139,22 @@ class Results(NamedTuple):
         }
 
     @property
+    def attacks(self) -> dict[str, Attack]:
+        """Name → attack of the section robustness of params.yaml; {} without the section."""
+        section = parse_settings(self.settings).get("robustness") or {}
+        attacks = map(Attack.model_validate, section.get("attacks") or ())
+        return {attack.name: attack for attack in attacks}
+
+    @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
         """Method → its section of params.yaml, for the compared methods."""
-        methods = parse_methods_section(self.settings)
+        methods = parse_settings(self.settings).get("methods") or {}
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
-def parse_methods_section(settings: str) -> Mapping[str, Any]:
-    return (parse_yaml_document(settings).data or {}).get("methods") or {}
+def parse_settings(settings: str) -> Mapping[str, Any]:
+    return parse_yaml_document(settings).data or {}
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:

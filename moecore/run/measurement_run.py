@@ -20,7 +20,7 @@ from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import evaluate_model_outcome
+from moecore.training.outcome import evaluate_model_outcome, save_model_score
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -96,6 +96,8 @@ def record_expert_reduction(
         with whole_folder(target) as folder:
             save_model(folder, model)
             save_words(folder, data)
+            outcome = evaluate_model_outcome(model, data, seconds)
+            save_model_score(folder, outcome, data)
         run.dataset(data.card)
-        run.result(evaluate_model_outcome(model, data, seconds))
+        run.result(outcome)
         run.model(target)

@@ -1,12 +1,14 @@
 """Results of the stages that train a model, and of prune and merge."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from moecore.core.config import Config
+from moecore.core.files import write_sealed
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -18,6 +20,7 @@ from moecore.tasks.base import ExtraTestMetrics, Task
 from moecore.training.meter import MEMORY, check_finite_predictions
 from moecore.training.settings import Training
 
+SCORE_FILE = "score.json"  # in a model's folder
 Agreement = tuple[float | None, ...]  # one share per point in time; None where undefined
 Map = tuple[float | None, ...]  # mean probability per expert; None for a class without images
 
@@ -93,6 +96,20 @@ class FinalRouterLosses(Config):
     loss: float
     balance: float
     entropy: float
+
+
+class ModelScore(Config):
+    """The score of a model on the test split of its data, stored beside its weights."""
+
+    data: str  # name of the data set
+    test_score: Estimate
+    test_count: int  # items
+
+
+def save_model_score(folder: Path, outcome: Outcome, data: Prepared) -> None:
+    """Write score.json into a model's ``folder``, from which a copy of the model has it, too."""
+    score = outcome.model_dump(mode="json", include={"test_score", "test_count"})
+    write_sealed(folder / SCORE_FILE, {"data": data.card["name"], **score})
 
 
 class TrainingLog(NamedTuple):

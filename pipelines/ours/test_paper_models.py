@@ -155,7 +155,7 @@ def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     assert dense == {"mean": count(paper_sizes, "parameters", "ViT-B/32"), "seeds": 1} | {
         "form": "count"
     }
-    assert "Sizes of the papers&#39; models" in text and "within 1 %" in text
+    assert "Sizes of the papers&#39; models" in text and "within 1\u00a0%" in text
     assert "paper 284.90, +0.0" in text
     assert {"index.html", "metrics/calculations/paper_models.sizes.json"} <= set(written)
     assert "plots/paper_models.sizes_difference_from_the_papers.svg" in written

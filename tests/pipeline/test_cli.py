@@ -290,6 +290,7 @@ def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
     assert len(rows) == 90
     assert {row["prediction"] for row in rows} <= set(COLOURS)
     assert "probabilities are calibrated" in done.stdout
+    assert re.search(r"accuracy of this model: .* test items of .*; expected cal", done.stdout)
     assert (folder / "predictions.html").is_file()
 
 

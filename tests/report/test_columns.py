@@ -2,8 +2,6 @@
 study lacks the stage.
 """
 
-import re
-
 import pytest
 
 from moecore.core.config import Config
@@ -233,9 +231,7 @@ def test_sweeps(whole):
 def test_the_whole_page_and_the_audit_method_by_method(text):
     assert_self_contained(text)
     assert text.count("<h4>") == 7 + 2 * 3, "papers, and two tables a method"
-    assert "23.6" in text and "243 million" in text
-    measured = re.search("Measured for every model: ([^.]*)", text)[1]
-    assert "corruptions" in measured and "stability under noise" in measured and "cost" in measured
+    assert "243 million" not in text, "no claim of a paper is tested, so its numbers are left out"
     # nine lines, of which three are not judged; method 1, vmoe, fails one
     assert "5 of 6 lines of the audit hold" in text
     part = text[text.index("lines of the audit") :]

@@ -201,6 +201,9 @@ ROOT = Path(__file__).parents[2]
 DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router: {kind: x}}}"
 
 
+CHANGED = "each pixel changed by at most 3.1 % of its range (ε = 8/255)."
+
+
 def answered(found: Results) -> str:
     """The sentence, its spaces plain."""
     return build_page(found, ()).answer.replace("\u00a0", " ")
@@ -231,8 +234,14 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     found = results(tmp_path)
     text = answered(found)
     # generated: the change is 0.5 for every method
-    overlap = "Pretrained on Fashion-MNIST: under PGD 10 (ε = 8/255) routing overlap is "
-    assert text.startswith(overlap + "50.0 %. tgr is most accurate on clean")
+    overlap = "Pretrained on Fashion-MNIST: under attack routing overlap is "
+    words = "50.0 %. Under the worst attack tgr is 3.0 percentage points more accurate than vmoe"
+    assert text.startswith(overlap + words)
+    assert text.endswith("Attack: FGSM, PGD 10; " + CHANGED), "named only, without their settings"
+    attacked = found._replace(
+        settings="robustness: {attacks: [kind: fgsm, {kind: pgd, steps: 10}]}"
+    )
+    assert answered(attacked).endswith("Attack: FGSM, PGD (10 steps); " + CHANGED)
     phase = found.phases["pretrain"]
     result = with_values(phase.models["tgr"][0].of(Robustness), "routing_change", value=0.3)
     phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, kind=Robustness)
@@ -247,8 +256,7 @@ def test_dense_models_and_routers_that_learned_nothing_are_never_the_best(tmp_pa
     found = found._replace(settings=DENSE)
     with_hits(found, "dense", 0)
     assert found.without_experts == {"dense"}
-    words = "nder the worst attack no mixture of experts is as accurate as dense, 100"
-    assert words in answered(found)
+    assert "Under the worst attack dense is 74.0" in answered(found)
     cells = metrics_by_method.build_table(found, found.phases["pretrain"]).cells
     worst = {method: row["accuracy_worst_case"] for method, row in cells.items()}
     assert worst["dense"].leads and not any(cell.marked for cell in worst.values())
@@ -271,7 +279,7 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
 def test_errors_have_their_unit(tmp_path, seeds):
     text = answered(results_of_ages(tmp_path, seeds))
     assert text.startswith("Pretrained on Small cohort: ")
-    assert re.search(r"has (a significantly smaller|the smallest) error", text)
+    assert re.search(r"Under the worst attack the mean absolute error of .* lower than", text)
     assert "accurate" not in text and "worst case" not in text
 
 

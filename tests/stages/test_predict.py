@@ -20,10 +20,11 @@ from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_erro
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_json_settings
 from moecore.core.encoded_values import spreadsheet_cell
-from moecore.core.files import UserError
+from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
+from moecore.measure.values import Found, Value
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
@@ -41,9 +42,10 @@ from moecore.predict.folder_predictions import (
     prepare_volumes,
 )
 from moecore.predict.folder_predictions import predict_ages as predict
-from moecore.predict.pictures import calibrator_folder
+from moecore.predict.model_quality import calibrator_folder
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
+from moecore.training.outcome import SCORE_FILE, ModelScore
 from tests.browser import clipped, opened
 from tests.data.making import leaning, write_classes, write_cohort
 from tests.measure.test_truth import subject as measured_on_dialects
@@ -268,6 +270,7 @@ def test_every_size_and_mode_gets_the_models_own_answer(model, pictures, tmp_pat
         assert row["prediction"] == names[int(probs.argmax())] and row["error"] == ""
         assert float(row["probability"]) == pytest.approx(float(probs.max()), abs=1e-5)
     told = capsys.readouterr().out
+    assert "how good this model is was not measured: there is no " in told
     assert "probabilities are not calibrated: there is no " in told
     assert "transparent pixels are white" in told and "24 files" in told
 
@@ -279,9 +282,21 @@ def test_probabilities_are_calibrated_where_there_is_a_calibrator(pictures, tmp_
     folder = tmp_path / "artifacts/calibrate/finetune/vmoe/0"
     folder.mkdir(parents=True)
     (folder / "calibrator.json").write_text(FittedTemperature(temperature=0.25).model_dump_json())
+    limits = {"value": 0.9, "low": 0.85, "high": 0.95}
+    score = ModelScore(data="Digits", test_score=limits, test_count=1200)
+    (model / SCORE_FILE).write_text(score.model_dump_json())
+    error = Found(values=[Value(metric="ece_after", value=0.02, low=0.01, high=0.03)], facts={})
+    write_json(tmp_path / "artifacts/measured/calibrate/finetune/vmoe/0.json", to_jsonable(error))
     with pytest.raises(SystemExit, match="^0$"):
         main([str(model), str(pictures), "--out", str(tmp_path / "sharp.csv")])
-    assert "probabilities are calibrated: temperature 0.25" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "probabilities are calibrated: temperature 0.25" in told
+    said = "ccuracy of this model: 90.0 % (85.0 – 95.0) on 1,200 test items of Digits; expected "
+    said += "calibration error after calibration: 0.020 (0.010 – 0.030)"
+    assert said in told and said in (tmp_path / "sharp.html").read_text(encoding="utf-8")
+    (model / SCORE_FILE).write_text("{}")
+    with pytest.raises(SystemExit, match="score.json: not the score of a model"):
+        main([str(model), str(pictures), "--out", str(tmp_path / "damaged.csv")])
     plain, sharp = rows_of(tmp_path / "plain.csv"), rows_of(tmp_path / "sharp.csv")
     assert [row["prediction"] for row in plain] == [row["prediction"] for row in sharp]
     for one, other in zip(plain, sharp, strict=True):

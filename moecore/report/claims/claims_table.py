@@ -106,7 +106,8 @@ def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> Section:
         for title, head, answers in (("", HEAD, claims), (ASKED, ASKED_HEAD, questions))
         if answers
     ]
-    return Section("claims", TITLE if claims else ASKED, "Claims", [HOW], blocks)
+    blocks.append(Block("How this is decided", [HOW], folded=True))
+    return Section("claims", TITLE if claims else ASKED, "Claims", (), blocks)
 
 
 def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
@@ -116,7 +117,7 @@ def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:
     section = claims_section(evaluated)
     lines = [f"# {section.title}", "", HOW]
     for block in section.blocks:
-        if block.title:
+        if block.title and block.grids:
             lines += ["", f"## {block.title}"]
         for grid in block.grids:
             rows = [

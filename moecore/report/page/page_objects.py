@@ -90,6 +90,7 @@ class PageTable(NamedTuple):
     sortable: bool = False  # by any column
     short: str = ""  # title in a choice of tables
     more: Sequence[TableRow] = ()  # rows of text that are folded below it
+    foot: Sequence[TableRow] = ()  # rows that are compared with, and not sorted
 
     @property
     def named(self) -> Sequence[tuple[str, ColumnHead]]:
@@ -165,8 +166,8 @@ class PhaseOverviewCharts(NamedTuple):
 
 class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
-    answer: str  # to the question that is its title
-    opening: str
+    title: str  # what was compared, and who is better by how much
+    answer: str  # further findings
     overviews: Sequence[PhaseOverviewCharts]
     sections: Sequence[Section]
     facts: Sequence[PageTable]  # about the data

@@ -26,16 +26,17 @@ from moecore.report.page.sections import (
     calculation_section,
     describe_claims,
     describe_phase_findings,
-    join_names,
     phase_section,
     phase_title,
-    pluralize,
 )
+from moecore.report.pictures.robustness import describe_attacks
 from moecore.report.pictures.truth import describe_routings_worth
-from moecore.report.results import list_calculations, list_displays
+from moecore.report.results import list_calculations
 from moecore.report.study_results import Phase, Results
-from moecore.report.tables.cells import keep_percent_on_line
+from moecore.report.tables.cells import join_names, keep_percent_on_line
+from moecore.report.tables.first_sentence import first_sentence
 from moecore.report.tables.metrics_by_method import build_table
+from moecore.study.sections import Claim
 
 NAMED = 20  # classes, at most, whose names are listed
 
@@ -62,6 +63,7 @@ def render_report(
 
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     sections = [claims_section(evaluated)] if evaluated else []
+    asked = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews = []
     facts = []
     quantities = {}
@@ -80,7 +82,7 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         charts = list(overview.overview_charts(phase, quantities[name]))
         place = f"overview-{phase.name}"
         overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
-        sections.append(phase_section(results, phase, table))
+        sections.append(phase_section(results, phase, table, asked))
         facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
     calculated = [
         calculation_section(display, phase, build_table(results, phase))
@@ -89,8 +91,8 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
     cards = [phase.card for phase in results.phases.values()]
     return page_objects.Page(
         simulated=", ".join(card["name"] for card in cards if card.get("simulated")),
+        title=keep_percent_on_line(first_sentence(results)),
         answer=main_finding(results, quantities, evaluated, calculated),
-        opening=report_introduction(results),
         overviews=overviews,
         sections=[*sections, *calculated],
         facts=facts,
@@ -105,47 +107,25 @@ def main_finding(
     evaluated: Sequence[EvaluatedClaim],
     calculated: Sequence[page_objects.Section],
 ) -> str:
-    """Return the page's first sentences: what routing is worth, then verdicts or scores.
+    """Return what routing is worth, then verdicts or findings under attack, and the attacks.
 
-    If nothing was trained: the first finding of the calculations' sections.
+    If nothing was trained: verdicts, else the first finding of the calculations' sections.
     """
     phase = next(iter(results.phases.values()), None)
-    worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
-    if evaluated:
-        finding = describe_claims(evaluated)
-    elif phase:
-        title = phase_title(phase)
-        dense = results.without_experts
-        finding = describe_phase_findings(phase, title, quantities[phase.name], dense)
-    else:
+    if phase is None:
+        if evaluated:
+            return describe_claims(evaluated)
         stated = (block.finding for section in calculated for block in section.blocks)
-        finding = next(filter(None, stated), "Nothing was trained.")
-    if worth:
-        return keep_percent_on_line(f"{worth} {finding}")
-    return finding
-
-
-def report_introduction(results: Results) -> str:
-    """Return sentences that name the number of methods and seeds, the data and the measurements."""
-    methods = results.methods
-    phases = list(results.phases.values())
-    if not phases:
-        return "Nothing was trained."
-    data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [
-        display.title
-        for display in list_displays()
-        if display.stage and phases[0].results(display.kind)
-    ]
-    if phases[0].together:
-        measured.append("transfer of attacks")
-    score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
-    measurements = join_names([score, *measured])
-    seeds = pluralize(phases[0].seeds, "seed")
-    if len(methods) == 1:
-        return f"1 method, {seeds}, on {data}. Measured: {measurements}."
-    compared = f"{len(methods)} methods, {seeds} each, on {data}."
-    return f"{compared} Measured for every model: {measurements}."
+        return keep_percent_on_line(next(filter(None, stated), "Nothing was trained."))
+    sentences = [describe_routings_worth(phase, find_moe_baseline(phase.models))]
+    if evaluated:
+        sentences.append(describe_claims(evaluated))
+    else:
+        known = quantities[phase.name]
+        title = phase_title(phase)
+        sentences.append(describe_phase_findings(phase, title, known, results.controls))
+    sentences.append(describe_attacks(phase, results.attacks))
+    return keep_percent_on_line(" ".join(filter(None, sentences)))
 
 
 def card_facts(phase: Phase) -> list[page_objects.TableRow]:

@@ -7,7 +7,7 @@ from moecore.measure.values import place_slug
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
 from moecore.report.claims.significance import WORDS
-from moecore.report.column import Column, find_moe_baseline
+from moecore.report.column import Column, find_moe_baseline, score_slug
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import (
     PhaseQuantities,
@@ -16,16 +16,27 @@ from moecore.report.headline_quantities import (
     first_columns,
 )
 from moecore.report.page.page_objects import (
+    NONE,
     Block,
+    PageCell,
+    PageTable,
     Picture,
     Section,
+    TableRow,
     method_rows_table,
     metric_rows_table,
 )
 from moecore.report.pictures import transfer
 from moecore.report.results import Display, list_displays
-from moecore.report.study_results import Phase, Results, list_without_none
-from moecore.report.tables.cells import Cells, keep_percent_on_line
+from moecore.report.study_results import Phase, Results
+from moecore.report.tables.cells import (
+    Cells,
+    NumberFormat,
+    join_names,
+    keep_percent_on_line,
+    pluralize,
+)
+from moecore.report.tables.first_sentence import beats_guess, describe_best, find_guess
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
 from moecore.statistics.comparisons import BOTH
@@ -37,32 +48,20 @@ VERDICTS = {
     "open": ("is open: not significant", "are open: not significant"),
 }
 NAMED = 3  # claims per verdict, at most, that are named
-SCORES = {"share": ("is significantly more accurate", "is most accurate", "is as accurate as")}
-ERRORS = (
-    "has a significantly smaller error",
-    "has the smallest error",
-    "has as small an error as",
-)
 
 
 def describe_phase_findings(
-    phase: Phase, title: str, quantities: PhaseQuantities, dense: Collection[str]
+    phase: Phase, title: str, quantities: PhaseQuantities, controls: Collection[str]
 ) -> str:
-    """Return sentences on a phase's routing and best method; dense: methods without experts."""
+    """Return sentences on a phase's routing and on its methods under attack, except controls.
+
+    The score on clean data is in the report's first sentence.
+    """
     parts = [_routing(phase, quantities)]
-    both = list_without_none((quantities.score, quantities.attacked))
-    if len(quantities.score.cells if quantities.score else phase.models) == 1:
-        for quantity in both:
-            method = next(iter(quantity.cells))
-            measured = format_method_value(quantity, method)
-            words = "gets {} right" if quantity.column.form == "share" else "has an error of {}"
-            parts.append(f"{method} {words.format(measured)} {quantity.words}")
-    elif len(both) == 2 and all(quantity.leader is None for quantity in both):
-        better = SCORES.get(both[0].column.form, ERRORS)[0]
-        tie = f"no method {better} than all others, on clean or on attacked data"
-        parts.append(f"With one seed {tie}" if phase.seeds == 1 else tie.capitalize())
-    else:
-        parts += [_score(quantity, dense) for quantity in both]
+    if attacked := quantities.attacked:
+        cells = {name: cell for name, cell in attacked.cells.items() if name not in controls}
+        best = describe_best(phase, attacked.column, cells or attacked.cells)
+        parts.append(f"{attacked.words.capitalize()} {best}")
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
@@ -125,20 +124,6 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
     return steady.words.format(format_value_range(steady))
 
 
-def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
-    """Return a phrase on the method that is significantly better than all others, or the range."""
-    better, best, as_good = SCORES.get(quantity.column.form, ERRORS)
-    leader = quantity.leader
-    condition = quantity.words
-    if leader is None:
-        values = format_value_range(quantity)
-        return f"{condition.capitalize()} no method {better} than all others: {values}"
-    measured = format_method_value(quantity, leader)
-    if leader in dense:
-        return f"{condition.capitalize()} no mixture of experts {as_good} {leader}, {measured}"
-    return f"{leader} {best} {condition}, {measured}"
-
-
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
     """Return a method's value as text, such as ``79.1 % (76.0 – 82.2)``; an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
@@ -165,19 +150,25 @@ KINDS = {
 CONTROL = "trained on shuffled labels, or with routing that is not learned"
 
 
-def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> Section:
-    """Return a phase's section of the page: its main table, then a folded block per measurement."""
+def phase_section(
+    results: Results, phase: Phase, compared: ComparisonTable, asked: Collection[str] = ()
+) -> Section:
+    """Return a phase's section of the page: its main table, then a folded block per measurement.
+
+    asked: names of the papers whose claims the study tests.
+    """
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
     blocks = [
+        Block("", grids=[with_guess(phase, first, compared.cells, controls)]),
         Block(
-            "",
-            grids=[method_rows_table(first, compared.cells, controls)],
+            "How to read this table",
             marks=describe_marks(results, phase, compared, controls),
             below=[describe_intervals(compared)],
+            folded=True,
         ),
-        paper_tables_block(list(columns.values()), compared.cells, controls),
+        paper_tables_block(list(columns.values()), compared.cells, controls, asked),
     ]
     displays = [
         display
@@ -215,6 +206,33 @@ def calculation_section(display: Display, phase: Phase, compared: ComparisonTabl
     blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
     title = display.title[0].upper() + display.title[1:]
     return Section(place_slug(display.stage), title, title, (), blocks)
+
+
+def with_guess(
+    phase: Phase, columns: Sequence[Column], cells: Cells, controls: Collection[str]
+) -> PageTable:
+    """Return the table of methods with a guess below, and what is not shown to beat it."""
+    grid = method_rows_table(columns, cells, controls)
+    guess = find_guess(phase)
+    score = f"test_{score_slug(phase.task.score)}"
+    place = next((place for place, column in enumerate(columns) if column.name == score), None)
+    if guess is None or place is None:
+        return grid
+    having = cells_by_method(score, cells)
+    lines = []
+    for line, row in zip(grid.lines, cells.values(), strict=True):
+        cells_of_line = list(line.items)
+        if (cell := row[score]) and not beats_guess(cell, guess, columns[place].better):
+            note = "not shown to beat a guess"
+            cells_of_line[place] = cells_of_line[place]._replace(note=note)
+        lines.append(line._replace(items=cells_of_line))
+    number_format = NumberFormat.of(
+        columns[place].form, (cell.interval for cell in having.values())
+    )
+    items = [NONE] * len(columns)
+    items[place] = PageCell(number_format.value(guess.value))
+    foot = [TableRow(PageCell("guess", note=guess.words), items)]
+    return grid._replace(lines=lines, foot=foot)
 
 
 def sigma_schedule_block(results: Results) -> Block:
@@ -280,18 +298,6 @@ def describe_intervals(compared: ComparisonTable) -> str:
 
 def phase_title(phase: Phase) -> str:
     return f"{STAGES[phase.name].title} on {phase.card['name']}"
-
-
-def pluralize(count: int, word: str) -> str:
-    """Return the count with the word in singular or plural: ``1 seed``, ``2 seeds``."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return the names as one text: ``a, b and c``."""
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moecore.attacks.base import Attack
 from moecore.data.card import parse_card_task
 from moecore.measure.attack_audit import AttackedGallery
 from moecore.measure.robustness import Robustness
@@ -62,6 +63,27 @@ def attack_title(name: str) -> str:
     """Return an attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
     words = name.replace("_", "-").split("-")
     return " ".join(word.upper() if word in ACRONYMS else word for word in words)
+
+
+def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:
+    """Return a sentence on a phase's attacks and their largest ε; settings: name → attack."""
+    texts = []
+    for name in names_of_attacks(phase):
+        attack = settings.get(name)
+        steps = getattr(attack, "steps", None)
+        if attack is not None and steps:
+            changed = attack.model_copy(
+                update={"steps": type(attack).model_fields["steps"].default}
+            )
+            texts.append(f"{attack_title(changed.name)} ({steps} steps)")
+        else:
+            texts.append(attack_title(name))
+    results = phase.results(Robustness)
+    epsilons = [float(value.at["epsilon"]) for row in results for value in row.all("attacked")]
+    if not epsilons:
+        return ""
+    changed_by = f"each pixel changed by at most {100 * max(epsilons):.2g} % of its range"
+    return f"Attack: {', '.join(texts)}; {changed_by} (ε = {format_epsilon(max(epsilons))})."
 
 
 def attacked_name(score: str, attack: str) -> str:

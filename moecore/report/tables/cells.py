@@ -135,6 +135,18 @@ def format_epsilon(value: float) -> str:
     return f"{value:.3g}"
 
 
+def pluralize(count: int, word: str) -> str:
+    """Return the count with the word in singular or plural: ``1 seed``, ``2 seeds``."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the names as one text: ``a, b and c``."""
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def keep_percent_on_line(text: str) -> str:
     """Return the text with no-break spaces before "%" and around "=" signs."""
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)

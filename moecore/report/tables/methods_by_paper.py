@@ -37,23 +37,33 @@ WORDS = (
 
 
 def paper_tables_block(
-    columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
+    columns: Sequence[Column],
+    cells: Cells,
+    controls: Collection[str] = (),
+    asked: Collection[str] = (),
 ) -> page_objects.Block:
-    """Return a block with a table per paper with any of the metrics; one is shown at a time."""
+    """Return a block with a table per paper with any of the metrics; one is shown at a time.
+
+    asked: names of the papers whose claims the study tests: only their numbers are shown.
+    """
     grids = [
-        table_of_paper(paper, columns, cells, controls)
+        table_of_paper(paper, columns, cells, controls, asked)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
-    return page_objects.Block(
-        "Every method on the metrics of every paper", [WORDS], grids, choice=True
-    )
+    words = [WORDS] if any(grid.more for grid in grids) else []
+    title = "Every method on the metrics of every paper"
+    return page_objects.Block(title, words, grids, choice=True, folded=True)
 
 
 def table_of_paper(
-    paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
+    paper: str,
+    columns: Sequence[Column],
+    cells: Cells,
+    controls: Collection[str],
+    asked: Collection[str],
 ) -> page_objects.PageTable:
-    """Return a paper's table: its metrics, methods that have any, and the paper's own numbers."""
+    """Return a paper's table: its metrics, methods that have any, numbers of ``asked`` papers."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
     names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
     shown = [column for column in columns if column.name in names] + of_paper
@@ -61,9 +71,13 @@ def table_of_paper(
         method: row for method, row in cells.items() if any(row[column.name] for column in of_paper)
     }
     absent = ", ".join(method for method in cells if method not in having)
-    below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper])
     metrics = {column.name for column in shown}
-    models = [model for model in REPORTED if model.paper == paper and model.values.keys() & metrics]
+    models = [
+        model
+        for model in REPORTED
+        if model.paper == paper and model.printed_in in asked and model.values.keys() & metrics
+    ]
+    below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper] if models else "")
     more = []
     for model in models:  # all its numbers, and their place in the paper
         values = [

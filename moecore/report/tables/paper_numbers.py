@@ -18,6 +18,7 @@ class PaperModelNumbers(NamedTuple):
     model: str
     source: str
     values: dict[str, float]
+    printed_in: str = ""  # name of the paper, as in its claims
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -52,6 +53,7 @@ REPORTED = tuple(
             for metric, value in zip(table["metrics"], values, strict=True)
             if value is not None
         },
+        _FILES[paper]["name"],
     )
     for paper, entries in _FILES.items()
     for table in entries["numbers"]

@@ -1,0 +1,46 @@
+"""How good a model is: what the run that it belongs to measured on its test split."""
+
+from pathlib import Path
+
+from moecore.core.config import read_json_settings
+from moecore.measure.base import read_result
+from moecore.measure.values import Found
+from moecore.report.tables.cells import NumberFormat
+from moecore.training.artifacts import load_card
+from moecore.training.outcome import SCORE_FILE, ModelScore
+
+
+def artifact_beside(model_folder: Path, stage: str) -> Path:
+    """Return artifacts/<stage>/<phase>/<method>/<seed> for artifacts/<phase>/<method>/<seed>."""
+    model = model_folder.absolute()
+    phase = model.parent.parent
+    return phase.parent / stage / phase.name / model.parent.name / model.name
+
+
+def calibrator_folder(model_folder: Path) -> Path:
+    return artifact_beside(model_folder, "calibrate")
+
+
+def describe_model_quality(model_folder: Path) -> str:
+    """Return the model's test score with its interval, and for classes its calibration, as text."""
+    path = model_folder / SCORE_FILE
+    if not path.is_file():
+        return f"how good this model is was not measured: there is no {path}"
+    stored = read_json_settings(path, ModelScore, "the score of a model")
+    score = load_card(model_folder).image.task.score
+    interval = stored.test_score.interval
+    value = (
+        f"{NumberFormat.of(score.form, [interval]).value_with_limits(interval, '()')} {score.unit}"
+    )
+    items = f"{stored.test_count:,} test items of {stored.data}"
+    text = f"{score.label} of this model: {value.rstrip()} on {items}"
+    if score.form != "share":
+        return text
+    folder = artifact_beside(model_folder, "measured/calibrate")
+    measured = folder.with_name(f"{folder.name}.json")
+    result = read_result(measured, Found, "calibrate") if measured.is_file() else None
+    error = result.find("ece_after") if isinstance(result, Found) else None
+    if error is None:
+        return f"{text}; its calibration was not measured"
+    value = NumberFormat.of("number", [error.interval]).value_with_limits(error.interval, "()")
+    return f"{text}; expected calibration error after calibration: {value}"
