@@ -4,10 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moecore.measure.sizes import Sizes
 from moecore.report.claims.significance import LEVEL, differences_from
 from moecore.report.column import Column, score_slug
-from moecore.report.pictures import sizes
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import (
     Cell,
@@ -34,8 +32,8 @@ def first_sentence(results: Results) -> str:
     """
     phase = next(iter(results.phases.values()), None)
     if phase is None:
-        counted = results.alone.get(Sizes)
-        return sizes.describe_reproduction(counted) if counted else "Nothing was trained."
+        calculated = join_names(list(results.calculations)) or "nothing"
+        return f"Nothing was trained; calculated: {calculated}."
     compared = [name for name in phase.models if name not in results.controls] or results.methods
     names = join_names(compared)
     if controls := [name for name in phase.models if name not in compared]:
