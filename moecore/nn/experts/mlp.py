@@ -111,6 +111,8 @@ class Mlp(Experts):
 class MlpExperts(ExpertsModule):
     """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
 
+    can_copy_mlp = True
+
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
         hidden = max(1, round(config.hidden_ratio * width))
