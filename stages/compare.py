@@ -12,6 +12,7 @@ from moecore.report.claims.evaluation import compare_json_claims, evaluate_claim
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
+from moecore.report.tables.first_sentence import first_sentence
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_document
@@ -42,6 +43,7 @@ def compare() -> None:
     )
     evaluated = evaluate_claims(answerable, results)
     compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
+    compared["first_sentence"] = {"text": first_sentence(results)}
     inputs.refuse_all_edits()
     refuse_changed_document(document)
     with ExitStack() as written:  # if the disk is full, the old numbers and page stay

@@ -28,7 +28,7 @@ from moecore.tasks.regression import Regression
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
-NO_METHODS = ("asked", "claims", "questions", "data", "sizes")
+NO_METHODS = ("asked", "claims", "questions", "data", "sizes", "first_sentence")
 
 
 class ComparisonTable(NamedTuple):

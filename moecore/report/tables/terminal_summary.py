@@ -81,7 +81,7 @@ def main(path: str = "reports/compare.json") -> None:
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
-    """Print which data are simulated, the table of headline numbers, and the claims' verdicts."""
+    """Print the report's first sentence, which data are simulated, headline numbers and verdicts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -97,6 +97,9 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     for phase, facts in compared.get("data", {}).items():
         if facts["simulated"]:
             console.print(f"{phase}: {facts['name']} is SIMULATED data", style="bold")
+    if "first_sentence" in compared:
+        text = compared["first_sentence"]["text"]
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     lines = claim_lines(compared.get("claims", {}))
     lines += claim_lines(compared.get("questions", {}), ANSWERS)
