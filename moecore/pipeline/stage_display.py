@@ -15,7 +15,7 @@ from typing import Any
 from moecore.run.progress import LINE_SECONDS, format_duration
 
 DVC_LINES = re.compile(
-    r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)"
+    r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"
     r"|To track the changes|\tgit add|To enable auto|\tdvc config|Use `dvc push`"
 )
 BEGUN = re.compile(r"Running stage '(?:.*:)?(.*)'")

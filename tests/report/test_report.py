@@ -196,6 +196,29 @@ def test_a_damaged_file_is_named_in_a_line(tmp_path):
             assert "\n" not in str(error.value) and "dvc repro" in str(error.value)
 
 
+def test_the_end_of_a_run_has_the_best_methods_in_25_lines(tmp_path, capsys):
+    cells = {
+        f"m{number}": {
+            phase: {
+                "test_accuracy": {"mean": number / 100, "low": 0.0, "high": 0.5, "form": "share"},
+                "entropy": {"mean": 0.5, "form": "number"},
+            }
+            for phase in ("pretrain", "finetune")
+        }
+        for number in range(30)
+    }
+    path = tmp_path / "compare.json"
+    path.write_text(json.dumps(cells | {"first_sentence": {"text": "Thirty methods. " * 20}}))
+    terminal_summary.print_end(path)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25 and lines[-1].startswith("Page: ")
+    assert lines[0].split() == ["phase", "method", "test", "accuracy", "entropy"]
+    # 320 letters are two lines of 200: 25 - 2 - 2 - 1 = 20 rows, the 10 best of a phase
+    best = [f"m{number}" for number in range(29, 19, -1)]
+    assert [line.split()[1] for line in lines[1:21]] == best * 2
+    assert lines[21] == "and 40 rows of other methods, on the page"
+
+
 def test_a_damaged_compare_json_is_named_in_a_line(tmp_path):
     path = tmp_path / "compare.json"
     path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')

@@ -20,7 +20,7 @@ from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 
 # Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
 MAX_LINES = 25  # of the end of a run
-LOWER_IS_BETTER = ("test_mae", "ppl", "swapped_ppl_15")
+LOWER_IS_BETTER = ("test_mae", "ppl")
 ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 
 
@@ -117,20 +117,21 @@ def _print_summary(compared: Mapping[str, Any], page: str) -> None:
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 200)
-    before = [
+    after = [
         f"{phase}: {facts['name']} is SIMULATED data"
         for phase, facts in compared.get("data", {}).items()
         if facts["simulated"]
     ]
-    after = [page] if page else claim_lines(compared.get("claims", {}))
-    if not page:
-        after += claim_lines(compared.get("questions", {}), ANSWERS)
     if "first_sentence" in compared:
-        after.insert(0, compared["first_sentence"]["text"])
+        after.append(compared["first_sentence"]["text"])
     all_rows = rows = headline_rows(compared)
     if page:  # two lines are the table's head, and the number of rows left out
-        texts = [Text(line).wrap(console, console.width) for line in (*before, *after)]
-        rows = best_rows(compared, all_rows, MAX_LINES - 2 - sum(map(len, texts)))
+        after.append(page)
+        lines = sum(len(Text(line).wrap(console, console.width)) for line in after)
+        rows = best_rows(compared, all_rows, MAX_LINES - 2 - lines)
+    else:
+        after += claim_lines(compared.get("claims", {}))
+        after += claim_lines(compared.get("questions", {}), ANSWERS)
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
@@ -142,8 +143,6 @@ def _print_summary(compared: Mapping[str, Any], page: str) -> None:
         table.add_row(*row[:count])
     if len(rows) < len(all_rows):
         after.insert(0, f"and {len(all_rows) - len(rows)} rows of other methods, on the page")
-    for line in before:
-        console.print(line, style="bold")
     console.print(table)
     for line in after:
         console.print(line, markup=False, highlight=False, soft_wrap=not page)
