@@ -95,6 +95,10 @@ def plan_stages(
     if it is given, the stage ``code`` causes no other runs. What DVC's run cache restores is not
     known beforehand.
     """
+    by_kind: dict[str, list[float]] = {}
+    for stage, value in seconds.items():
+        by_kind.setdefault(_kind(stage), []).append(value)
+    medians = {kind: median(values) for kind, values in by_kind.items()}
     reasons: dict[str, tuple[str, ...]] = {}
     for stage, entries in pipeline.status.items():
         if texts := tuple(dict.fromkeys(_describe_changes(entries))):
@@ -120,8 +124,7 @@ def plan_stages(
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
         if stage in reasons:
-            siblings = [value for name, value in seconds.items() if _kind(name) == _kind(stage)]
-            estimate = seconds.get(stage, median(siblings) if siblings else None)
+            estimate = seconds.get(stage, medians.get(_kind(stage)))
             planned.append(PlannedStage(stage, reasons[stage], estimate, is_certain))
     return planned
 
