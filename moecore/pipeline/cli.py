@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperGroup
 
-from moecore.core.files import UserError, explain_file_errors, write_json
-from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
+from moecore.core.files import UserError, write_json
+from moecore.pipeline.command_group import CommandGroup
 
 HERE = Path()
 PARAMS_FILE = Path("params.yaml")
@@ -31,43 +30,8 @@ SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE
 IsVerbose = Annotated[bool, Option("--verbose", help="print DVC's own lines, and no table")]
 ParamsFile = Annotated[Path, Argument(help="the params.yaml")]
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
-
-
-PANELS = {  # of the help
-    "Start": ("quick", "new", "check", "schema", "upgrade"),
-    "Run": ("plan", "run", "pilot"),
-    "Look": ("ui", "sync"),
-    "Use a model": ("predict", "export", "lens"),
-    "Studies": ("study", "claims"),
-}
-
-
-class _Group(TyperGroup):
-    """A group that prints a UserError as one message and exits with 1."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        panels = PANELS if "quick" in self.commands else {"Commands": self.list_commands(ctx)}
-        for title, names in panels.items():
-            with formatter.section(title):
-                helps = [self.commands[name].get_short_help_str(100) for name in names]
-                formatter.write_dl(list(zip(names, helps, strict=True)))
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            refuse_other_checkout()
-            if Path(PROJECT_ANSWERS).is_file():
-                from moecore.pipeline.project import read_answers
-
-                read_answers(HERE)  # refuses a newer project
-            with explain_file_errors():
-                return super().invoke(ctx)
-        except UserError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-
-
 OPTIONS: dict[str, Any] = {
-    "cls": _Group,
+    "cls": CommandGroup,
     "no_args_is_help": True,
     "add_completion": False,
     "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
@@ -76,10 +40,16 @@ OPTIONS: dict[str, Any] = {
 study_app = typer.Typer(help="The questions below pipelines/.", **OPTIONS)
 claims_app = typer.Typer(help="The papers' claims, over all studies.", **OPTIONS)
 lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **OPTIONS)
-app = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
-app.add_typer(study_app, name="study")
-app.add_typer(claims_app, name="claims")
-app.add_typer(lens_app, name="lens")
+
+
+def _build_app() -> typer.Typer:
+    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
+    for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
+        program.add_typer(group, name=name)
+    return program
+
+
+app = _build_app()
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -89,7 +59,9 @@ def print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-ShowVersion = Annotated[bool, Option("--version", callback=print_version, is_eager=True)]
+ShowVersion = Annotated[
+    bool, Option("--version", callback=print_version, is_eager=True, help="Show it and exit.")
+]
 
 
 @app.callback()

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 from moecore.core.files import read_json, write_whole
 from moecore.data.sources.image_folder import ImageFolder
-from moecore.pipeline import cli
+from moecore.pipeline import command_group
 from moecore.pipeline.cli import app
 from moecore.study.questions import QuestionFile
 from tests.data.making import image_classes
@@ -175,9 +175,9 @@ def test_help_has_every_command_in_a_users_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert moecore("--version").stdout == f"moecore {version('moecore')}\n"
     panels = re.split(r"\n(?=\w.*:\n)", moecore("--help").stdout)[2:]
-    assert [panel.partition(":")[0] for panel in panels] == list(cli.PANELS)
+    assert [panel.partition(":")[0] for panel in panels] == list(command_group.PANELS)
     commands = [re.findall(r"^  (\w+)  ", panel, re.M) for panel in panels]
-    assert commands == [list(names) for names in cli.PANELS.values()]
+    assert commands == [list(names) for names in command_group.PANELS.values()]
     assert {name for names in commands for name in names} == get_command(app).commands.keys()
 
 
