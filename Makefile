@@ -15,8 +15,6 @@ PORT ?= 5000
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
 	moecore sync
-	python -m moecore.report.tables.terminal_summary
-	@echo "Report: reports/index.html · runs: make ui"
 
 full: setup data                 ## the same with pipelines/ours/trained_longer.yaml, which trains longer
 	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))

@@ -4,15 +4,15 @@ import gc
 import os
 import sys
 from contextlib import chdir
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperGroup
 
-from moecore.core.files import UserError, explain_file_errors, write_json
-from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
+from moecore.core.files import UserError, write_json
+from moecore.pipeline.command_group import CommandGroup
 
 gc.set_threshold(50_000)  # with Python's 700, a sixth of `moecore check` would look for garbage
 HERE = Path()
@@ -29,29 +29,11 @@ Question = Annotated[str, Argument(help=QUESTION)]
 RoundNumber = Annotated[int | None, Option("--round", min=1, help=ROUND)]
 JobCount = Annotated[int | None, Option(min=1, help=JOBS)]
 SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE", help=SET)]
+IsVerbose = Annotated[bool, Option("--verbose", help="print DVC's own lines, and no table")]
 ParamsFile = Annotated[Path, Argument(help="the params.yaml")]
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
-
-
-class _Group(TyperGroup):
-    """A group that prints a UserError as one message and exits with 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            refuse_other_checkout()
-            if Path(PROJECT_ANSWERS).is_file():
-                from moecore.pipeline.project import read_answers
-
-                read_answers(HERE)  # refuses a newer project
-            with explain_file_errors():
-                return super().invoke(ctx)
-        except UserError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-
-
 OPTIONS: dict[str, Any] = {
-    "cls": _Group,
+    "cls": CommandGroup,
     "no_args_is_help": True,
     "add_completion": False,
     "pretty_exceptions_enable": False,  # a bug shows Python's own traceback
@@ -73,6 +55,22 @@ app = _build_app()
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
+def print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"moecore {version('moecore')}")
+        raise typer.Exit
+
+
+ShowVersion = Annotated[
+    bool, Option("--version", callback=print_version, is_eager=True, help="Show it and exit.")
+]
+
+
+@app.callback()
+def app_options(show_version: ShowVersion = False) -> None:
+    """Declare the options of ``moecore`` itself."""
+
+
 @app.command("check")
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate all of params.yaml; print every problem with file, line, column and key."""
@@ -85,7 +83,11 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
 
 @app.command("plan")
 def plan_command() -> None:
-    """Print which stages would run, why, and how long they took the last time."""
+    """Print which stages would run, why, and how long they took the last time.
+
+    Stages below them run too if their outputs change. Lengths are added up over the stages, of
+    which `moecore run` runs several at a time. Works while stages run.
+    """
     from moecore.pipeline.plan import print_plan
 
     say_changed_raw_data(PARAMS_FILE)
@@ -121,8 +123,13 @@ def pilot_command(
 
 
 @app.command("run")
-def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
+def run_command(jobs: JobCount = None, sets: SetValues = None, verbose: IsVerbose = False) -> None:
     """Run all stages that are not up to date, several at a time: `dvc repro` in parallel."""
+    _run_stages(jobs, sets, verbose)
+    print_result(HERE)
+
+
+def _run_stages(jobs: int | None, sets: list[str] | None, verbose: bool) -> None:
     from moecore.pipeline.code_hashes import code_inputs, is_code_written
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project import hold_project
@@ -143,25 +150,29 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
             for line in check_study(also=unfit_metric_problems).untried:
                 typer.echo(line)
         say_changed_raw_data(PARAMS_FILE)
-        run_pipeline(jobs)
+        run_pipeline(jobs, verbose)
+
+
+def print_result(folder: Path) -> None:
+    from moecore.report.tables.terminal_summary import print_end
+
+    if (compared := folder / "reports/compare.json").is_file():
+        print_end(compared)
 
 
 @app.command("quick")
-def quick_command(jobs: JobCount = None) -> None:
+def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
     """Run a first study in about a minute: how much of the value of routing does V-MoE find?"""
     from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
-    from moecore.report.tables.terminal_summary import main as print_terminal_summary
-    from moecore.study.questions import QuestionFile, list_question_names
+    from moecore.study.questions import list_question_names
 
     if QUICK_QUESTION in list_question_names(HERE):
-        folder = QuestionFile(HERE, QUICK_QUESTION).round(None).folder
-        study_run(QUICK_QUESTION, jobs=jobs)
+        study_run(QUICK_QUESTION, jobs=jobs, verbose=verbose)
     else:
         folder = write_quick_look(HERE)
         with chdir(folder):
-            run_command(jobs)
-    print_terminal_summary(str(folder / "reports/compare.json"))
-    typer.echo(f"Page: {folder / 'reports/index.html'}")
+            _run_stages(jobs, None, verbose)
+        print_result(folder)
 
 
 @app.command("new")
@@ -302,7 +313,11 @@ def study_preset(
 
 @study_app.command("run")
 def study_run(
-    name: Question, number: RoundNumber = None, jobs: JobCount = None, sets: SetValues = None
+    name: Question,
+    number: RoundNumber = None,
+    jobs: JobCount = None,
+    sets: SetValues = None,
+    verbose: IsVerbose = False,
 ) -> None:
     """Write a question's folder, run its stages that are not up to date, and store its results."""
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
@@ -316,11 +331,12 @@ def study_run(
     for line in write_run_folder(question_round):
         typer.echo(f"{question_round.folder}: {line}")
     with chdir(question_round.folder):
-        run_command(jobs, sets)
+        _run_stages(jobs, sets, verbose)
     if reason := why_results_stay(question_round):
         typer.echo(f"{question_round.results}: left as it is: {reason}")
     else:
         typer.echo(f"{keep_results(question_round)}: written")
+    print_result(question_round.folder)
 
 
 @study_app.command("keep")

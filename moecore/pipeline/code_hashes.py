@@ -20,6 +20,7 @@ rerun nothing; other files by their bytes.
 """
 
 import ast
+import gc
 import hashlib
 import json
 import platform
@@ -60,10 +61,14 @@ FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a ki
 def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
     """Return file below artifacts/code/ → {source file: sha256}; UserError for invalid Python."""
     allow_packages(document.packages, document.folders)
-    return {
-        name: hash_source_files(files, root, shown=name == f"stages/{COMPARE}.json")
-        for name, files in _files_by_name(document, root)
-    }
+    gc.disable()  # it would visit every node of the syntax trees, for half of the time
+    try:
+        return {
+            name: hash_source_files(files, root, shown=name == f"stages/{COMPARE}.json")
+            for name, files in _files_by_name(document, root)
+        }
+    finally:
+        gc.enable()
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
@@ -77,14 +82,14 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
-def code_inputs(document: Document) -> str:
+def code_inputs(document: Document, root: Path = ROOT) -> str:
     """Return a sha256 of all that the stage ``code`` reads, except raw data."""
     allow_packages(document.packages, document.folders)
     outside = []
     for name in allowed_packages():
         with suppress(ValueError):  # not installed: the check says so
             outside.append(outside_packages.package_folder(name))
-    folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *outside]
+    folders = [root / OUR_PACKAGE, root / "stages", *outside]
     files = {file for folder in folders for file in folder.rglob("*")}
     files = {file for file in files if "__pycache__" not in file.parts}
     files |= {Path(document.path), Path("dvc.yaml")}
@@ -352,7 +357,7 @@ def _analyse_source(text: str, file: Path) -> _Source:
     tree = source_hashes.parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     imports: list[tuple[str, str]] = []
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             imports += [(alias.name.replace(".", "/"), "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -362,6 +367,14 @@ def _analyse_source(text: str, file: Path) -> _Source:
             imports += [(module, alias.name) for alias in node.names]
     has_metrics = "Metric(" in text or "OnPage(" in text
     return _Source(tuple(imports), source_hashes.hash_syntax(tree), has_code, has_metrics)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements in a node, also of functions and branches; no expressions."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, name, ()):
+            yield statement
+            yield from _statements(statement)
 
 
 @cache

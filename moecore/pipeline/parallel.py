@@ -18,15 +18,20 @@ from threading import Event
 
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
-from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
+from moecore.pipeline.plan import (
+    past_seconds,
+    plan_stages,
+    query_pipeline_status,
+    stages_changed_by_code,
+)
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline.stage_display import StageDisplay, redraw_table
 from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's messages if two processes use the same path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
-ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 TRIES = 5
 TIMED = "measure@cost"  # measures time, so nothing else may run at the same time
 OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
@@ -99,9 +104,13 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
 
 
 def run_job_stages(
-    job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
+    job: DvcJob,
+    environment: Mapping[str, str],
+    started: list[subprocess.Popen],
+    ending: Event,
+    display: StageDisplay,
 ) -> int:
-    """Run the stages of a job and print DVC's output by line; return its exit code.
+    """Run the stages of a job and display DVC's output by line; return its exit code.
 
     If DVC stops because another process uses the same path, the job is tried again. ending: set
     before all ``started`` processes are ended; a process that starts later is ended immediately.
@@ -120,17 +129,21 @@ def run_job_stages(
         if ending.is_set():
             process.terminate()
         is_busy = False
+        stage = ""
         for line in process.stdout or ():
             is_busy = is_busy or bool(PATH_IS_BUSY.search(line))
-            if line.strip() and not line.startswith(ADVICE):
-                print(line, end="", flush=True)
-        if process.wait() == 0 or not is_busy or ending.is_set():
+            stage = display.add(stage, line)
+        display.end(stage, is_failed=process.wait() != 0)
+        if process.returncode == 0 or not is_busy or ending.is_set():
             break
     return process.returncode
 
 
 def run_stages(
-    above: Mapping[str, Collection[str]], environments: Sequence[Mapping[str, str]], jobs: int
+    above: Mapping[str, Collection[str]],
+    environments: Sequence[Mapping[str, str]],
+    jobs: int,
+    display: StageDisplay,
 ) -> list[str]:
     """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done.
 
@@ -158,7 +171,7 @@ def run_stages(
                     if _is_exclusive(job[0], above):
                         for name in THREAD_VARIABLES:
                             environment.pop(name, None)
-                    future = pool.submit(run_job_stages, job, environment, started, ending)
+                    future = pool.submit(run_job_stages, job, environment, started, ending, display)
                     running[future] = job, places
                 if not running:
                     return [stage for stage in above if stage not in done]
@@ -168,6 +181,7 @@ def run_stages(
                     free.extend(places)
                     failed = failed or future.result() != 0
                     done |= set(job) if future.result() == 0 else set()
+                    display.done |= done
         except BaseException:
             ending.set()
             for process in started:  # DVC ends its stages: they watch their parent
@@ -175,14 +189,16 @@ def run_stages(
             raise
 
 
-def run_pipeline(jobs: int | None = None) -> None:
+def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     """Run all pending stages, ``jobs`` at a time; UserError if some are not finished.
 
-    jobs: by default one per GPU; without GPUs one per core, at most 4.
+    jobs: by default one per GPU; without GPUs one per core, at most 4. is_verbose: print DVC's own
+    lines instead of a table of the stages that run.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pipeline = query_pipeline_status()
-    stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
+    planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
+    stages = [item.stage for item in planned]
     if stages in ([], [CODE_STAGE]):  # it is always pending; here no stage's code was edited
         print("Nothing to do: everything is up to date.")
         return
@@ -193,7 +209,10 @@ def run_pipeline(jobs: int | None = None) -> None:
         for stage in stages
     }
     jobs = jobs or torch.cuda.device_count() or min(4, available_cores())
-    unfinished = run_stages(above, add_stage_server(job_environments(jobs)), jobs)
+    display = StageDisplay({item.stage: item.seconds for item in planned}, jobs, is_verbose)
+    environments = add_stage_server(job_environments(jobs))
+    with redraw_table(display):
+        unfinished = run_stages(above, environments, jobs, display)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"

@@ -3,35 +3,43 @@
 Also raw data that changed since they were prepared, which DVC does not notice.
 """
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from graphlib import TopologicalSorter
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
 from moecore.data.raw_data_changes import describe_change
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline.code_hashes import code_inputs, hash_code_files, is_code_written
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
+from moecore.run.stage_entry import SECONDS
 from moecore.study.document import load_yaml_document
 from moecore.study.stages import CODE_STAGE
 
 ALWAYS = "always changed"  # DVC's status of such a stage
+RUNS = "runs now"
+COPYING = "numbers"  # a stage that only copies files
 SHOWN = 2  # reasons, and stages above, that are printed
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
 RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
-    """A stage that would run; seconds: of its last run, else mean over its kind, else None."""
+    """A stage that would run; seconds: of its last run, else median of its kind, else None.
+
+    If it is not certain, it runs only if the output of an earlier stage changes.
+    """
 
     stage: str
     reasons: tuple[str, ...]
     seconds: float | None
+    is_certain: bool = True
 
 
 class DvcStatus(NamedTuple):
@@ -41,14 +49,18 @@ class DvcStatus(NamedTuple):
     edges: list[tuple[str, str]]
 
 
-def query_pipeline_status() -> DvcStatus:
-    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock."""
+def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
+    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock.
+
+    is_locked: take DVC's locks. Without them the status is readable while stages run, which it
+    names, and no stage waits for the reader.
+    """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
     try:
         with explain_file_errors(Path(".dvc")), Repo() as repo:
-            status = repo.status()
+            status = repo.status() if is_locked else _status_without_locks(repo)
             edges = [
                 (_stage_name(before.addressing), _stage_name(after.addressing))
                 for after, before in repo.index.graph.edges
@@ -57,6 +69,19 @@ def query_pipeline_status() -> DvcStatus:
         read_dvc_locks()
         raise UserError(f"dvc: {error}") from None
     return DvcStatus(status, edges)
+
+
+def _status_without_locks(repo: Any) -> dict[str, list]:
+    lock_file = Path(repo.tmp_dir, "rwlock")
+    locks = lock_file.read_text(encoding="utf-8") if lock_file.is_file() else ""
+    written = set(json.loads(locks or "{}").get("write", ()))
+    status = {}
+    for stage in repo.index.stages:
+        if written.isdisjoint(out.fs_path for out in stage.outs):
+            status |= type(stage).status.__wrapped__(stage, check_updates=True)
+        else:
+            status[stage.addressing] = [RUNS]
+    return status
 
 
 def plan_stages(
@@ -70,6 +95,10 @@ def plan_stages(
     if it is given, the stage ``code`` causes no other runs. What DVC's run cache restores is not
     known beforehand.
     """
+    by_kind: dict[str, list[float]] = {}
+    for stage, value in seconds.items():
+        by_kind.setdefault(_kind(stage), []).append(value)
+    medians = {kind: median(values) for kind, values in by_kind.items()}
     reasons: dict[str, tuple[str, ...]] = {}
     for stage, entries in pipeline.status.items():
         if texts := tuple(dict.fromkeys(_describe_changes(entries))):
@@ -89,14 +118,14 @@ def plan_stages(
         above = [before for before, after in pipeline.edges if after == stage if before in reasons]
         if by_code is not None:
             above = [before for before in above if before != CODE_STAGE]
+        # a stage above may make a missing input again as it was
+        is_certain = any(not (above and _is_missing_input(text)) for text in reasons.get(stage, ()))
         if stage not in reasons and above:
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
         if stage in reasons:
-            kind = stage.split("@")[0]
-            siblings = [value for name, value in seconds.items() if name.split("@")[0] == kind]
-            estimate = seconds.get(stage, fmean(siblings) if siblings else None)
-            planned.append(PlannedStage(stage, reasons[stage], estimate))
+            estimate = seconds.get(stage, medians.get(_kind(stage)))
+            planned.append(PlannedStage(stage, reasons[stage], estimate, is_certain))
     return planned
 
 
@@ -112,7 +141,8 @@ def stages_changed_by_code(
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
     document = load_yaml_document(os.environ.get("MOECORE_PARAMS", "params.yaml"))
-    hashed = hash_code_files(document, root) if entries else {}
+    is_edited = entries and not is_code_written(code_inputs(document, root), document)
+    hashed = hash_code_files(document, root) if is_edited else {}
     edits: dict[Path, list[str]] = {}  # hash file → source files that differ
     for name, hashes in hashed.items():
         file = CODE / name
@@ -136,6 +166,15 @@ def _stage_name(addressing: str) -> str:
     return addressing.split(":")[-1]
 
 
+def _kind(stage: str) -> str:
+    """Return what stages of equal length have in common: ``pretrain``, ``measure@cost``."""
+    return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
+
+
+def _is_missing_input(reason: str) -> bool:
+    return reason.startswith("dep ") and reason.endswith(" deleted")
+
+
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
     """Yield DVC's status entries as text: ``seed modified``, ``dep artifacts/data modified``."""
     for entry in entries:
@@ -150,8 +189,10 @@ def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
 
 
 def past_seconds() -> dict[str, float]:
-    """Return stage, as DVC names it → seconds of its last run, if that finished."""
-    seconds = {}
+    """Return stage, as DVC names it → seconds of its last run that finished."""
+    seconds = {COPYING: 0.0}
+    for file in SECONDS.glob("*"):
+        seconds[file.name] = float(file.read_text(encoding="utf-8"))
     for file in sorted(Path("artifacts/history").rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
         if not lines or "uid" not in lines[0] or lines[-1].get("status") != "FINISHED":
@@ -159,26 +200,43 @@ def past_seconds() -> dict[str, float]:
         header = lines[0]
         item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
         stage = f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
+        # unlike the last process, the history of a resumed run has all seconds
         seconds[_stage_name(header["dvc_stage"] or stage)] = lines[-1]["seconds"]
     return seconds
 
 
 def print_plan() -> None:
-    pipeline = query_pipeline_status()
+    """Print the stages that would run, their sum, and what runs only if outputs change."""
+    pipeline = query_pipeline_status(is_locked=False)
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
     heavy = [item for item in planned if item.stage != CODE_STAGE]
     if not heavy:
         print("Nothing would run: everything is up to date.")
         return
     width = max(len(item.stage) for item in heavy)
-    for item in heavy:
-        last = "?" if item.seconds is None else format_duration(item.seconds)
-        more = f" (+{len(item.reasons) - SHOWN})" if len(item.reasons) > SHOWN else ""
-        print(f"{item.stage:<{width}}  {last:>8}  {'; '.join(item.reasons[:SHOWN])}{more}")
-    seconds = format_duration(sum(item.seconds or 0 for item in heavy))
-    unknown = sum(item.seconds is None for item in heavy)
-    rest = f" and {unknown} of unknown length" if unknown else ""
-    print(f"{len(heavy)} stages, about {seconds}{rest}")
+    certain = [item for item in heavy if item.is_certain]
+    possible = [item for item in heavy if not item.is_certain]
+    for title, items in (("certain", certain), ("only if an output above changes", possible)):
+        if items:
+            print(f"{title}:")
+        for item in items:
+            last = "?" if item.seconds is None else format_duration(item.seconds)
+            more = f" (+{len(item.reasons) - SHOWN})" if len(item.reasons) > SHOWN else ""
+            print(f"  {item.stage:<{width}}  {last:>8}  {'; '.join(item.reasons[:SHOWN])}{more}")
+    rest = f"; up to {sum_lengths(heavy)} if outputs change" if possible else ""
+    print(f"certain: {sum_lengths(certain)}{rest}")
+
+
+def sum_lengths(items: Sequence[PlannedStage]) -> str:
+    """Return the length of all stages as text: ``1 h 30 min (12 stages, 1 of unknown length)``."""
+    seconds = round(sum(item.seconds or 0 for item in items))
+    hours, minutes = divmod(round(seconds / 60), 60)
+    length = f"{seconds} s"
+    if seconds >= 60:
+        length = f"{hours} h {minutes} min".removeprefix("0 h ").removesuffix(" 0 min")
+    unknown = sum(item.seconds is None for item in items)
+    rest = f", {unknown} of unknown length" if unknown else ""
+    return f"{length} ({len(items)} stages{rest})"
 
 
 def describe_changed_raw_data(params: Path) -> Iterator[str]:

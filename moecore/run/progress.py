@@ -1,12 +1,15 @@
-"""Show a stage's progress: a bar in a terminal, a line every ten seconds in a log."""
+"""Show a stage's progress: a redrawn line in a terminal, a line every ten seconds in a log."""
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines in a log
+SECONDS_BETWEEN_REDRAWS = 0.2
+LINE_SECONDS = "MOECORE_LINE_SECONDS"  # the same, of a process whose lines become a table's rows
 
 
 class ProgressLines:
@@ -15,6 +18,10 @@ class ProgressLines:
     def __init__(self, title: str, total: int) -> None:
         self.title = title
         self.total = total
+        self.is_terminal = sys.stderr.isatty()
+        self.wait = float(os.environ.get(LINE_SECONDS, SECONDS_BETWEEN_LINES))
+        if self.is_terminal:
+            self.wait = SECONDS_BETWEEN_REDRAWS
         self.begun = time.monotonic()
         self.printed = self.begun
         self.first: int | None = None
@@ -34,70 +41,37 @@ class ProgressLines:
             remaining = f", {format_duration((self.total - step) * seconds_per_step)} left"
         note = f"\n  {self.note}" if self.note else ""
         self.last = f"{self.title}: {done}{remaining}{format_values(values)}{note}"
-        if now - self.printed >= SECONDS_BETWEEN_LINES:
+        if now - self.printed >= self.wait:
             self.flush(now)
 
     def show_note(self, line: str) -> None:
         self.note = line
 
     def print_warning(self, line: str) -> None:
+        if self.is_terminal:
+            print(file=sys.stderr)
         print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
     def flush(self, now: float) -> None:
-        if self.last:
+        if self.last and self.is_terminal:
+            line = self.last.replace("\n", "; ")[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        elif self.last:
             print(self.last, file=sys.stderr, flush=True)
         self.printed = now
         self.last = ""
 
 
-class ProgressBar:
-    def __init__(self, progress: Any, title: str, total: int) -> None:
-        self.progress = progress
-        self.task = progress.add_task(title, total=total, values="")
-
-    def update(self, step: int, **values: float) -> None:
-        """Show that ``step`` of the total is done, with ``values``."""
-        self.progress.update(self.task, completed=step, values=format_values(values).lstrip(", "))
-
-    def show_note(self, line: str) -> None:
-        self.progress.note = line
-
-    def print_warning(self, line: str) -> None:
-        self.progress.console.print(line, style="yellow", markup=False, highlight=False)
-
-
 @contextmanager
-def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLines]:
-    """Yield a progress bar, to be updated by ``bar.update(step, loss=…)``."""
-    if not sys.stderr.isatty():
-        lines = ProgressLines(title, total)
-        try:
-            yield lines
-        finally:
-            lines.flush(time.monotonic())
-        return
-    # Imported here: without a terminal a stage does not need it (0.1 s).
-    import rich.progress
-    from rich.console import Console
-    from rich.text import Text
-
-    class NotedProgress(rich.progress.Progress):
-        note = ""
-
-        def get_renderables(self) -> Iterator[Any]:
-            yield from super().get_renderables()
-            if self.note:
-                yield Text(self.note)
-
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.fields[values]}"),
-    )
-    with NotedProgress(*columns, console=Console(stderr=True)) as bar:
-        yield ProgressBar(bar, title, total)
+def report_progress(title: str, total: int) -> Iterator[ProgressLines]:
+    """Yield a ``ProgressLines``, to be updated by ``bar.update(step, loss=…)``."""
+    bar = ProgressLines(title, total)
+    try:
+        yield bar
+    finally:
+        bar.flush(time.monotonic())
+        if bar.is_terminal:
+            print(file=sys.stderr)
 
 
 def format_values(values: dict[str, float]) -> str:

@@ -4,16 +4,19 @@ import inspect
 import os
 import signal
 import sys
+import time
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, explain_file_errors
+from moecore.core.files import UserError, explain_file_errors, write_whole
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES
 
+SECONDS = Path(".state/seconds")  # a file per stage: how long its last process took
 ENDED_CODE = 143  # exit code of processes that were ended by SIGTERM
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
 CONNECTION_LOST = (  # messages of gloo and NCCL
@@ -47,7 +50,11 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
         refuse_other_checkout()
         with explain_file_errors():
             allow_params_packages()
+            begun = time.monotonic()
             function(**values)
+            if name := os.environ.get("DVC_STAGE"):
+                spent = f"{time.monotonic() - begun:.1f}\n"
+                write_whole(SECONDS / name.split(":")[-1], spent)
     except UserError as error:
         prefix = "" if "\n" in str(error) else f"{command}: "
         print_error_once(f"{prefix}{error}")

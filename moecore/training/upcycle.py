@@ -15,9 +15,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec, Model
 from moecore.nn.backbones.swin import SwinSettings
-from moecore.nn.experts.base import Experts, ExpertsModule
-from moecore.nn.experts.eigen import EigenExperts
-from moecore.nn.experts.mlp import MlpExperts
+from moecore.nn.experts.base import Experts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
@@ -177,14 +175,13 @@ def cut_mlp(
 
 
 def fill_experts(
-    experts: ExpertsModule,
+    experts: Any,
     weights: dict[str, torch.Tensor],
     prefix: str,
     pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its pieces."""
-    eigen = isinstance(experts, EigenExperts)
-    if not (eigen and experts.down_inner is None) and not isinstance(experts, MlpExperts):
+    if not experts.can_copy_mlp:
         raise UserError(
             "upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; allowed: "
             "experts.factored_output: false, or upcycle: false"
@@ -208,9 +205,9 @@ def fill_experts(
     # A linear layer is (out, in), experts (expert, in, out); expert c · pieces + s has piece s.
     cut = (pieces.number, hidden)
     copies = len(experts.up) // pieces.number
-    if isinstance(experts, EigenExperts):
+    if (basis := experts.lent_basis()) is not None:
         # The part of the MLP that the basis sees: x B Bᵀ W1ᵀ instead of x W1ᵀ.
-        experts.up.copy_(experts.basis.transpose(1, 2) @ up.t())  # (E, r, h)
+        experts.up.copy_(basis.transpose(1, 2) @ up.t())  # (E, r, h)
     else:
         experts.up.copy_(up.t().unflatten(1, cut).transpose(0, 1).repeat(copies, 1, 1))
     experts.up_bias.copy_(up_bias.unflatten(0, cut).repeat(copies, 1))

@@ -19,16 +19,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
 from nbclient import NotebookClient
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from moecore.core.files import read_json, write_whole
 from moecore.data.sources.image_folder import ImageFolder
+from moecore.pipeline import command_group
 from moecore.pipeline.cli import app
 from moecore.study.questions import QuestionFile
 from tests.data.making import COLOURS, image_classes, write_classes
@@ -165,6 +168,16 @@ def test_a_new_question_is_in_order(place):
     shutil.rmtree(place / "pipelines/moge")
     wrong = moecore("study", "check", "--all")
     assert wrong.exit_code == 1 and "ours/own.yaml:6:18: methods: found 'vmeo'" in wrong.stderr
+
+
+def test_help_has_every_command_in_a_users_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert moecore("--version").stdout == f"moecore {version('moecore')}\n"
+    panels = re.split(r"\n(?=\w.*:\n)", moecore("--help").stdout)[2:]
+    assert [panel.partition(":")[0] for panel in panels] == list(command_group.PANELS)
+    commands = [re.findall(r"^  (\w+)  ", panel, re.M) for panel in panels]
+    assert commands == [list(names) for names in command_group.PANELS.values()]
+    assert {name for names in commands for name in names} == get_command(app).commands.keys()
 
 
 def test_help_imports_no_torch():

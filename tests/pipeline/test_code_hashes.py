@@ -149,6 +149,19 @@ def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
     assert "moecore/attacks/pgd.py" not in measurement
 
 
+def test_stages_and_measurements_of_all_methods_reach_no_router_and_no_experts():
+    """So an edit of such a part reruns only methods that name it; merging makes a folded router."""
+    scripts = [
+        *(ROOT / "moecore/stages").glob("[a-z]*.py"),
+        *(ROOT / "moecore/measure").glob("*.py"),
+    ]
+    for file in scripts:
+        for reached in import_closure(file.relative_to(ROOT)):
+            if reached.parent.name in ("routers", "experts") and reached.stem != "folded":
+                text = (ROOT / reached).read_text(encoding="utf-8")
+                assert f'kind: Literal["{reached.stem}"]' not in text, f"{file}: {reached}"
+
+
 def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
     for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
         wanted = {"moecore/training/loop.py", "moecore/training/settings.py"}

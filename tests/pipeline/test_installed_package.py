@@ -126,7 +126,7 @@ def project(installed) -> Path:
     write_my_lab(folder / "src", "my_study")
     sets = [word for value in SMALL for word in ("-S", value)]
     printed = installed.run("moecore", "run", "--jobs", "2", *sets, folder=folder)
-    assert "python -m moecore.stages.pretrain vmoe 0" in printed
+    assert "[pretrain vmoe 0] started" in printed
     return folder
 
 

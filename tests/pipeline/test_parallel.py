@@ -20,6 +20,7 @@ from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline.stage_display import StageDisplay
 from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
@@ -48,6 +49,7 @@ ABOVE = {
         "transfer@pretrain-0",
     },
 }
+QUIET = StageDisplay({}, 1, is_verbose=False)
 BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teacher_router@prc-0"}
 
 
@@ -102,7 +104,7 @@ def started(monkeypatch) -> list[tuple[tuple[str, ...], dict]]:
     """Return the stages and environments of jobs that a fake starts; `teacher@0` of 1 fails."""
     jobs = []
 
-    def run_fake(job, environment, started, ending):
+    def run_fake(job, environment, started, ending, display):
         jobs.append((job, dict(environment)))
         return int("fails" in environment and job[0] == "teacher@0")
 
@@ -113,7 +115,7 @@ def started(monkeypatch) -> list[tuple[tuple[str, ...], dict]]:
 def test_all_cores_are_for_what_runs_alone(started):
     above = ABOVE | {"measure@cost-finetune-vmoe-0": {"finetune@vmoe-0"}}
     one = {"MOECORE_THREADS": "1"}
-    assert run_stages(above, [one, one], 2) == []
+    assert run_stages(above, [one, one], 2, QUIET) == []
     given = {stage: environment for stages, environment in started for stage in stages}
     assert {stage for stage, environment in given.items() if not environment} == {
         "code",
@@ -133,8 +135,43 @@ def test_a_job_has_a_share_of_the_cores_unless_threads_are_given(monkeypatch, gi
     assert parallel.job_environments(2) == [job, job]
 
 
+PRINTED = """\
+Running stage 'pretrain@vmoe-0':
+> python -m moecore.stages.pretrain vmoe 0
+pretrain vmoe 0: 80/372 (22%), 0:35 left, loss 1.7
+  MoE 1: dead 0
+pretrain vmoe 0: a warning
+Running stage 'measure@truth-pretrain-vmoe-0':
+Traceback (most recent call last):
+  File "truth.py"
+"""
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_has_a_row_per_stage_and_a_log_a_prefix(live, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: live)
+    display = StageDisplay({"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False)
+    stage = ""
+    tables = []
+    for line in PRINTED.splitlines(keepends=True):
+        stage = display.add(stage, line)
+        tables.append(display.table().plain.splitlines())
+    display.end(stage, is_failed=True)
+    *lines, head, place = capsys.readouterr().out.splitlines()
+    assert head == "[truth pretrain vmoe 0] Traceback (most recent call last):"
+    assert place == '[truth pretrain vmoe 0]   File "truth.py"'
+    if live:
+        assert lines == ["[pretrain vmoe 0] a warning"]
+        assert tables[2][1].split() == "pretrain vmoe 0 0:00 80/372 0:35 loss 1.7".split()
+        # 120 s in two processes are left
+        assert tables[-1][0].startswith("1 of 2 stages done, about 1:00 left")
+    else:
+        assert lines[1] == "[pretrain vmoe 0] 80/372 (22%), 0:35 left, loss 1.7"
+        assert lines[4] == "[pretrain vmoe 0] done in 0:00"
+
+
 def test_nothing_starts_after_a_failure(started):
-    left = run_stages(ABOVE, [{"fails": "1"}], 1)
+    left = run_stages(ABOVE, [{"fails": "1"}], 1, QUIET)
     assert [stages for stages, _ in started] == [("code",), ("prepare@pretrain",), ("teacher@0",)]
     assert left == [stage for stage in ABOVE if stage not in ("code", "prepare@pretrain")]
 
@@ -166,10 +203,11 @@ def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
     failed = copied.moecore("run", "--jobs", "2")
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "stages are not done: finetune@dense-0" in failed.stderr
-    assert "the loss is not finite since step" in failed.stdout
+    assert "\n[finetune dense 0] the loss is not finite since step" in failed.stdout
+    assert "Updating lock" not in failed.stdout
     copied.edit(endless, rate)
     done = copied.moecore("run", "--jobs", "2")
-    ran = re.findall(r"Running stage '(.*)'", done.stdout)
+    ran = re.findall(r"\[(.*)\] started", done.stdout)
     assert ran == ["code"], "all else comes back from the cache"
     assert copied.changed_by_dvc() == set()
 
@@ -179,7 +217,7 @@ def test_what_can_be_known_stops_before_the_first_stage(copied):
     copied.edit("shots: 20", "shots: 5000")
     said = ": finetune.shots: found 5000, but class 8 of data.finetune has 125 training images"
     run = copied.moecore("run", "--jobs", "2")
-    assert run.returncode == 1 and said in run.stderr and "Running" not in run.stdout
+    assert run.returncode == 1 and said in run.stderr and "started" not in run.stdout
     repro = copied.attempt(["dvc", "repro"])
     assert repro.returncode != 0 and said in repro.stdout + repro.stderr
     started = [line for line in repro.stdout.splitlines() if line.startswith("Running stage")]
@@ -370,8 +408,8 @@ def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch
     Project.at(tmp_path).with_dvc()
     pipeline = query_pipeline_status()
     assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
-    assert run_job_stages(("train@a", "train@b"), {}, [], Event()) == 0
-    assert run_job_stages(("all",), {}, [], Event()) == 0
+    assert run_job_stages(("train@a", "train@b"), {}, [], Event(), QUIET) == 0
+    assert run_job_stages(("all",), {}, [], Event(), QUIET) == 0
     assert set(read_dvc_locks()) == {"train@a", "train@b", "all"}
     assert Path("all").read_text() == "a\nb\n"
     assert not query_pipeline_status().status
@@ -394,17 +432,17 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     (disk.folder / "b.in").write_text("1")
     project.with_dvc()
     job = ("b",)
-    assert run_job_stages(job, {}, [], Event()) == 0
+    assert run_job_stages(job, {}, [], Event(), QUIET) == 0
     lock = (disk.folder / "dvc.lock").read_bytes()
     (disk.folder / "b.in").write_text("2")
     disk.fill(free=1_000_000)  # its output takes the place of the old one, its copy finds none
     capfd.readouterr()
-    assert run_job_stages(job, {}, [], Event()) != 0
+    assert run_job_stages(job, {}, [], Event(), QUIET) != 0
     said = capfd.readouterr().out
     assert "No space left on device" in said and "Traceback" not in said
     assert (disk.folder / "dvc.lock").read_bytes() == lock
     disk.clear()
-    assert run_job_stages(job, {}, [], Event()) == 0
+    assert run_job_stages(job, {}, [], Event(), QUIET) == 0
     assert (disk.folder / "dvc.lock").read_bytes() != lock
 
 

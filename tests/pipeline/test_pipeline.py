@@ -53,7 +53,7 @@ def test_edited_code_runs_what_the_plan_said(copied):
     last = {"compare", "numbers"}
     assert set(planned) == measured | last
     assert all("moecore/measure/lipschitz.py edited" in planned[stage] for stage in measured)
-    done = copied.moecore("run", "--jobs", "2")
+    done = copied.moecore("run", "--jobs", "2", "--verbose")
     ran = set(re.findall(r"Running stage '(.*)'", done.stdout))
     assert ran - {"code"} - last == measured, "compare found the same results"
     assert copied.stale() == {}

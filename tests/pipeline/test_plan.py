@@ -3,6 +3,7 @@ pilot`: its verdicts follow from its numbers, and it never looks at a test image
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from moecore.pipeline.plan import (
     plan_stages,
     query_pipeline_status,
     stages_changed_by_code,
+    sum_lengths,
 )
 from moecore.study.document import parse_yaml_document
 from moecore.tasks.classification import Classification
@@ -58,8 +60,21 @@ def test_changes_flow_downstream_in_order():
     assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
         PlannedStage("other", ("changed command", "always changed"), None),
         PlannedStage("train@a", ("methods.a.k modified",), 4.0),
-        PlannedStage("compare", ("after train@a",), 1.0),
+        PlannedStage("compare", ("after train@a",), 1.0, is_certain=False),
     ]
+    # its training failed: the same model may come again
+    status["compare"] = [{"changed deps": {"artifacts/a": "deleted"}}]
+    *_, compare = plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "train@c": 6.0})
+    assert compare == ("compare", ("dep artifacts/a deleted",), None, False)
+
+
+def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
+    def planned(*seconds: float | None) -> list[PlannedStage]:
+        return [PlannedStage(str(index), (), one) for index, one in enumerate(seconds)]
+
+    assert sum_lengths(planned(5400.0)) == "1 h 30 min (1 stages)"
+    assert sum_lengths(planned(31.0, 28.4, None)) == "59 s (3 stages, 1 of unknown length)"
+    assert sum_lengths(planned(3590.0, 10.0)) == "1 h (2 stages)"
 
 
 EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
@@ -123,13 +138,20 @@ def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
         ):
             query_pipeline_status()
     Path("dvc.lock").unlink()
+    # while `first` runs: DVC's locks name what is written
+    Path("dvc.yaml").write_text("stages: {first: {cmd: echo 2 > out, outs: [out]}}\n")
+    busy = {"write": {str(Path("out").resolve()): {"pid": os.getpid(), "cmd": "dvc repro"}}}
+    write_json(Path(".dvc/tmp/rwlock"), busy)
+    assert query_pipeline_status(is_locked=False).status == {"first": ["runs now"]}
+    with pytest.raises(UserError, match="is busy"):
+        query_pipeline_status()
     Path(".dvc/tmp/rwlock").write_text("")  # DVC's own words name the file
     with pytest.raises(UserError, match="dvc: .*rwlock"):
         query_pipeline_status()
     Path(".dvc/tmp/rwlock").unlink()
     with Repo() as repo:
         repo.reproduce()
-    assert Path("out").read_text() == "1\n"
+    assert Path("out").read_text() == "2\n"
 
 
 DIGITS = "pretrain: {kind: digits, size: 16}"
@@ -142,7 +164,7 @@ def test_another_raw_folder_is_said_until_it_is_prepared_again(tmp_path, monkeyp
     image_classes(tmp_path / "flowers", {"aster": 200, "rose": 200}, size=(4, 4))
     project.run(["dvc", "repro", "-q", "prepare"])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moecore.pipeline.parallel.run_pipeline", lambda jobs: None)
+    monkeypatch.setattr("moecore.pipeline.parallel.run_pipeline", lambda *_: None)
 
     def said(command: str) -> list[str]:
         done = CliRunner().invoke(app, [command], catch_exceptions=False)

@@ -196,6 +196,20 @@ def test_a_damaged_file_is_named_in_a_line(tmp_path):
             assert "\n" not in str(error.value) and "dvc repro" in str(error.value)
 
 
+def test_the_end_of_a_run_has_the_best_methods_in_25_lines(tmp_path, capsys):
+    cells: dict = {"first_sentence": {"text": "Thirty methods. " * 20}}  # two lines of 200 letters
+    for number in range(30):
+        accuracy = {"mean": number / 100, "low": 0.0, "high": 0.5, "form": "share"}
+        cells[f"m{number}"] = dict.fromkeys(("pretrain", "finetune"), {"test_accuracy": accuracy})
+    (tmp_path / "compare.json").write_text(json.dumps(cells))
+    terminal_summary.print_end(tmp_path / "compare.json")
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["phase", "method", "test", "accuracy"]
+    assert [line.split()[1] for line in lines[:20]] == [f"m{n}" for n in range(29, 19, -1)] * 2
+    assert lines[20] == "and 40 rows of other methods, on the page"
+    assert len(lines) == 24 and lines[-1] == f"Page: {tmp_path / 'index.html'}"
+
+
 def test_a_damaged_compare_json_is_named_in_a_line(tmp_path):
     path = tmp_path / "compare.json"
     path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')

@@ -16,7 +16,6 @@ from moecore.measure.values import Chart, Metric, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
@@ -96,8 +95,8 @@ def sweep_threshold(
     model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
 ) -> dict[float, Numbers]:
     """Return threshold → ``setting_numbers``; {} for a router without a threshold."""
-    router = model.experts_and_router.router
-    if not isinstance(router, Eigenbasis):
+    router: Any = model.experts_and_router.router
+    if not router.has_score_threshold:
         return {}
     k = model.experts_and_router.experts.scale_k(router.k)
     routers = {value: router.model_copy(update={"threshold": value}) for value in thresholds}

@@ -59,6 +59,8 @@ class Experts(Part, ABC):
 class ExpertsModule(nn.Module):
     """The experts of a layer: ``experts(rows)`` maps Rows of values (R, d) to values (R, d)."""
 
+    can_copy_mlp: bool = False  # each expert can begin with the weights of a dense MLP
+
     def lent_basis(self) -> Tensor | None:
         """Return the bases (E, d, r) that the router can use; None without bases."""
         return None

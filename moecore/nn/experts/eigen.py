@@ -63,6 +63,7 @@ class EigenExperts(ExpertsModule):
         self.up_bias = nn.Parameter(torch.zeros(number, hidden))
         # A factored W2 is the mirror image: entries of its last factor have variance 1/d, too.
         self.down_inner: nn.Parameter | None = None
+        self.can_copy_mlp = not config.factored_output
         inputs, std = hidden, _STD
         if config.factored_output:
             self.down_inner = _normal(number, hidden, rank, std=_STD * (width / rank) ** 0.5)

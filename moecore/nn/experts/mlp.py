@@ -112,6 +112,7 @@ class MlpExperts(ExpertsModule):
     """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
 
     batch_views = 1  # see ``Dropout``
+    can_copy_mlp = True
 
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()

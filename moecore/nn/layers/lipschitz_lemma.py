@@ -5,7 +5,7 @@ n tokens, E experts, token width d. All matrix norms are spectral (ℓ2 → ℓ2
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.routers.merged import MergedPlan
-from moecore.nn.routers.soft_slots import SlotsPlan
 from moecore.nn.routers.token_choice import router_logits
 
 # routers whose logits are a linear map of the token
@@ -156,9 +154,9 @@ class AllExpertsRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan | SlotsPlan | MergedPlan, RoutingRecord]:
+    ) -> tuple[Any, RoutingRecord]:
         plan, record = self.router(tokens, context)
-        if isinstance(plan, SlotsPlan | MergedPlan):
+        if getattr(plan, "uses_all_experts", False):
             return plan, record
         dense_plan = SparsePlan.to_all(record.probs)
         ones = torch.ones_like(record.probs)

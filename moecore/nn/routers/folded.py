@@ -14,7 +14,6 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import PlanAndRecord, plan_and_record, safe_log, top_k
 
 
@@ -30,7 +29,9 @@ class Folded(Router):
     kind: Literal["folded"] = "folded"
     # its own schema would contain itself
     router: Annotated[Router, WithJsonSchema({"type": "object"})] = Field(
-        NoisyTopK(), description="the router before experts were merged"
+        {"kind": "noisy_top_k"},  # not imported: merging depends on this file
+        validate_default=True,
+        description="the router before experts were merged",
     )
     experts: int = Field(8, ge=2, description="number of experts before merging")
 

@@ -43,6 +43,8 @@ class Merged(Router):
 class MergedPlan(NamedTuple):
     """All tokens in their order, each image's tokens with its merged expert."""
 
+    uses_all_experts = True  # every expert contributes to every token
+
     shares: Tensor  # (B, E), sum to 1 per image
 
     def dispatch(self, tokens: Tensor) -> Rows:

@@ -37,6 +37,8 @@ class SoftSlots(Router):
 class SlotsPlan(NamedTuple):
     """Weighted sums from tokens to slots, p per expert, and back, within each image."""
 
+    uses_all_experts = True  # every expert contributes to every token
+
     mixing: Tensor  # (B, T, E, p), sum to 1 over an image's tokens
     weights: Tensor  # (B, T, E, p), sum to 1 over all slots
 

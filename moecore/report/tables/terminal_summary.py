@@ -1,11 +1,13 @@
-"""The headline of reports/compare.json as a table in the terminal.
+"""The headline of reports/compare.json as a table in the terminal, and the end of a run.
 
 python -m moecore.report.tables.terminal_summary [reports/compare.json]
 """
 
+import math
 import re
 import sys
 from collections.abc import Mapping
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from moecore.report.tables.cells import NumberFormat, interval_from_json
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 
 # Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
+MAX_LINES = 25  # of the end of a run
+LOWER_IS_BETTER = ("test_mae", "ppl")
 ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 
 
@@ -48,6 +52,24 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     return all_rows
 
 
+def best_rows(
+    compared: Mapping[str, Any], rows: list[dict[str, str]], limit: int
+) -> list[dict[str, str]]:
+    """Return at most ``limit`` rows: equally many of each phase, best first score first."""
+    if len(rows) <= limit:
+        return rows
+    score = next((name for name in rows[0] if name not in ("phase", "method")), "")
+    sign = 1 if score in LOWER_IS_BETTER else -1
+
+    def rank(row: Mapping[str, str]) -> float:
+        cell = compared[row["method"]][row["phase"]].get(score)
+        return math.inf if cell is None else sign * cell["mean"]
+
+    by_phase = [list(group) for _, group in groupby(rows, lambda row: row["phase"])]
+    most = max(1, limit // len(by_phase))
+    return [row for group in by_phase for row in sorted(group, key=rank)[:most]]
+
+
 def claim_lines(
     claims: Mapping[str, Mapping[str, Any]], texts: Mapping[str, str] | None = None
 ) -> list[str]:
@@ -71,39 +93,58 @@ def claim_lines(
 
 def main(path: str = "reports/compare.json") -> None:
     """Print a compare.json's headline numbers and claims; UserError if it is damaged or old."""
-    compared = read_comparison(Path(path))
+    print_end(Path(path), has_claims=True)
+
+
+def print_end(path: Path, has_claims: bool = False) -> None:
+    """Print a compare.json: headline numbers, first sentence, page, in at most MAX_LINES lines.
+
+    has_claims: all rows, and the claims' verdicts instead of the page. Columns that do not fit
+    into the terminal are left out. UserError for a damaged or old file.
+    """
+    compared = read_comparison(path)
     try:
-        print_summary(compared)
+        _print_summary(compared, "" if has_claims else f"Page: {path.with_name('index.html')}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         older = f"was written by an older version of moecore ({type(error).__name__}: {error})"
         raise UserError(f"{path}: {older}; run `dvc repro compare` again") from error
 
 
-def print_summary(compared: Mapping[str, Any]) -> None:
-    """Print the first sentence, which data are simulated, headline numbers and verdicts."""
+def _print_summary(compared: Mapping[str, Any], page: str) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    rows = headline_rows(compared)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    after = [
+        f"{phase}: {facts['name']} is SIMULATED data"
+        for phase, facts in compared.get("data", {}).items()
+        if facts["simulated"]
+    ]
+    if "first_sentence" in compared:
+        after.append(compared["first_sentence"]["text"])
+    for name, values in compared.get("calculations", {}).items():
+        after.append(f"{name}: {len(values)} values, on reports/index.html")
+    all_rows = rows = headline_rows(compared)
+    if page:  # two lines are the table's head, and the number of rows left out
+        after.append(page)
+        lines = sum(len(Text(line).wrap(console, console.width)) for line in after)
+        rows = best_rows(compared, all_rows, MAX_LINES - 2 - lines)
+    else:
+        after += claim_lines(compared.get("claims", {}))
+        after += claim_lines(compared.get("questions", {}), ANSWERS)
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
-    table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
+    widths = accumulate(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True))
+    count = sum(width <= console.width for width in widths)
+    table = Table(*heads[:count], box=None, header_style="bold", padding=(0, 1))
     for row in cells:
-        table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for phase, facts in compared.get("data", {}).items():
-        if facts["simulated"]:
-            console.print(f"{phase}: {facts['name']} is SIMULATED data", style="bold")
-    if "first_sentence" in compared:
-        text = compared["first_sentence"]["text"]
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        table.add_row(*row[:count])
+    if len(rows) < len(all_rows):
+        after.insert(0, f"and {len(all_rows) - len(rows)} rows of other methods, on the page")
     console.print(table)
-    for name, values in compared.get("calculations", {}).items():
-        console.print(f"{name}: {len(values)} values, on reports/index.html", highlight=False)
-    lines = claim_lines(compared.get("claims", {}))
-    lines += claim_lines(compared.get("questions", {}), ANSWERS)
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in after:
+        console.print(line, markup=False, highlight=False, soft_wrap=not page)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""A group of the command ``moecore``: how its help is ordered, and how its errors are printed."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from moecore.core.files import UserError, explain_file_errors
+from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
+
+PANELS = {  # of the help
+    "Start": ("quick", "new", "check", "schema", "upgrade"),
+    "Run": ("plan", "run", "pilot"),
+    "Look": ("ui", "sync"),
+    "Use a model": ("predict", "export", "lens"),
+    "Studies": ("study", "claims"),
+}
+
+
+class CommandGroup(TyperGroup):
+    """A group that prints a UserError as one message and exits with 1."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels = PANELS if "quick" in self.commands else {"Commands": self.list_commands(ctx)}
+        for title, names in panels.items():
+            with formatter.section(title):
+                helps = [self.commands[name].get_short_help_str(100) for name in names]
+                formatter.write_dl(list(zip(names, helps, strict=True)))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            refuse_other_checkout()
+            if Path(PROJECT_ANSWERS).is_file():
+                from moecore.pipeline.project import read_answers
+
+                read_answers(Path())  # refuses a newer project
+            with explain_file_errors():
+                return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
