@@ -2,7 +2,7 @@
 
 In MLflow's charts, the part of a name before the last slash is a section: ``loss/``, ``train/``,
 ``validation/``, ``test/`` and ``routing/`` of trainings, then one section per measurement; in
-parent runs one per phase. Counts (images, parameters) are params, as a chart would not help.
+parent runs one per quantity. Counts (images, parameters) are params, as a chart would not help.
 
 A model is logged as a folder, the code that loads it and a signature, unpickled. Names in the
 registry are study.method.phase.seed, as MLflow allows neither "/" nor ":". Every training adds a
