@@ -116,7 +116,7 @@ def select_changed_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested mappings and lists of which ``flatten_keys`` makes ``flat``."""
+    """Return the nested mappings and lists that ``flatten_keys`` made into ``flat``."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         inner = nested
