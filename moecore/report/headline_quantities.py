@@ -18,42 +18,42 @@ class HeadlineColumn(NamedTuple):
     name: str  # a key of compare.json
     short: str = ""  # name in the table of all methods; "" to leave it out
     digits: str = ""  # how that table prints the mean
-    first: bool = False  # in the first table of a phase, and of MLflow's parent runs
+    slug: str = ""  # name in MLflow; metrics with one are in the first table of a phase
     run: bool = False  # in the file of a run
     terminal: bool = False  # in the summary on the terminal
 
 
 HEADLINES = (
-    HeadlineColumn("test_accuracy", "accuracy", ".1%", first=True, run=True, terminal=True),
-    HeadlineColumn("test_mae", first=True, run=True, terminal=True),
-    HeadlineColumn("ppl", "PPL", ".1f", first=True, run=True, terminal=True),
-    HeadlineColumn("test_nats", first=True, run=True),
+    HeadlineColumn("test_accuracy", "accuracy", ".1%", slug="acc", run=True, terminal=True),
+    HeadlineColumn("test_mae", slug="mae", run=True, terminal=True),
+    HeadlineColumn("ppl", "PPL", ".1f", slug="ppl", run=True, terminal=True),
+    HeadlineColumn("test_nats", slug="nats", run=True),
     HeadlineColumn("swapped_ppl_15", "PPL, swapped", ".1f", terminal=True),
     HeadlineColumn("image_to_text_r1", "image → text R@1", ".1%"),
     HeadlineColumn("zero_shot_accuracy", "zero-shot", ".1%"),
-    HeadlineColumn("median_mae", first=True),
-    HeadlineColumn("mae_of_median", first=True, terminal=True),
-    HeadlineColumn("mae_pooled", first=True, run=True, terminal=True),
-    HeadlineColumn("ece_after", "ECE", ".3f", first=True, run=True, terminal=True),
-    HeadlineColumn("isolated_wm", first=True, terminal=True),
-    HeadlineColumn("isolated_gm", first=True, terminal=True),
-    HeadlineColumn("isolated_csf", first=True, terminal=True),
-    HeadlineColumn("probe_wm", first=True, terminal=True),
-    HeadlineColumn("probe_gm", first=True, terminal=True),
-    HeadlineColumn("probe_csf", first=True, terminal=True),
-    HeadlineColumn("own_expert_gain", first=True, run=True, terminal=True),
-    HeadlineColumn("monotone", first=True, terminal=True),
-    HeadlineColumn("rescan", first=True, terminal=True),
+    HeadlineColumn("median_mae", slug="mmae"),
+    HeadlineColumn("mae_of_median", slug="rmae", terminal=True),
+    HeadlineColumn("mae_pooled", slug="pool", run=True, terminal=True),
+    HeadlineColumn("ece_after", "ECE", ".3f", slug="ece", run=True, terminal=True),
+    HeadlineColumn("isolated_wm", slug="wm", terminal=True),
+    HeadlineColumn("isolated_gm", slug="gm", terminal=True),
+    HeadlineColumn("isolated_csf", slug="csf", terminal=True),
+    HeadlineColumn("probe_wm", slug="pwm", terminal=True),
+    HeadlineColumn("probe_gm", slug="pgm", terminal=True),
+    HeadlineColumn("probe_csf", slug="pcsf", terminal=True),
+    HeadlineColumn("own_expert_gain", slug="gain", run=True, terminal=True),
+    HeadlineColumn("monotone", slug="mono", terminal=True),
+    HeadlineColumn("rescan", slug="scan", terminal=True),
     HeadlineColumn("accuracy_worst_case", "attacked", ".1%"),
     HeadlineColumn("routing_change_pgd-10", "routing change", ".3f"),
-    HeadlineColumn("mce", "mCE", ".3f", first=True, run=True),
+    HeadlineColumn("mce", "mCE", ".3f", slug="mce", run=True),
     HeadlineColumn("noise_selection_change", "change by noise", ".3f", run=True),
-    HeadlineColumn("match_top1", "match top-1", ".1%", first=True, run=True),
+    HeadlineColumn("match_top1", "match top-1", ".1%", slug="top1", run=True),
     HeadlineColumn("agreement_with_final", "agreement", ".1%"),
     HeadlineColumn("imed", "IMED", ".4f", run=True),
     HeadlineColumn("swapped_change_1_5", run=True),
     HeadlineColumn("confidence_highest", "confidence", ".3f"),
-    HeadlineColumn("load_cv2", "load CV²", ".3f", first=True, run=True, terminal=True),
+    HeadlineColumn("load_cv2", "load CV²", ".3f", slug="cv2", run=True, terminal=True),
     HeadlineColumn("max_violation", "MaxVio", ".2f"),
     HeadlineColumn("dead", "dead experts", ".1%"),
     HeadlineColumn("entropy", "entropy", ".3f", run=True, terminal=True),
@@ -61,10 +61,10 @@ HEADLINES = (
     HeadlineColumn("jumps", "jumps", ".2f"),
     HeadlineColumn("lipschitz_margin_mean", "margin slope", ".0f"),
     HeadlineColumn(
-        "active_parameters", "active parameters", ",.0f", first=True, run=True, terminal=True
+        "active_parameters", "active parameters", ",.0f", slug="size", run=True, terminal=True
     ),
     HeadlineColumn("gflops", "GFLOPs", ".4f"),
-    HeadlineColumn("latency_ms", "latency (ms)", ".2f", first=True, run=True),
+    HeadlineColumn("latency_ms", "latency (ms)", ".2f", slug="ms", run=True),
     HeadlineColumn("images_per_second", terminal=True),
     HeadlineColumn("training_overhead", "training time", ".2f"),
 )
@@ -193,20 +193,22 @@ def shown_attack(phase: Phase) -> str:
     return next(reversed(names), "")
 
 
-def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
-    """Return those of ``columns`` that a phase's first table and MLflow's parent runs show.
+def first_columns(phase: Phase, columns: Collection[str]) -> dict[str, str]:
+    """Return column → slug, of those in a phase's first table and MLflow's parent runs.
 
     For attacks: the worst case, if measured, else the last attack. For swapped words: the last
     column of each kind, with the most words swapped.
     """
     score, moved = attacked_score_and_change_names(phase)
-    swapped = {}
-    for name in columns:
-        if phase.task.long and name.startswith(("swapped_ppl", SWAPPED)):
-            swapped[name.split("_")[1]] = name
-    names = [headline.name for headline in HEADLINES if headline.first]
-    place = names.index("isolated_wm")
-    names[place:place] = [*swapped.values(), score]
+    attack = shown_attack(phase)
+    attacked = {"worst" if attack == robustness.WORST else attack.partition("-")[0][:4]: score}
     if phase.task.score.form == "share":
-        names.insert(names.index("isolated_wm"), moved)
-    return [name for name in names if name in columns]
+        attacked["move"] = moved
+    swaps = {}
+    for name in columns if phase.task.long else ():
+        if name.startswith(("swapped_ppl", SWAPPED)):
+            swaps["swap" if "ppl" in name else "turn"] = name
+    first = [(headline.slug, headline.name) for headline in HEADLINES if headline.slug]
+    place = first.index(("wm", "isolated_wm"))
+    first[place:place] = (swaps | attacked).items()
+    return {name: slug for slug, name in first if name in columns}

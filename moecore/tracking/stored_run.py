@@ -2,7 +2,7 @@
 
 In MLflow's charts, the part of a name before the last slash is a section: ``loss/``, ``train/``,
 ``validation/``, ``test/`` and ``routing/`` of trainings, then one section per measurement; in
-parent runs one per phase. Counts (images, parameters) are params, as a chart would not help.
+parent runs one per quantity. Counts (images, parameters) are params, as a chart would not help.
 
 A model is logged as a folder, the code that loads it and a signature, unpickled. Names in the
 registry are study.method.phase.seed, as MLflow allows neither "/" nor ":". Every training adds a
@@ -14,14 +14,18 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecore.core.files import UserError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from moecore.core.config import KIND
+from moecore.core.files import UserError, to_jsonable
 from moecore.core.outside_packages import allowed_packages, package_folder
 from moecore.core.source_layout import ROOT
-from moecore.run.history_file import logged_points, routing_points
+from moecore.run.history_file import flatten_keys, logged_points, routing_points
 from moecore.study.stages import MODEL_STAGES
 from moecore.tracking import mlflow_connection
 
@@ -90,6 +94,51 @@ def stage_metrics_and_params(
         elif value is not None and not name.endswith((".low", ".high")):
             metrics[mlflow_safe_name(f"{group}/{title}")] = float(value)
     return metrics, params
+
+
+def select_changed_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a header that are no defaults, and the kinds of parts.
+
+    params: dotted key → value. Sections of another version or package are returned whole.
+    """
+    from moecore.data.sources.base import Source
+    from moecore.study.study import Study
+    from moecore.training.method import Method
+
+    sections: dict[str, Any] = {"method": Method, "data": Source}
+    sections = {name: field.annotation for name, field in Study.model_fields.items()} | sections
+    changed = nest_keys(params)
+    for section in sections.keys() & changed.keys():
+        with suppress(ValidationError):  # of another version
+            settings = TypeAdapter(sections[section]).validate_python(changed[section])
+            changed[section] = leave_out_defaults(settings)
+    return flatten_keys(changed)
+
+
+def nest_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested mappings and lists that ``flatten_keys`` made into ``flat``."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        inner = nested
+        *outer, last = key.split(".")
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    text = json.dumps(nested)
+    return json.loads(text, object_hook=lambda part: [*part.values()] if "0" in part else part)
+
+
+def leave_out_defaults(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [leave_out_defaults(item) for item in value]
+    if not isinstance(value, BaseModel):
+        return to_jsonable(value)
+    changed = {}
+    for name, field in type(value).model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data=vars(value))
+        if name == KIND or getattr(value, name) != default:
+            changed[name] = leave_out_defaults(getattr(value, name))
+    return changed
 
 
 UID = "moecore.uid"

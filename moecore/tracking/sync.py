@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -82,41 +83,60 @@ def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str,
 
 
 CURRENT = "dvc.current"  # whether a run's stage is up to date, or a parent is the newest
+RETRAINING = "until retrained"  # value for the last parent with numbers, while the newest has none
+HEADLINE = "moecore.headline"  # the names of a parent's headline numbers, in the view's order
 KEY = "methods"
 TAG = f"mlflow.sharedViewState.{KEY}"  # MLflow stores views as tags of the experiment
 NAME = "Methods side by side"
 
 
+def headline_names(parents: Iterable[StoredRun]) -> list[str]:
+    """Return the names of all headline numbers, in the order of the run that has the most."""
+    lists = [run.tags.get(HEADLINE, "").split() for run in parents]
+    return list(dict.fromkeys(chain.from_iterable(sorted(lists, key=len, reverse=True))))
+
+
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
-    """Save a view of the experiment: headline numbers of ``parents``, the last phase first."""
-    names = sorted({name for run in parents for name in run.metrics})
-    shown = [
-        name
-        for phase in reversed(TRAINING_PHASES)
-        for name in names
-        if name.startswith(f"{phase}/")
-    ]
-    columns = [f"metrics.`{name}`" for name in shown]
+    """Save a view of the experiment: the headline numbers of ``parents``, the best score first.
+
+    Its charts begin with the score against the next number, which is the score under attack.
+    """
+    names = headline_names(parents)
+    means = [name for name in names if not name.endswith((".lo", ".hi"))]
+    # The limits of the first two, the score with and without attack; others can be added by hand.
+    shown = names[:6] + [name for name in means if name not in names[:6]]
+    widths = {f"metrics.`{name}`": 6 * len(name) + 34 for name in shown}  # pixels
+    columns = [*widths]
     columns += [f"attributes.`{name}`" for name in ("Dataset", "Source", "Models")]
     state = {
-        "searchFilter": f"tags.{LEVEL} = 'method' and tags.`{CURRENT}` = 'true'",
-        "orderByKey": "attributes.start_time",
-        "orderByAsc": True,
+        "searchFilter": f"tags.{LEVEL} = 'method' and tags.`{CURRENT}` != 'false'",
+        "orderByKey": columns[0] if names else "attributes.start_time",
+        "orderByAsc": not names or not names[0].startswith("acc/"),  # the smallest error first
         "selectedColumns": columns,
         "columnOrder": columns,
+        "columnWidths": widths,
+        "runsHiddenMode": "SHOW_ALL",
     }
+    if len(means) > 1:
+        section = {"uuid": KEY, "name": f"{means[0]} against {means[1]}", "display": True}
+        axes = [{"key": name, "type": "METRIC"} for name in means[:2]]
+        chart = {"uuid": KEY, "metricSectionId": KEY, "type": "SCATTER"}
+        chart |= dict(zip(("yaxis", "xaxis"), axes, strict=True))
+        state |= {"compareRunSections": [section], "compareRunCharts": [chart]}
+        state["isAccordionReordered"] = True  # or sections are sorted by their names
     created = experiment.creation_time
     text = json.dumps({"name": NAME, "createdAt": created, "state": json.dumps(state)})
     if experiment.tags.get(TAG) != text:
         client.set_experiment_tag(experiment.experiment_id, TAG, text)
 
 
-def view_address(server: str, experiment: Any) -> str:
-    query = {"workflowType": "machine_learning", "viewStateShareKey": KEY}
+def view_address(server: str, experiment: Any, mode: str = "TABLE") -> str:
+    """Return the address of the view; mode: TABLE or CHART."""
+    query = {"workflowType": "machine_learning", "viewStateShareKey": KEY, "compareRunsMode": mode}
     return f"{server}/#/experiments/{experiment.experiment_id}/runs?{urlencode(query)}"
 
 
-COMPLETE = "moecore.imported"  # the run and its parent have the complete history
+COMPLETE = "moecore.imported.3"  # the run and its parent have the complete history
 MODEL = "moecore.model"  # the folder of the logged model, or why it was not logged
 PIXELS = {"dpi": 110}
 NOTE = "Headline numbers, as in the report. The stages, with all their values, are child runs."
@@ -140,6 +160,13 @@ class Importer:
         self.readers: dict[Path, GrowingHistory] = {}
         self.sent: dict[str, int] = {}  # run id → number of sent lines of its history
 
+    def read_studies(self) -> dict[Path, dict[str, ExecutionHistory]]:
+        """Return folder → histories by uid, of the studies that have any."""
+        root = mlflow_connection.project_root()
+        folders = (root, *sorted((root / RUNS).glob("*")))
+        read = {folder: records.read_histories(folder, self.readers) for folder in folders}
+        return {folder: histories for folder, histories in read.items() if histories}
+
     def import_all(self) -> Counter[str]:
         """Import what is new; return counts of runs: added, updated, ended, current.
 
@@ -149,10 +176,8 @@ class Importer:
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
             with mlflow_connection.store_errors_as_user_errors():
-                root = mlflow_connection.project_root()
-                for study in (root, *sorted((root / RUNS).glob("*"))):
-                    if histories := records.read_histories(study, self.readers):
-                        counts += StudyImporter(client, study, histories, self.sent).import_all()
+                for study, histories in self.read_studies().items():
+                    counts += StudyImporter(client, study, histories, self.sent).import_all()
         return counts
 
 
@@ -208,7 +233,8 @@ class StudyImporter:
                 mark_complete(ended)
         mark_complete([run for ended in dense.values() for run in ended])
         self._retire_runs(shown)
-        save_view(self.client, self.experiment, [self.parents[run_id] for run_id in shown])
+        viewed = [run for run in self.parents.values() if run.tags[CURRENT] != "false"]
+        save_view(self.client, self.experiment, viewed)
         return self.counts
 
     def _find_parent(self, generation: ModelHistories) -> StoredRun:
@@ -289,7 +315,8 @@ class StudyImporter:
         state, when = history.run_state()
         if not new and state == run.status:
             return False
-        run.add_params(history.header["params"])
+        params = stored_run.select_changed_params(history.header["params"])
+        run.add_params(params)
         run.add_points(stored_run.curve_points(new) + stored_run.routing_curve_points(new))
         if any("routing" in line for line in new):
             from moecore.report.figures.expert_figures import draw_load_over_steps
@@ -300,7 +327,7 @@ class StudyImporter:
             self._send_line(history, line, run)
         phase = history.header["stage"]
         if parent is not None and phase in TRAINING_PHASES:
-            parent.add_params(history.header["params"])
+            parent.add_params(params)
             parent.add_points(stored_run.parent_run_points(new, phase))
             parent.set_tags(source_tags(history.header))
             for card in [line["dataset"] for line in new if "dataset" in line]:
@@ -371,14 +398,23 @@ class StudyImporter:
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}
         numbers, counts = read_headline_numbers(self.study, method, seed, items)
-        named = {stored_run.mlflow_safe_name(name): value for name, value in numbers.items()}
-        parent.set_numbers(named, int(time.time() * 1000))
+        parent.set_numbers(numbers, int(time.time() * 1000))
         parent.add_params(counts)
+        names = dict.fromkeys([*numbers, *headline_names([parent])])
+        parent.set_tags({HEADLINE: " ".join(names) or None})
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED."""
+        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED.
+
+        A replaced parent stays in the view until its successor has its first number, the score.
+        """
+        newest = {self.parents[run_id].tags[FAMILY]: self.parents[run_id] for run_id in shown}
         for run in self.parents.values():
-            run.set_tags({CURRENT: str(run.id in shown).lower()})
+            current = str(run.id in shown).lower()
+            successor = newest.get(run.tags[FAMILY], run)
+            was_shown = run.tags.get(CURRENT, "false") != "false"
+            missing = set(headline_names([run])[:1]) - set(headline_names([successor]))
+            run.set_tags({CURRENT: RETRAINING if was_shown and missing else current})
             if run.id not in shown and run.status == "RUNNING":
                 run.set_state("KILLED", time.time())
         for run in [run for uid, run in self.runs.items() if uid not in self.histories]:

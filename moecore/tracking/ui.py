@@ -30,6 +30,9 @@ def serve_ui(port: int = 5000) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     importer = Importer()
     try:
+        runs = sum(map(len, importer.read_studies().values()))
+        store = mlflow_connection.mask_password(mlflow_connection.store_address())
+        print(f"importing new results of {runs} runs into {store} …", flush=True)
         print(describe_import(importer.import_all()), flush=True)
         if mlflow_connection.store_address().startswith(("http://", "https://")):
             import_while(lambda: True, importer)
@@ -39,7 +42,10 @@ def serve_ui(port: int = 5000) -> int:
         server = start_server(port)
         try:
             address = f"http://{HOST}:{port}"
-            print(view_address(address, experiment) if experiment else address, flush=True)
+            if experiment:
+                print(f"compare: {view_address(address, experiment, 'CHART')}", flush=True)
+                address = view_address(address, experiment)
+            print(address, flush=True)
             import_while(lambda: server.poll() is None, importer)
         finally:
             if server.poll() is None:

@@ -19,6 +19,7 @@ from moecore.measure.values import Values
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Interval
 from moecore.tasks.class_task import reliability_bins
+from moecore.tracking.sync import TAG
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
 CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
@@ -76,6 +77,11 @@ class Study:
         named = [one for one in self.parents() if one.data.tags["moecore.family"] == family]
         [parent] = [one for one in named if one.data.tags.get("dvc.current") == "true"]
         return parent
+
+    def view(self) -> dict[str, Any]:
+        """The saved view of the experiment."""
+        experiment = self.client.get_experiment_by_name(self.folder.name)
+        return json.loads(json.loads(experiment.tags[TAG])["state"])
 
     def parent_ids(self) -> dict[str, str]:
         """Stage → the id of its parent, of the current runs."""

@@ -11,13 +11,16 @@ import pytest
 from click.testing import CliRunner
 from mlflow.cli import cli as mlflow_cli
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, to_jsonable
+from moecore.run.history_file import flatten_keys
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.mlflow_connection import store_address
-from moecore.tracking.stored_run import stage_metrics_and_params
-from moecore.tracking.sync import TAG, Importer, sync_runs
+from moecore.tracking.stored_run import select_changed_params, stage_metrics_and_params
+from moecore.tracking.sync import Importer, sync_runs
+from moecore.training.method import Method
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
+from moecore.training.settings import Training
 from tests.tracking.conftest import Params, calibrate, only_run
 
 PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
@@ -99,16 +102,17 @@ def test_stages_are_children_of_one_run_with_headline_numbers_and_curves_in_a_vi
     assert study.parent_ids() == own | {"prepare": shared}
     assert study.curve(parent, "loss/finetune total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert parent.data.params["epochs"] == "3"
-    assert parent.data.metrics["pretrain/ece_after"] == 0.5
-    calibrate(ece=0.25)
+    assert parent.data.metrics["ece/pretrain"] == 0.5
+    calibrate(ece=0.123456)
     import_all()
     assert study.parent().info.run_id == parent.info.run_id  # the model is the same
-    assert study.parent().data.metrics["pretrain/ece_after"] == 0.25
-    experiment = study.client.get_experiment_by_name(study.folder.name)
-    state = json.loads(json.loads(experiment.tags[TAG])["state"])
-    assert "metrics.`pretrain/ece_after`" in state["selectedColumns"]
-    assert not [name for name in state["selectedColumns"] if "loss/" in name]
-    shown = study.client.search_runs([experiment.experiment_id], state["searchFilter"])
+    names = ("ece/pretrain", "ece/pre.lo", "ece/pre.hi")
+    assert [study.parent().data.metrics[name] for name in names] == [0.1235, 0.4, 0.6]
+    state = study.view()
+    columns = [f"metrics.`{name}`" for name in names]
+    assert state["selectedColumns"][:4] == [*columns, "attributes.`Dataset`"]  # and no loss
+    assert (state["orderByKey"], state["orderByAsc"]) == (columns[0], True)
+    shown = study.client.search_runs([parent.info.experiment_id], state["searchFilter"])
     assert [run.info.run_name for run in shown] == ["vmoe seed 0"]
 
 
@@ -128,12 +132,15 @@ def test_a_training_that_runs_again_shows_nothing_of_the_earlier_model(study):
         assert new.data.metrics == {"loss/pretrain total": 4.0}
         assert study.parent_ids() == {}  # none of its stages is up to date
     importer.import_all()
-    assert not [name for name in study.parent().data.metrics if name.startswith("pretrain/ece")]
+    assert not [name for name in study.parent().data.metrics if name.startswith("ece/")]
+    assert study.client.get_run(old.info.run_id).data.tags["dvc.current"] == "until retrained"
+    assert "metrics.`ece/pretrain`" in study.view()["selectedColumns"]
     time.sleep(0.01)
     calibrate(ece=0.125)
     study.write(stage="finetune", steps=1)
     importer.import_all()
-    assert study.parent().data.metrics["pretrain/ece_after"] == 0.125
+    assert study.parent().data.metrics["ece/pretrain"] == 0.125
+    assert study.client.get_run(old.info.run_id).data.tags["dvc.current"] == "false"
     assert study.curve(study.parent(), "loss/finetune total") == [(1, 1.0)]
     assert set(study.parent_ids().values()) == {new.info.run_id}
 
@@ -298,7 +305,7 @@ def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
     assert import_all() == {"current": 2}
     [run] = [run for run in study.runs() if run.data.tags["stage"] == "pretrain"]
     assert study.curve(run, "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
-    assert study.parent().data.metrics["pretrain/ece_after"] == 0.5
+    assert study.parent().data.metrics["ece/pretrain"] == 0.5
     assert len(study.every_run()) == 3
 
 
@@ -348,6 +355,16 @@ def test_what_is_given_is_a_param_and_no_chart():
     assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
     metrics, params = stage_metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
+
+
+def test_params_are_the_settings_that_are_no_defaults_and_the_kinds_of_parts():
+    method = {"router": {"kind": "noisy_top_k", "k": 1}, "experts": {"kind": "mlp", "number": 16}}
+    method |= {"blocks": [0], "regularizers": [{"kind": "load"}, {"kind": "z_loss", "weight": 0.5}]}
+    pretrain = {"epochs": 4, "batch": 128, "learning_rate": 0.002, "clip": None}
+    whole = {"method": Method(**method), "pretrain": Training(**pretrain), "other": {"size": 1}}
+    header = flatten_keys(to_jsonable(whole))
+    expected = flatten_keys({"method": method, "pretrain": pretrain, "other": {"size": 1}})
+    assert select_changed_params(header) == expected and len(header) > 40
 
 
 def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):

@@ -4,20 +4,28 @@ import signal
 import socket
 import subprocess
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from moecore.core.files import UserError
+from moecore.report.tables.headline_metrics import name_for_mlflow
 from moecore.run.run_record import record_run
+from moecore.statistics.intervals import Interval
 from moecore.tracking import ui
-from moecore.tracking.sync import Importer
+from moecore.tracking.sync import HEADLINE, Importer
 from tests.browser import opened
 from tests.tracking.conftest import calibrate
 
 # MLflow asks whether users have to log in, and its charts are resized while they are drawn.
 KNOWN = ("404 (Not Found)", "ResizeObserver loop")
+SLUGS = ("acc", "worst", "ece", "move", "top1", "cv2", "ms")
 WAIT = 120_000  # milliseconds
+RIGHT = "getBoundingClientRect().right"
+VISIBLE = f"""[...document.querySelectorAll('[data-testid^=sort-header][data-testid*="/"]')].filter(
+  name => name.{RIGHT} <= name.closest('[col-id]').{RIGHT}).map(name => name.textContent)"""
+SCROLL = "document.querySelector('.ag-body-horizontal-scroll-viewport').scrollBy(300, 0)"
 OFTEN = """
 from moecore.pipeline.cli import app
 from moecore.tracking import ui
@@ -53,7 +61,9 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
     port = unused_port()
     process = study.start("-c", OFTEN, "ui", "--port", str(port))
     try:
+        assert "importing new results of 2 runs into sqlite:" in process.stdout.readline()
         assert "2 runs added" in process.stdout.readline()
+        assert process.stdout.readline().endswith("compareRunsMode=CHART\n")
         address = process.stdout.readline().strip()
         assert address.startswith(f"http://{ui.HOST}:{port}/#/experiments/")
         with record_run("pretrain", None, method="dense", seed=0) as run:
@@ -63,12 +73,26 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
         wait_until(lambda: study.parent("dense/0").info.status == "FINISHED")
         wait_until(lambda: answers(port))
         browser = request.getfixturevalue("browser")
+        numbers = {}
+        for phase, slug in product(("finetune", "pretrain"), SLUGS):
+            numbers |= name_for_mlflow(slug, phase, Interval(0.123456, 0.1, 0.2))
+        parent = study.parent().info.run_id
+        for name, value in numbers.items():
+            study.client.log_metric(parent, name, value)
+        study.client.set_tag(parent, HEADLINE, " ".join(numbers))
+        wait_until(lambda: "metrics.`ms/pretrain`" in study.view()["selectedColumns"])
         from playwright.sync_api import expect
 
-        with opened(browser, address, 1800, "light", KNOWN) as page:
+        with opened(browser, address, 1400, "light", KNOWN) as page:
             body = page.locator("body")
-            for words in ("vmoe seed 0", "dense seed 0", "ece_after", "0.5", "toy", "Source"):
+            for words in ("vmoe seed 0", "dense seed 0", "acc/finetune", "0.1235"):
                 expect(body).to_contain_text(words, timeout=WAIT)
+            names = set()
+            for _ in range(9):
+                names |= set(page.evaluate(VISIBLE))
+                page.evaluate(SCROLL)
+                page.wait_for_timeout(300)
+            assert names == {name for name in [*numbers][6:] if "." not in name} | {*[*numbers][:6]}
     finally:
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

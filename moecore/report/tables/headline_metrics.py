@@ -13,15 +13,20 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
 from moecore.report import headline_quantities
+from moecore.report.column import score_slug
 from moecore.report.figures.overview import draw_dataset_samples
 from moecore.report.pictures import transfer
 from moecore.report.results import Display, Draw, list_displays, read_card_and_task, read_model
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.metrics_by_method import phase_result_columns
-from moecore.study.stages import MODEL_STAGES, PHASES
+from moecore.statistics.intervals import Interval
+from moecore.study.stages import MODEL_STAGES, REDUCING_PHASES, TRAINING_PHASES
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
+MLFLOW_DIGITS = 4
+MLFLOW_LETTERS = 14  # that a column of MLflow's table shows
+SHORT_PHASES = {"pretrain": "pre", "finetune": "fine", "adversarial": "adv"}
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 RUN_FIGURES: Mapping[str, Draw] = {  # by stage; they belong to no single model
     "transfer": transfer.figures,
@@ -53,25 +58,25 @@ def render_metrics_files(results: Results) -> dict[str, str]:
     }
 
 
-def round_significant(value: float) -> float:
-    """Return the value with ``DIGITS`` significant digits; counts stay whole."""
+def round_significant(value: float, digits: int = DIGITS) -> float:
+    """Return the value with ``digits`` significant digits; counts stay whole."""
     if value.is_integer():
         return int(value)
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{digits}g}")
 
 
 def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return a model's headline numbers: phase/metric → value, and phase.metric → count.
+    """Return a model's headline numbers by their names in MLflow, and phase.metric → count.
 
-    Keys are such as ``finetune/accuracy`` and ``finetune.active_parameters``.
+    The last training comes first, and of each phase the score, then the score under attack.
     items: method → the items whose results are of its present model, for the method and the dense
     one, to which some numbers are relative. Results of other code are omitted.
     """
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for name in PHASES:
+    for name in (*reversed(TRAINING_PHASES), *REDUCING_PHASES):
         try:
             card, task = read_card_and_task(study, name)
         except UserError:
@@ -85,13 +90,26 @@ def read_headline_numbers(
         if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-        for metric in map(metrics.__getitem__, headline_quantities.first_columns(phase, metrics)):
-            interval = metric.read(models[method][seed])
-            if interval is not None and metric.form == "count":
-                counts[f"{name}.{metric.name}"] = int(interval.value)
+        slugs = headline_quantities.first_columns(phase, metrics)
+        attacked, _ = headline_quantities.attacked_score_and_change_names(phase)
+        scores = [f"test_{score_slug(task.score)}", attacked]
+        for key in sorted(slugs, key=lambda key: scores.index(key) if key in scores else 2):
+            interval = metrics[key].read(models[method][seed])
+            if interval is not None and metrics[key].form == "count":
+                counts[f"{name}.{key}"] = int(interval.value)
             elif interval is not None:
-                numbers[f"{name}/{metric.name.removeprefix('test_')}"] = float(interval.value)
+                numbers |= name_for_mlflow(slugs[key], name, interval)
     return numbers, counts
+
+
+def name_for_mlflow(slug: str, phase: str, interval: Interval) -> dict[str, float]:
+    """Return ``acc/finetune``, ``acc/fine.lo`` and ``acc/fine.hi`` → rounded value and limits."""
+    short = f"{slug}/{SHORT_PHASES.get(phase, phase)}"
+    name = f"{slug}/{phase}"
+    numbers = {name if len(name) <= MLFLOW_LETTERS else short: interval.value}
+    if interval.limits is not None:
+        numbers |= zip((f"{short}.lo", f"{short}.hi"), interval.limits, strict=True)
+    return {name: round_significant(value, MLFLOW_DIGITS) for name, value in numbers.items()}
 
 
 def read_current_results(
