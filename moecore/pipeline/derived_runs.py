@@ -52,7 +52,7 @@ def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) ->
     name = "sweep"
     if data is not None:
         path = own_data.TEMPLATE
-        text = own_data.params_text(data)
+        text = own_data.derive_params_text(data)
         name = f"data.{OTHER_LETTERS.sub('_', data.resolve().name.lower())}"
         stages = own_data.STAGES
     else:
@@ -92,9 +92,9 @@ def _expand_sweep(
             chosen = list(zip(axes, point, strict=True))
             name = "_".join([method, *(axis.name(number) for axis, number in chosen)])
             if name in present or name in grid.get(method, ()):
-                found = f"two methods that would be called {name}"
+                problem = f"two methods that would be called {name}"
                 raise UserError.at(
-                    f"{METHODS}.{method}", found=found, allowed="values with other names"
+                    f"{METHODS}.{method}", found=problem, allowed="values with other names"
                 )
             grid.setdefault(method, []).append(name)
             assignments.append(f"{METHODS}.{name}={json.dumps(settings)}")
@@ -122,8 +122,8 @@ def _split_assignments(data: Any, sets: Sequence[str]) -> tuple[list[str], dict[
             allowed = f"lists for keys below {METHODS}.NAME, such as {EXAMPLE}"
             raise UserError.at(f"-S {name}", found=f"{len(value)} values", allowed=allowed)
         elif len(value) < 2 or key in [axis.key for axis in swept.get(method, ())]:
-            found = "the key twice, or fewer than two values"
-            raise UserError.at(f"-S {name}", found=found, allowed="one list of two or more")
+            problem = "the key twice, or fewer than two values"
+            raise UserError.at(f"-S {name}", found=problem, allowed="one list of two or more")
         else:
             swept.setdefault(method, []).append(Axis(key, value))
     if not swept:
@@ -142,5 +142,5 @@ def _refuse_equal_methods(path: Path, grid: Sequence[str]) -> None:
     study = read_study(load_yaml_document(path))
     for name, other in product(grid, study.run.methods):
         if name != other and study.methods[name] == study.methods[other]:
-            found = f"the same settings as {other} has"
-            raise UserError.at(f"{METHODS}.{name}", found=found, allowed="values that differ")
+            problem = f"the same settings as {other} has"
+            raise UserError.at(f"{METHODS}.{name}", found=problem, allowed="values that differ")

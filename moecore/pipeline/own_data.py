@@ -28,7 +28,7 @@ MAX_STEPS = 6000
 SHOTS = (1, 5, 10, 25)
 
 
-def params_text(folder: Path) -> str:
+def derive_params_text(folder: Path) -> str:
     """Return a params.yaml for a folder with class folders, or with train/ and test/ of such.
 
     Raises UserError for missing classes, for a class with too few pictures, and for pictures that
@@ -42,9 +42,9 @@ def params_text(folder: Path) -> str:
     files = list_labelled_images(root, train, classes)
     sizes = np.bincount(files.labels)
     if sizes.min() < MIN_PER_CLASS:
-        found = f"{sizes.min()} pictures"
+        problem = f"{sizes.min()} pictures"
         allowed = f"{MIN_PER_CLASS} or more per class; add some, or remove the folder"
-        raise UserError.at(train / classes[sizes.argmin()], found=found, allowed=allowed)
+        raise UserError.at(train / classes[sizes.argmin()], found=problem, allowed=allowed)
     side, channels = _read_sample(files.paths)
     number = len(files.paths)
     size = min(max(round(side / PATCHES) * PATCHES, MIN_SIZE), MAX_SIZE)

@@ -68,7 +68,7 @@ def begin_project(
         file = "params.yaml"
         text = shipped_params_text(study)
         if data is not None:
-            text = own_data.params_text(data)
+            text = own_data.derive_params_text(data)
             write_texts(part, own_data_dvc_texts())
         values = parse_yaml_document(text).data
         if is_overlay:

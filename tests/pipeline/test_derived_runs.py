@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def derive(folder: Path | str) -> dict:
-    return parse_yaml_document(own_data.params_text(Path(folder))).data
+    return parse_yaml_document(own_data.derive_params_text(Path(folder))).data
 
 
 def test_settings_follow_from_the_pictures(place, monkeypatch):
@@ -63,7 +63,7 @@ def test_an_unusable_folder_is_one_line_and_begins_nothing(place, folder, proble
     image_classes(place / "damaged", {"a": 5, "b": 5})
     (place / "damaged/a/000.png").write_text("no picture", encoding="utf-8")
     with pytest.raises(UserError, match=problem) as refused:
-        own_data.params_text(place / folder)
+        own_data.derive_params_text(place / folder)
     assert "\n" not in str(refused.value)
 
 
