@@ -33,7 +33,7 @@ class Axis(NamedTuple):
     values: list[Any]
 
     def name(self, number: int) -> str:
-        """Return what a value adds to a method's name: ``k2``, ``kind_hash``."""
+        """Return what a value adds to a method's name: such as k2."""
         value = self.values[number]
         if isinstance(value, dict | list):
             value = value.get("kind", number) if isinstance(value, dict) else number
