@@ -141,7 +141,7 @@ def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path
     check_document(composed.document, composed.all_stages)
     path = folder / "params.yaml"
     write_params(path, dump_inline_yaml(composed.document.data))
-    write_dvc_files(folder, composed)
+    write_dvc_files(folder, composed.stages)
     return path
 
 

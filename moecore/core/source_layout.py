@@ -40,11 +40,12 @@ def project_of(folder: Path) -> Path:
 
 
 def question_folders(folder: Path) -> tuple[Path, ...]:
-    """Return (pipelines/<folder>,) of a run folder's question; () for any other folder."""
+    """Return (pipelines/<folder>, project) of a run folder; () for any other folder."""
     resolved = folder.resolve()
     if resolved.parent.name != RUNS:
         return ()
-    return (resolved.parents[1] / "pipelines" / resolved.name.partition(".")[0],)
+    project = resolved.parents[1]
+    return (project / "pipelines" / resolved.name.partition(".")[0], project)
 
 
 def package_source_hash(root: Path = ROOT) -> str:

@@ -31,6 +31,10 @@ JobCount = Annotated[int | None, Option(min=1, help=JOBS)]
 SetValues = Annotated[list[str] | None, Option("--set", "-S", metavar="KEY=VALUE", help=SET)]
 IsVerbose = Annotated[bool, Option("--verbose", help="print DVC's own lines, and no table")]
 ParamsFile = Annotated[Path, Argument(help="the params.yaml")]
+DATA = "a folder of pictures, one folder per class; settings are derived from its files"
+OwnData = Annotated[Path | None, Option("--data", metavar="FOLDER", help=DATA)]
+GRID = "run a method per value of -S 'methods.vmoe.router.k=[1,2,4]'; several -S: their product"
+Sweep = Annotated[bool, Option("--sweep", help=GRID)]
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
 OPTIONS: dict[str, Any] = {
     "cls": CommandGroup,
@@ -123,10 +127,26 @@ def pilot_command(
 
 
 @app.command("run")
-def run_command(jobs: JobCount = None, sets: SetValues = None, verbose: IsVerbose = False) -> None:
-    """Run all stages that are not up to date, several at a time: `dvc repro` in parallel."""
-    _run_stages(jobs, sets, verbose)
-    print_result(HERE)
+def run_command(
+    jobs: JobCount = None,
+    sets: SetValues = None,
+    data: OwnData = None,
+    sweep: Sweep = False,
+    verbose: IsVerbose = False,
+) -> None:
+    """Run all stages that are not up to date, several at a time: `dvc repro` in parallel.
+
+    With --data or --sweep in a folder below .runs/; the params.yaml here stays as it is.
+    """
+    folder = HERE
+    if data is not None or sweep:
+        from moecore.pipeline.derived_runs import write_derived_run
+
+        folder = write_derived_run(data, sets or (), sweep)
+        sets = None
+    with chdir(folder):
+        _run_stages(jobs, sets, verbose)
+    print_result(folder)
 
 
 def _run_stages(jobs: int | None, sets: list[str] | None, verbose: bool) -> None:
@@ -184,6 +204,7 @@ def new_command(
     study: Annotated[
         str, Option("--from", help="the question that it begins as; main: six methods")
     ] = QUICK,
+    data: OwnData = None,
     overlay: Annotated[
         bool, Option("--overlay", help="params.yaml is written from what differs from ours")
     ] = False,
@@ -192,8 +213,8 @@ def new_command(
     from moecore.pipeline.project_files import begin_project
 
     place = folder or Path(name)
-    begin_project(name, place, study, overlay)
-    typer.echo(f"{place}: begun from {study}; edit params.yaml, then `make repro` in it")
+    begin_project(name, place, study, overlay, data)
+    typer.echo(f"{place}: begun from {data or study}; edit params.yaml, then `make repro` in it")
 
 
 @app.command("upgrade")

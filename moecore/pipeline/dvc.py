@@ -26,14 +26,13 @@ MAIN_HEAD = """\
 # overlooks those called `size`: each key under `params` has its file in artifacts/code/settings.
 # Written by `moecore study write` from moecore/study/stages.py.
 """
-RUN_CONFIG = """\
-[cache]
-    dir = ../../../.dvc/cache
+CONFIG = """\
 [core]
     analytics = false
     check_update = false
     autostage = false
 """
+RUN_CONFIG = f"[cache]\n    dir = ../../../.dvc/cache\n{CONFIG}"
 WITHOUT_GIT = "    no_scm = true\n"  # for the section [core], which is last
 LARGE_STUDY = 500  # stages
 WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}

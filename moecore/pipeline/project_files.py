@@ -18,7 +18,7 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED, list_project_dvc_files
-from moecore.pipeline import dvc, project
+from moecore.pipeline import dvc, own_data, project
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study import params_file
@@ -42,11 +42,14 @@ NOT_SOURCE = shutil.ignore_patterns("__pycache__")
 INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
-def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
+def begin_project(
+    name: str, folder: Path, study: str, is_overlay: bool, data: Path | None = None
+) -> None:
     """Write a new project into ``folder``, which must be missing or empty.
 
     study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
-    Raises UserError, and leaves nothing, for an invalid name, study or folder.
+    data: a folder of pictures that params.yaml is derived from. Raises UserError, and leaves
+    nothing, for an invalid name, study, folder or data.
     """
     refuse_study_name(name)
     if importlib.util.find_spec(name):
@@ -56,6 +59,8 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
         study = find_shipped_question(study).name
     if is_overlay and study == MAIN_STUDY:
         raise UserError(f"--overlay: {MAIN_STUDY} has none; allowed with another study")
+    if data is not None and (is_overlay or study != QUICK_QUESTION):
+        raise UserError("--data: found it together with --from or --overlay; allowed: alone")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is not empty; take an empty folder, or a name that is new")
     part = folder / BEGUN
@@ -63,11 +68,14 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
         write_texts(part, template_texts(name, is_of_user=True))
         file = "params.yaml"
         text = shipped_params_text(study)
+        if data is not None:
+            text = own_data.derive_params_text(data)
+            write_texts(part, own_data_dvc_texts())
         values = parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY
             text = params_file.overlay_text(compose_shipped_question(study))
-        write_whole(part / file, _add_example(text, values, name))
+        write_whole(part / file, _add_example(text, values, name, is_run=data is None))
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
             shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
@@ -84,6 +92,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
             path.rename(folder / path.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def own_data_dvc_texts() -> dict[str, str]:
+    """Return path → text of the dvc.yaml of a project with a folder of pictures."""
+    return dvc.study_dvc_yaml_texts(dvc.stage_definitions(own_data.STAGES), {}, DVC_HEAD)
 
 
 def write_quick_look(place: Path) -> Path:
@@ -164,11 +177,11 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
     return texts
 
 
-def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
+def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
     """Return a params.yaml, or an overlay, with the project's package in ``packages``.
 
     If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
-    values of the complete params.yaml.
+    values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
     """
     packages = ", ".join([name, *study.get("packages", ())])
     text = re.sub("^packages:.*\n+", "", text, flags=re.M)
@@ -182,7 +195,8 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     cosine = params_file.dump_inline_yaml(
         {"cosine": vmoe | {"router": router, "regularizers": [importance]}}
     )
-    text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
+    if is_run:
+        text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # of the section run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 

@@ -66,7 +66,7 @@ def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list
     is_new = not (folder / "params.yaml").is_file()
     with hold_project(folder / LOCK):
         changes = write_params(folder / "params.yaml", text)
-        write_dvc_files(folder, composed)
+        write_dvc_files(folder, composed.stages)
         if shutil.which("git"):
             files.write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
             if not (folder / ".git").is_dir():
@@ -91,7 +91,7 @@ def write_project(folder: Path = HERE) -> list[str]:
         return ["dvc.yaml written"]
     composed, text = _compose_project(folder)
     changes = write_params(folder / "params.yaml", text)
-    write_dvc_files(folder, composed)
+    write_dvc_files(folder, composed.stages)
     return changes
 
 
@@ -112,10 +112,10 @@ def _compose_project(folder: Path) -> tuple[layers.Composed, str]:
     return composed, params_text(composed, origin)
 
 
-def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
+def write_dvc_files(folder: Path, stages: Sequence[str] | None) -> None:
     """Write dvc.yaml, or several for many stages, and remove those that are not written again."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
-    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
+    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
         if file.relative_to(folder).as_posix() not in texts:
             file.unlink()

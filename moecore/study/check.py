@@ -98,7 +98,8 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(data_rules.data_source_key_path(phase))
         notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
-    return CheckedStudy(study, (*notes, *part_rules.list_notes(study)), tuple(untried))
+    notes += part_rules.list_notes(study, previews)
+    return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
 def check_and_describe_study(

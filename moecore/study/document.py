@@ -57,7 +57,7 @@ class Document:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the file's folder, and for a run folder also the folder of its question."""
+        """Return the file's folder, and for a run folder its question's and its project's."""
         folder = Path(self.path).parent
         return (folder, *question_folders(folder))
 

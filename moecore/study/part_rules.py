@@ -20,10 +20,12 @@ from moecore.study.document import spell_keys
 from moecore.study.stages import ROWS, SECTIONS, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
 from moecore.training.method import Method
+from moecore.training.settings import Training
 from moecore.training.teachers.base import Teacher
 
 Previews = Mapping[str, Card]
 NO_TEACHER = "no_teacher"
+MIN_STEPS = 100  # of a training
 Placed = Iterator[tuple[tuple, Any, Surroundings]]  # keys, settings, what surrounds them
 HOLDERS = (Config, dict, list, tuple)  # of settings objects
 MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
@@ -221,7 +223,7 @@ def _measurements(study: Study) -> Misfits:
             yield keys, f"{text}; allowed: other phases or measurements"
 
 
-def list_notes(study: Study) -> Iterator[str]:
+def list_notes(study: Study, previews: Previews) -> Iterator[str]:
     """Yield remarks, one line each, that are not errors, such as a teacher that no method needs."""
     methods = {name: study.methods[name] for name in study.run.methods}
     needed = any(method.guided or method.upcycle for method in methods.values())
@@ -244,3 +246,23 @@ def list_notes(study: Study) -> Iterator[str]:
     for keys, settings, _ in walk_settings((), study, Surroundings()):
         for inner, text in settings.remarks():
             yield f"{spell_keys((*keys, *inner))}: {text}"
+    for keys, settings, around in list_sections(study, previews):
+        steps = _planned_steps(settings, around.preview)
+        if steps is not None and steps < MIN_STEPS:
+            place = spell_keys(keys)
+            text = f"{steps} training steps, and fewer than {MIN_STEPS} rarely teach a model"
+            yield f"{place}: {text}; {place}.updates sets their number per epoch"
+
+
+def _planned_steps(training: Any, card: Card | None) -> int | None:
+    """Return the steps of a training on images; None for other settings and unknown numbers."""
+    if not isinstance(training, Training):
+        return None
+    if training.updates is not None:
+        return training.epochs * training.updates
+    if card is None or not card.counts or len(card.shape) == 1:
+        return None
+    images = card.images["train"]
+    if (shots := getattr(training, "shots", None)) is not None and card.classes:
+        images = shots * len(card.classes)
+    return training.epochs * (images // training.batch)

@@ -88,7 +88,7 @@ def study(tmp_path_factory) -> Path:
         patch.setenv("MOECORE_THREADS", "1")
         patch.delenv("MOECORE_PARAMS", raising=False)
         (folder / "params.yaml").write_text(small(), encoding="utf-8")
-        write_dvc_files(folder, compose_shipped(STUDY))
+        write_dvc_files(folder, compose_shipped(STUDY).stages)
         write_code("params.yaml")
         prepare.prepare("pretrain")
         teacher.teacher(0)

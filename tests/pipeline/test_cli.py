@@ -2,7 +2,7 @@
 
 What goes wrong for a user: one clear message, nothing lost, nothing half-made taken for done.
 
-Data of one's own, as README says: a folder of pictures, the pipeline, a page, a prediction.
+Own data, as README says: a folder of pictures, the pipeline, a page, a prediction.
 
 90 pictures in three classes, of odd sizes and in every mode.
 
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
 from nbclient import NotebookClient
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -265,46 +264,30 @@ def test_two_processes_do_not_train_the_same(project):
     assert done.returncode == 1 and "another process is at work" in done.stderr
 
 
-SMALL = {
-    "run": {"methods": ["vmoe"], "seeds": [0], "phases": ["finetune"], "measurements": []},
-    "calibrate": {"calibrator": {"kind": "temperature"}},
-}
-SMALL["run"]["thorough"] = []
-
-
-def readme_data() -> dict:
-    """The data of README's example; a phase that it leaves out has the same pictures."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split("## Your own data")[1]
-    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
-    data = yaml.safe_load(block[1])["data"]
-    return {"finetune": dict(data["pretrain"])} | data
-
-
-def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
+def test_a_folder_of_pictures_runs_to_the_page_and_to_a_prediction(tmp_path):
+    """README's command, with a shorter training; the params.yaml of the project is not changed."""
     write_classes(tmp_path / "flowers", 30)
-    data = readme_data()
-    for phase, size in {"pretrain": 16, "finetune": 24}.items():
-        assert data[phase]["root"] == "/data/flowers"
-        data[phase] |= {"root": str(tmp_path / "flowers"), "size": size}
-    settings = yaml.safe_load(PARAMS) | SMALL | {"data": data}
-    folder = tmp_path / "project"
-    folder.mkdir()
-    project = Project(folder, yaml.safe_dump(settings)).with_dvc()
-    done = project.moecore("run", "--jobs", "2")
+    (tmp_path / "project").mkdir()
+    project = Project(tmp_path / "project").with_dvc()
+    wanted = ["pretrain.updates=1", "methods.vmoe.router.k=[1,2]", "run.measurements=[]"]
+    sets = [word for value in wanted for word in ("-S", value)]
+    done = project.moecore("run", "--data", "../flowers", "--sweep", *sets, "--jobs", "2")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    page = (folder / "reports/index.html").read_text(encoding="utf-8")
-    assert "flowers" in page and "images → images" not in page
-    model = "artifacts/finetune/vmoe/0"
+    place = ".runs/data.flowers.vmoe_k"
+    assert done.stdout.endswith(f"Page: {place}/reports/index.html\n")
+    assert (project.folder / "params.yaml").read_text(encoding="utf-8") == PARAMS
+    page = (project.folder / place / "reports/index.html").read_text(encoding="utf-8")
+    assert "flowers" in page and "vmoe_k2" in page and "images → images" not in page
+    model = f"{place}/artifacts/pretrain/vmoe_k1/0"
     done = project.moecore("predict", model, str(tmp_path / "flowers"))
     assert done.returncode == 0, done.stderr
-    with open(folder / "predictions.csv", newline="", encoding="utf-8") as handle:
+    with open(project.folder / "predictions.csv", newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
     assert len(rows) == 90
     assert {row["prediction"] for row in rows} <= set(COLOURS)
     assert "probabilities are calibrated" in done.stdout
     assert re.search(r"accuracy of this model: .* test items of .*; expected cal", done.stdout)
-    assert (folder / "predictions.html").is_file()
+    assert (project.folder / "predictions.html").is_file()
 
 
 @pytest.fixture(scope="module")

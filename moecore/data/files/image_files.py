@@ -261,10 +261,11 @@ def class_names(folder: Path) -> tuple[str, ...]:
         raise UserError(f"{folder}: no such folder")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
     if len(names) < 2:
+        loose = sum(path.suffix.lower() in decode.SUFFIXES for path in folder.iterdir())
         raise UserError.at(
             folder,
-            found=f"{len(names)} class folders",
-            allowed="two or more, with the images of one class each",
+            found=f"{len(names)} class folders, and {loose} images outside of them",
+            allowed=f"two or more, with the images of one class each, as {folder}/CLASS/1.jpg",
         )
     return tuple(names)
 
