@@ -17,11 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.plan import (
-    plan_stages,
-    query_pipeline_status,
-    stages_changed_by_code,
-)
+from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
 from moecore.pipeline.stage_client import SOCKET
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks

@@ -11,10 +11,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.routing_records import TokenLayout
 from moecore.data.corruptions import standard_normal_noise
-from moecore.measure.routing_metrics.two_view_agreement import (
-    TwoViewAugmentation,
-    draw_two_views,
-)
+from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.nn.correspondence import original_patches_of_views
 
 Kind = Literal["clean", "noise", "attack", "augmentation"]

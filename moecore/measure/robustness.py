@@ -109,8 +109,7 @@ class Robustness(Measurement):
         False, description="Attack only images that are right when clean; no routing change."
     )
     audit: AuditSettings = Field(
-        AuditSettings(),
-        description="Additional attacks that check the strength of the others.",
+        AuditSettings(), description="Additional attacks that check the strength of the others."
     )
 
     def misfits(self, around: Surroundings) -> Misfits:

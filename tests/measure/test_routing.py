@@ -13,11 +13,7 @@ from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cost import Cost
-from moecore.measure.exploring.expert_overlays import (
-    CROPS,
-    overlapping_crops,
-    parse_expert_grid,
-)
+from moecore.measure.exploring.expert_overlays import CROPS, overlapping_crops, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.epochs import match_ratios

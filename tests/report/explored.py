@@ -29,11 +29,7 @@ def study() -> Results:
     one = subject(data, moe())
     other = subject(data, moe(), seed=1)
     before = watched(subject(data, moe(), seed=2), 1), watched(other, 2)
-    found = {
-        "dense": skipped(),
-        "vmoe": measured(one),
-        "prc": measured(other, watched=before),
-    }
+    found = {"dense": skipped(), "vmoe": measured(one), "prc": measured(other, watched=before)}
     return Results({"pretrain": phase(data, found), "finetune": phase(data, found, "finetune")})
 
 

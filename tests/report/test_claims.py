@@ -32,20 +32,12 @@ from moecore.report.claims.evaluation import (
 from moecore.report.page.report_page import render_report
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
-from moecore.report.tables.metrics_by_method import (
-    compare_methods,
-    expected_metrics,
-)
+from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
 from moecore.study.papers import PIPELINES, ComputedPair, load_papers
 from moecore.study.questions import load_questions
-from moecore.study.sections import (
-    Claim,
-    Question,
-    answer_settings_digest,
-    has_changed_settings,
-)
+from moecore.study.sections import Claim, Question, answer_settings_digest, has_changed_settings
 from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
 from tests.report import generated

@@ -6,12 +6,7 @@ import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_json
-from moecore.measure.corruptions import (
-    Corruptions,
-    errors_of,
-    errors_of_dense,
-    relative_error,
-)
+from moecore.measure.corruptions import Corruptions, errors_of, errors_of_dense, relative_error
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.trained import collect_outcome_values

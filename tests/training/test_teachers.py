@@ -326,8 +326,7 @@ def test_what_ours_lack_of_a_model_is_named(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["deit3_small_patch16_224", "deit_tiny_distilled_patch16_224.fb_in1k", SWIN["swin_v2"]],
+    "name", ["deit3_small_patch16_224", "deit_tiny_distilled_patch16_224.fb_in1k", SWIN["swin_v2"]]
 )
 def test_plain_models_are_taken(name):
     with meta_device_context():

@@ -68,10 +68,7 @@ def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
 
 
 def draw_crop_windows(
-    draws: BatchDraws,
-    size: Sequence[Any],
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
+    draws: BatchDraws, size: Sequence[Any], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return random windows: first row, first column, height, width, each (B,), fractional pixels.
 

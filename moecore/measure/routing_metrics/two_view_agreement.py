@@ -16,11 +16,7 @@ from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.views import (
-    ViewSettings,
-    ViewsWithAffines,
-    make_random_views,
-)
+from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics.epochs import match_counts_by_image, match_ratios
 from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices

@@ -22,9 +22,7 @@ class Sinkhorn(Balance):
     kind: Literal["sinkhorn"] = "sinkhorn"
     group_size: int = Field(8, ge=1, description="images that share a plan")
     tolerance: float = Field(
-        1e-4,
-        gt=0,
-        description="mean change of the experts' factors at which a plan has converged",
+        1e-4, gt=0, description="mean change of the experts' factors at which a plan has converged"
     )
     rounds: int = Field(
         100,

@@ -148,10 +148,7 @@ def describe_computed_pair(asked: papers.ComputedPair, compared: Mapping[str, An
 
 
 def paper_item_state_and_rows(
-    row: papers.PaperTable,
-    claims: Sequence[Answer],
-    studies: Studies,
-    commands: Mapping[str, str],
+    row: papers.PaperTable, claims: Sequence[Answer], studies: Studies, commands: Mapping[str, str]
 ) -> tuple[str, list[list[str]]]:
     """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
 

@@ -255,10 +255,7 @@ def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
 
 
 def label_points(
-    figure: Figure,
-    axes: Axes,
-    points: Mapping[str, tuple[float, float]],
-    lines: Sequence[Line2D],
+    figure: Figure, axes: Axes, points: Mapping[str, tuple[float, float]], lines: Sequence[Line2D]
 ) -> None:
     """Write a name near each point, so that it covers no other name, point or line.
 

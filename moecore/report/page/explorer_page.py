@@ -199,10 +199,7 @@ def explorer(results: Results) -> str:
 
 
 def render_explorer(
-    phases: Sequence[dict[str, Any]] | str,
-    pool: dict[str, int],
-    head: PageHead,
-    missing: str = "",
+    phases: Sequence[dict[str, Any]] | str, pool: dict[str, int], head: PageHead, missing: str = ""
 ) -> str:
     """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
     template = template_environment().get_template("explorer.html.jinja")

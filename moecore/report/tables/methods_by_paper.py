@@ -14,13 +14,7 @@ from moecore.report.headline_quantities import HEADLINES
 from moecore.report.page import page_objects
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
-from moecore.report.tables.paper_numbers import (
-    NOTES,
-    PAPERS,
-    REPORTED,
-    SHORT,
-    PaperModelNumbers,
-)
+from moecore.report.tables.paper_numbers import NOTES, PAPERS, REPORTED, SHORT, PaperModelNumbers
 
 # Columns before those of a paper: the score, and for the cost what it is of.
 OTHER_COLUMNS = {

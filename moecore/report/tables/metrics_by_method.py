@@ -65,10 +65,7 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
 
 
 def cells_with_best_marked(
-    metric: Column,
-    models: Models,
-    controls: Collection[str] = (),
-    unmarked: Collection[str] = (),
+    metric: Column, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
 ) -> dict[str, Cell | None]:
     """Return method → its cell; the best is marked if a test, or disjoint intervals, show it.
 

@@ -5,14 +5,7 @@ from typing import Any
 
 from moecore.measure.values import Found
 from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure, styled_drawing
-from moecore.report.page.page_objects import (
-    EMPTY,
-    NONE,
-    Block,
-    PageCell,
-    PageTable,
-    TableRow,
-)
+from moecore.report.page.page_objects import EMPTY, NONE, Block, PageCell, PageTable, TableRow
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
 from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers

@@ -282,9 +282,7 @@ def test_what_lies_outside_is_seen_where_views_leave_the_image(settings, leaves)
 
 VOLUME_SIZE = (6, 8, 10)
 FULL_3D = ViewSettings(
-    shift=1,
-    flip=True,
-    affine=AffineRanges(degrees=20, translate=0.1, scale=(0.8, 1.2)),
+    shift=1, flip=True, affine=AffineRanges(degrees=20, translate=0.1, scale=(0.8, 1.2))
 )
 VOLUMES = torch.rand(16, 1, *VOLUME_SIZE, generator=generator_for(9)).half()
 

@@ -18,11 +18,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.data import prepared
-from moecore.data.layouts.volumes import (
-    VolumeSplitToWrite,
-    unusual_volume_flags,
-    write_volumes,
-)
+from moecore.data.layouts.volumes import VolumeSplitToWrite, unusual_volume_flags, write_volumes
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
