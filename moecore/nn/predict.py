@@ -165,7 +165,7 @@ def text_perplexity(
 
 
 def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss in nats of each next word ``labels`` (n,), for final tokens (n, d): fp64."""
+    """Return −log p (nats) of each next word ``labels`` (n,), (n,) fp64; tokens (n, d): normed."""
     task = model.image.task
     assert isinstance(task, NextToken)
     # few logits at a time stay in the cache: five times as fast
@@ -225,7 +225,7 @@ def round_batch_to_groups(model: nn.Module, batch: int) -> int:
 
 
 def coupled_image_count(model: nn.Module) -> int:
-    """Return how many consecutive images' predictions depend on each other; 1: independent."""
+    """Return how many consecutive images share a capacity, and so must be predicted together."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 

@@ -101,7 +101,7 @@ class Difference(NamedTuple):
 
     @property
     def smallest(self) -> float | None:
-        """The difference that this design detects with 80 % power at the 5 % level, or None."""
+        """The difference detected with 80 % power at the two-sided 5 % level; None where ``half`` is."""
         # (t(0.975) + t(0.8)) · standard error, each t with the degrees of freedom of its source.
         half_at_level = self.half(LEVEL)
         half_at_power = self.half(2 * POWER - 1)

@@ -277,7 +277,11 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> StoredRun | None:
-        """Send a history's new lines; return its run if it ended since the last import, or None."""
+        """Send the new lines of one stage's history to its MLflow run, below ``newest``.
+
+        An outdated history (of an earlier training in ``generation``) stays where it is. Returns
+        the run if its stage ended since the last import, else None.
+        """
         header = history.header
         run = self.runs.get(header["uid"])
         parent: StoredRun | None = newest

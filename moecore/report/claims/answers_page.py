@@ -211,7 +211,10 @@ def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
-    """Return ``1.20 × <link>``, step time over the baseline's, of the study with most seeds."""
+    """Return step time / that of ``row.against`` as text: ``1.20 × [study](link)``, or ``–``.
+
+    Of several studies with both times, the one with the most seeds counts.
+    """
     candidates = []
     for study, compared in studies.items():
         ours = _pretrained_cell(compared, row.method, STEP_TIME)

@@ -55,7 +55,7 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def best_rows(
     compared: Mapping[str, Any], rows: list[dict[str, str]], limit: int
 ) -> list[dict[str, str]]:
-    """Return at most ``limit`` rows: equally many of each phase, best first score first."""
+    """Return the best ⌊limit / phases⌋ rows of each phase, by their first score, best first."""
     if len(rows) <= limit:
         return rows
     score = next((name for name in rows[0] if name not in ("phase", "method")), "")

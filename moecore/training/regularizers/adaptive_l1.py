@@ -13,7 +13,7 @@ from moecore.training.regularizers.base import Regularizer, check_has_experts, s
 
 
 class AdaptiveL1(Regularizer):
-    """ReMoE's L1 penalty on gates of the router ``relu``, times its λ, summed over MoE layers."""
+    """ReMoE's L1 penalty: λ Σ_layers ``weighted_use``. The router ``relu`` adapts its λ itself."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "sparsity"})
     allowed_with: ClassVar[str] = "the router relu"

@@ -13,7 +13,10 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Regularizer):
-    """Balance and entropy loss of the teacher's routers, summed over layers; only they learn."""
+    """``balance`` · CV² of mean probs + ``entropy`` · mean token entropy, of the teacher's routers.
+
+    Summed over layers. The teacher itself is frozen, so that only these routers learn by it.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"
