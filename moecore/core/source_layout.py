@@ -32,7 +32,7 @@ def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
 
 
 def project_of(folder: Path) -> Path:
-    """Return the project of a run folder, below .runs/; for any other folder, the folder itself."""
+    """Return the project of a run folder .runs/<name>; for any other folder, the folder itself."""
     resolved = folder.resolve()
     if resolved.parent.name == RUNS:
         return resolved.parents[1]

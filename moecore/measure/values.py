@@ -32,9 +32,9 @@ EVERYWHERE = (-math.inf, math.inf)
 class Metric(NamedTuple):
     """A number that a measurement gives, declared where it is computed.
 
-    ``label`` and ``note`` may contain {} for the place, {score} and {unit} for the task's score,
-    and {baseline} for the baseline MoE (all: report's ``fill_words``). ``name`` may contain {} for
-    the place and {score} for the score's name.
+    ``label`` and ``note`` may contain {} for the place, {baseline} for the baseline MoE, and
+    {score}, {unit}, {tested}, {meaning}, {items} of the task (``report.column.fill_words``).
+    ``name`` may contain {} for the place and {score} for the score's name.
     """
 
     label: str  # "" for a metric that charts alone show

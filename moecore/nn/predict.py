@@ -165,7 +165,7 @@ def text_perplexity(
 
 
 def _word_nats(model: LanguageTransformer, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return −log p (nats) of each next word ``labels`` (n,), (n,) fp64; tokens (n, d): normed."""
+    """Return −log p (nats, fp64) of each next word ``labels`` (n,), from normed tokens (n, d)."""
     task = model.image.task
     assert isinstance(task, NextToken)
     # few logits at a time stay in the cache: five times as fast
@@ -225,7 +225,7 @@ def round_batch_to_groups(model: nn.Module, batch: int) -> int:
 
 
 def coupled_image_count(model: nn.Module) -> int:
-    """Return how many consecutive images share a capacity, and so must be predicted together."""
+    """Return how many consecutive images share a capacity in evaluation; 1: none, independent."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 
 

@@ -47,8 +47,9 @@ class Difference(NamedTuple):
     def half(self, level: float = LEVEL) -> float | None:
         """Return half the width of the mean's interval, or None if there is no variance source.
 
-        half² = t²(S − 1)·A + t²(n − 1)·B, with A = var(seed means)/S and B = var(item means)/n
-        (Cochran and Cox's weighting of two variances). Exact where A or B is 0. Otherwise
+        half² = t²·A + u²·B, with A = var(seed means)/S, B = var(item means)/n, and t, u: Student's
+        quantile at (1 + level)/2 with S − 1 or n − 1 degrees of freedom (Cochran and Cox's
+        weighting of two variances). Exact where A or B is 0. Otherwise
         conservative, because the residual scatter is counted in both A and B.
         """
         if not self.sources:
@@ -101,7 +102,7 @@ class Difference(NamedTuple):
 
     @property
     def smallest(self) -> float | None:
-        """The difference detected with 80 % power at the two-sided 5 % level; None where ``half`` is."""
+        """The difference found with 80 % power at the two-sided 5 % level; None if ``half`` is."""
         # (t(0.975) + t(0.8)) · standard error, each t with the degrees of freedom of its source.
         half_at_level = self.half(LEVEL)
         half_at_power = self.half(2 * POWER - 1)

@@ -140,7 +140,7 @@ AnyTokenizer = Annotated[WordSettings | BpeFileSettings, Field(discriminator="ki
 
 
 def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
-    """Load the tokenizer in ``folder``; UserError if missing, or if its digest is not the task's."""
+    """Load the tokenizer in ``folder``; UserError if missing, or its digest is not the task's."""
     path = folder / THEIRS
     if path.is_file():
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)

@@ -17,7 +17,7 @@ from moecore.nn.kernels.grouped import full_precision
 
 
 class Experts(Part, ABC):
-    """Settings of all experts of a layer. Base of all kinds.
+    """Settings of all experts of a layer, which ``build`` their module. Base of all kinds.
 
     Experts with bases (``provides`` contains "basis") have a parameter ``basis`` (E, d, r).
     """

@@ -1,6 +1,6 @@
 """Linear maps and MLPs of experts, computed one expert or one group of experts at a time.
 
-Used on CPU, and where grouped_mm does not take the tensors. With hundreds of experts of one or two
+Used on CPU. With hundreds of experts of one or two
 rows each, a loop spends most of its time between products. So on CPU consecutive experts with few
 rows form a group: each gets S slots, S the largest row count in the group, free slots are zero, and
 one batched product computes the group (``benchmarks/crossover.py`` prints where that is faster).

@@ -91,6 +91,7 @@ class FoldedRouter(nn.Module):
         self.register_buffer("clusters", runs)
 
     def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()) -> PlanAndRecord:
+        """Route among the experts before merging; return plan and record over the clusters."""
         with full_precision(tokens):
             plan, record = self.router(tokens, context)
             combine, probs, chosen = (

@@ -1,1 +1,1 @@
-"""Pictures of single measurements in addition to columns and charts: ``PICTURES`` per file."""
+"""Drawings that no declared chart covers: a file per measurement, with its ``PICTURES``."""

@@ -55,7 +55,10 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def best_rows(
     compared: Mapping[str, Any], rows: list[dict[str, str]], limit: int
 ) -> list[dict[str, str]]:
-    """Return the best ⌊limit / phases⌋ rows of each phase, by their first score, best first."""
+    """Return all rows if at most ``limit``, else the best ⌊limit / phases⌋ (≥ 1) of each phase.
+
+    The best have the best first score, and come first.
+    """
     if len(rows) <= limit:
         return rows
     score = next((name for name in rows[0] if name not in ("phase", "method")), "")
