@@ -392,11 +392,14 @@ def region_rows(
 ) -> list[TissueRoutingRow]:
     """Return a row for volumes reduced to each tissue, then one for each tissue's control.
 
-    A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A row has the two experts with the highest mean score (the router's logits before noise; cosines
-    for an eigenbasis router), and the share of tokens that chose each expert. Means are over tokens
-    whose cube has any remaining voxel. Shares sum to the experts per token, or less if
-    an eigenbasis router prunes choices. volumes: (N, 1, D, H, W) floating point in [0, 1]; regions: uint8 (N, R, D, H, W), tissue share
-    × 255; experts: names of the E experts.
+    A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A row
+    has the two experts with the highest mean score (the router's logits before noise; cosines for
+    an eigenbasis router), and the share of tokens that chose each expert. Means are over tokens
+    whose cube has any remaining voxel. Shares sum to the experts per token, or less if an
+    eigenbasis router prunes choices.
+
+    volumes: (N, 1, D, H, W) floating point in [0, 1].  regions: uint8 (N, R, D, H, W), tissue share
+    × 255.  experts: names of the E experts.
     """
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
         raise UserError(
