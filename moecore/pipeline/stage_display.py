@@ -110,6 +110,6 @@ def print_line(stage: str, line: str) -> None:
     """Print ``[pretrain vmoe 0] line``, without these words at the start of the line."""
     words = stage_words(stage)
     if words:
-        line = line.removeprefix("measure ").removeprefix(f"{words}: ")
+        line = re.sub(rf"^(\w+ )?{re.escape(words)}: ", "", line)  # after the script's name
         line = f"[{words}] {line}"
     print(f"{line}\n", end="", flush=True)

@@ -112,6 +112,8 @@ def keys_of(stage: dict) -> dict[str, str]:
         # any measurement may look at region experts, which the method names; routing does not
         names = {"method": "methods.${item.method}"} if words[0] == "${item.what}" else {}
         return {words[0]: words[0]} | names
+    if script == "calculate":
+        return {words[0]: words[0]}
     if script == "robustness":  # as `measure` does it
         return {script: script}
     if (params := params_of(stage)) is None:
@@ -144,8 +146,8 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
     assert not [path for path in deps if path.startswith(("moecore", "artifacts/hist"))]
     if "${item.method}" in STAGES[name]["cmd"]:
         assert "artifacts/code/methods/${item.method}.json" in deps
-    if script in ("measure", "robustness"):
-        what = script_and_words(STAGES[name])[1][0] if script == "measure" else script
+    if script in ("measure", "calculate", "robustness"):
+        what = script if script == "robustness" else script_and_words(STAGES[name])[1][0]
         assert f"artifacts/code/measure/{what}.json" in deps
         return
     for field, key in keys_of(STAGES[name]).items():

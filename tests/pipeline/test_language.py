@@ -127,7 +127,7 @@ def test_twenty_updates(folder, tmp_path):
     found = json.loads(metrics.read_text(encoding="utf-8"))
     assert found["ppl"] == pytest.approx(result["ppl"], rel=1e-4) and "load_cv2" in found
     page = (folder / "reports/index.html").read_text(encoding="utf-8")
-    assert "Validation perplexity" in page and "momentum_moge has an error of" in page
+    assert "Validation perplexity" in page and " of momentum_moge is " in page
 
 
 TRAINING = "batch: 50, learning_rate: 0.005, log_every: 5, warmup_epochs: 0.5, precision: float32"

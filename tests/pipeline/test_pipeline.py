@@ -3,6 +3,8 @@
 import json
 import re
 
+from moecore.pipeline.stage_display import stage_words
+
 METHODS = ("dense", "vmoe", "tgr")
 MEASUREMENTS = ("invariance", "lipschitz", "cost")
 GIT = {
@@ -14,7 +16,7 @@ GIT = {
 
 def test_everything_ran_once_and_then_nothing_runs(finished, shared):
     printed = (shared / "finished.done").read_text(encoding="utf-8")
-    ran = [line.split("'")[1] for line in printed.splitlines() if line.startswith("Running stage")]
+    ran = re.findall(r"^\[(.*)\] started$", printed, re.MULTILINE)
     expected = {
         "code",
         "prepare@pretrain",
@@ -32,7 +34,7 @@ def test_everything_ran_once_and_then_nothing_runs(finished, shared):
         "compare",
         "numbers",
     }
-    assert sorted(ran) == sorted(expected)
+    assert sorted(ran) == sorted(map(stage_words, expected))
     assert finished.repro() == ["code"]
 
 
