@@ -85,14 +85,15 @@ def test_information_of_classes():
     chosen = experts_by_count((4, 0), (2, 2), (1, 3), (0, 4)).numpy()
     labels = np.array([0, 0, 1, 1])[:, None].repeat(4, 1)
     _, *others = [labels[list(order)] for order in permutations(range(4))]
-    told = information.expert_information(chosen, labels, others)
+    told, by_image = information.expert_information(chosen, labels, others)
     assert told.information == pytest.approx(0.215762, abs=1e-6)
     assert (23 * told.chance + told.information) / 24 == pytest.approx(0.099029, abs=1e-6)
     assert told.p == pytest.approx(1 / 3)
-    assert told.label_entropy == pytest.approx(np.log(2))
-    assert told.excess_by_image.mean() == pytest.approx(told.information - told.chance)
+    assert told.normalised == pytest.approx((told.information - told.chance) / np.log(2))
+    assert by_image["information"].mean() == pytest.approx(told.normalised)
     partly = np.concatenate([labels, [[-1] * 4]])
-    unknown = information.expert_information(np.concatenate([chosen, chosen[:1]]), partly, [partly])
+    five = np.concatenate([chosen, chosen[:1]])
+    unknown, _ = information.expert_information(five, partly, [partly])
     assert unknown.information == pytest.approx(told.information)
     with pytest.raises(UserError, match="fewer than two labels"):
         information.expert_information(chosen, labels * 0, others)
@@ -109,25 +110,25 @@ def test_specialisation_of_words():
     words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
     # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
     swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
-    special = information.expert_information(chosen, words, [swapped], min_tokens=3).specialisation
+    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=3)
+    special = told.specialisation
     assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
     assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
-    assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
-    assert (
-        information.expert_information(chosen, words, [swapped], min_tokens=4).specialisation
-        is None
-    )
+    assert by_image["specialisation"].mean() == pytest.approx(special.share - special.chance)
+    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=4)
+    assert told.specialisation is None and list(by_image) == ["information"]
 
 
 def test_an_images_weight_in_specialisation():
     """What an image adds is the derivative by its weight: here it is there twice as often."""
     random = np.random.default_rng(0)
     chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
-    values = information.expert_information(chosen, labels, [labels]).specialisation.excess_by_image
+    before, by_image = information.expert_information(chosen, labels, [labels])
+    values = by_image["specialisation"]
     again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
-    told = information.expert_information(*again, [again[1]]).specialisation
-    before = information.expert_information(chosen, labels, [labels]).specialisation.share
-    assert 401 * (told.share - before) == pytest.approx(values[0] - values.mean(), rel=0.05)
+    told, _ = information.expert_information(*again, [again[1]])
+    change = told.specialisation.share - before.specialisation.share
+    assert 401 * change == pytest.approx(values[0] - values.mean(), rel=0.05)
 
 
 def test_margin_and_load():

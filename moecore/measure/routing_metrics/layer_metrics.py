@@ -125,18 +125,10 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
     return value.detach() + (rows - mean) @ gradient
 
 
-def routing_change_by_layer(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[float]:
-    """Return, per layer, 1 − IoU of the experts that tokens chose, before capacity limits."""
-    pairs = zip(before, after, strict=True)
-    return [1 - float(choice_iou(a.chosen, b.chosen).mean()) for a, b in pairs]
-
-
 def changes_by_image(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[Tensor]:
-    """Return ``routing_change_by_layer`` of each image: per layer (N,) fp64."""
+    """Return 1 − IoU of the experts that each image's tokens chose, per layer (N,) fp64."""
     pairs = zip(before, after, strict=True)
     return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in pairs]
 
@@ -158,14 +150,6 @@ def expert_agreement(
     """
     pairs = zip(before, after, strict=True)
     return [agreement_by_image(first_choices(a), first_choices(b)) for a, b in pairs]
-
-
-def processing_change_by_layer(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[float]:
-    """Return, per layer, 1 − IoU of the experts that processed a token, within capacity."""
-    pairs = zip(before, after, strict=True)
-    return [1 - float(choice_iou(a.combine != 0, b.combine != 0).mean()) for a, b in pairs]
 
 
 def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:

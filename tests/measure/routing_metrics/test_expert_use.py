@@ -23,6 +23,7 @@ from moecore.core.routing_records import (
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.measure.exploring.expert_overlays import encode_expert_overlays, parse_expert_grid
+from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics.epochs import (
     agreement_items,
     agreement_over_epochs,
@@ -44,8 +45,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
     map_border_shares,
     max_load_violation,
     normalised_load_entropy,
-    processing_change_by_layer,
-    routing_change_by_layer,
     routing_confidence,
     tail_of_probs,
 )
@@ -156,9 +155,8 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
     chosen = masks("xx..", "x.x.")
     weights = torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]])
     full = record(chosen)
-    assert routing_change_by_layer([full], [record(chosen, weights)]) == [0.0]
-    assert processing_change_by_layer([full], [record(chosen, weights)]) == [0.25]
-    assert routing_change_by_layer((), ()) == []
+    overlaps = expert_overlaps((full,), (record(chosen, weights),))
+    assert [float(1 - iou.mean()) for (iou,) in overlaps.values()] == [0.0, 0.25]
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
