@@ -248,7 +248,9 @@ def upcycle_in_place(
         raise UserError(
             "upcycle: a model of moecore is not changed in place; give its method `upcycle: true`"
         )
-    owners = [block for block in model.modules() if isinstance(_mlp_of(block), nn.Module)]
+    owners = [
+        block for block in model.modules() if isinstance(getattr(block, "mlp", None), nn.Module)
+    ]
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]
@@ -256,12 +258,9 @@ def upcycle_in_place(
     if isinstance(kind, upcycling_kinds.Drop):
         kind.redraw_experts(nn.ModuleList(layers), seed)
     for block, layer in zip(chosen, layers, strict=True):
-        block.mlp = layer.to(_mlp_of(block).fc1.weight)
+        dense: Any = block.mlp
+        block.mlp = layer.to(dense.fc1.weight)
     return layers
-
-
-def _mlp_of(block: nn.Module) -> Any:
-    return getattr(block, "mlp", None)
 
 
 def _sparse_copy(

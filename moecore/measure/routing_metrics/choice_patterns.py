@@ -194,32 +194,19 @@ LAYER_INPUTS = frozenset({"basis", "outputs"})  # a router's inputs that the lay
 EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in all
 
 
-class EarlyChoices(NamedTuple):
-    """Choices of one layer's router from the tokens of the layer before, per call of the router."""
-
-    parts: list[Tensor]  # (B, T, E) bool
-
-    def chosen(self, images: int) -> Tensor | None:
-        """Return the choices, (N, T, E) bool; None if the router could not be called."""
-        if not self.parts:
-            return None
-        # A text is read with the blocks before it, which are calls, too: the last call is its own.
-        calls = sum(map(len, self.parts)) // images
-        return torch.cat(self.parts[calls - 1 :: calls])
-
-
 @contextmanager
-def choose_one_layer_early(model: Model) -> Iterator[dict[str, EarlyChoices]]:
+def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
     """Record, inside the ``with``, what each router chooses from the tokens of the layer before.
 
-    Keys: names of the MoE layers in order. A layer has no such choices if it is the first, if its
-    tokens have another shape, or if its router reads more than tokens.
+    Name of each MoE layer in order → (B, T, E) bool per call of its router. A layer has no such
+    choices if it is the first, if its tokens have another shape, or if its router reads more than
+    tokens.
     """
-    early: dict[str, EarlyChoices] = {}
+    early: dict[str, list[Tensor]] = {}
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
     def choose_early(name: str, layer: MoEFeedForward, tokens: Tensor, _: RoutingRecord) -> None:
-        choices = early.setdefault(name, EarlyChoices([]))
+        choices = early.setdefault(name, [])
         index = list(early).index(name)
         latest[name] = tokens
         if index == 0 or not layer.wants <= LAYER_INPUTS:
@@ -229,7 +216,7 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, EarlyChoices]]:
             basis = layer.experts.lent_basis() if layer.shares_basis else None
             # forward() instead of a call, which the hooks of this watch would see
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
-            choices.parts.append(early_record.chosen.cpu())
+            choices.append(early_record.chosen.cpu())
 
     with watch_layers(find_own_model(model), choose_early):
         yield early

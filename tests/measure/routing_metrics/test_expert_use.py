@@ -28,7 +28,6 @@ from moecore.measure.routing_metrics.epochs import (
     agreement_items,
     agreement_over_epochs,
     match_counts_by_image,
-    match_ratios,
     saturation_by_image,
 )
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -54,6 +53,7 @@ from moecore.measure.routing_metrics.two_view_agreement import (
     augmented_row,
     draw_two_views,
 )
+from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
 
