@@ -31,7 +31,7 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config``; a Swin without ``pretrained_windows`` gets those of ``dense``."""
+    """Return ``config``; a Swin without ``pretrained_windows`` gets the windows of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
@@ -74,13 +74,14 @@ def upcycle_model(
         theirs = tuple(weights[name].shape) if name in weights else "absent"
         ours = tuple(state[name].shape) if name in state else "absent"
         if ours != theirs:
-            raise UserError.at(
-                "upcycle",
-                found=f"{name} {ours} in the model, {theirs} in the teacher",
-                allowed="the same model, except for its MLPs",
-            )
+            raise _differs(name, ours, theirs, "the same model, except for its MLPs")
         state[name].copy_(weights[name])
     return model
+
+
+def _differs(name: str, ours: object, theirs: object, allowed: str) -> UserError:
+    found = f"{name} {ours} in the model, {theirs} in the teacher"
+    return UserError.at("upcycle", found=found, allowed=allowed)
 
 
 def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
@@ -92,11 +93,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
         )
     for name, *values in differing_settings(model.config, dense.config):
         ours, theirs = [json.dumps(value, default=str) for value in values]
-        raise UserError.at(
-            "upcycle",
-            found=f"{name} {ours} in the model, {theirs} in the teacher",
-            allowed="the same in both",
-        )
+        raise _differs(name, ours, theirs, "the same in both")
     if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
         return
     ours = model.config.trained_on(model.image).pretrained_windows

@@ -151,17 +151,17 @@ def test_predictability():
     """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
     predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
     actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
-    told = patterns.choice_predictability(predicted, actual)
-    assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
-    assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
-    assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
-    assert told.of_layer["early_hottest"] == 1
-    assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
+    by_image, chances, of_layer = patterns.choice_predictability(predicted, actual)
+    assert by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
+    assert by_image["early_choice"] == 0.75 and chances["early_choice"] == 0.5
+    assert of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
+    assert of_layer["early_hottest"] == 1
+    assert chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
     images = [side.view(4, 1, 4) for side in (predicted, actual)]
-    by_image = patterns.choice_predictability(*images).by_image
+    by_image, _, _ = patterns.choice_predictability(*images)
     assert by_image["early_load"].mean() == pytest.approx(0.948683, 1e-6)
-    even = patterns.choice_predictability(predicted[:, :2], actual[:, :2])
-    assert "early_load_rank" not in even.of_layer
+    _, _, of_layer = patterns.choice_predictability(predicted[:, :2], actual[:, :2])
+    assert "early_load_rank" not in of_layer
 
 
 def test_similarity_by_chance_is_of_other_people():

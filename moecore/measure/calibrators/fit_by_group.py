@@ -68,7 +68,7 @@ class NumberCalibrator(Calibrator, ABC):
         """
         name = f"{self.class_kind()}, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self.fit_pairs, name)
-        return self.fitted(fit_on=self.fit_on, **fits)
+        return self.fitted.model_validate({"fit_on": self.fit_on, **fits})
 
 
 class NoFitError(ValueError):

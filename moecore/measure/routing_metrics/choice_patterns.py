@@ -8,7 +8,6 @@ E experts, k chosen per token, d width.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -222,17 +221,12 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
         yield early
 
 
-class Predictability(NamedTuple):
-    """Agreement of a layer's early choices with its choices."""
-
-    by_image: dict[str, np.ndarray]  # name → (B,), with the metric as mean
-    chances: dict[str, float]
-    of_layer: dict[str, float]  # metrics without values per image
-
-
-def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
+def choice_predictability(
+    predicted: Tensor, chosen: Tensor
+) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
     """Return how well early choices predict a layer's choices, both (B, T, E) bool.
 
+    Name → (B,) with the metric as mean, → chance, and → metric without values per image.
     early_choice: share of a token's experts that are among its early ones; by chance k / E.
     early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
     correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:
@@ -255,14 +249,12 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
         of_layer["early_load_rank"] = float(scipy.stats.spearmanr(early_counts, counts).statistic)
-    return Predictability(
-        {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)},
-        {
-            "early_choice": float(number.sum() / (number > 0).sum() / chosen.shape[-1]),
-            "early_load": float(counts.mean() / np.sqrt(np.square(counts).mean())),
-        },
-        of_layer,
-    )
+    by_image = {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)}
+    chances = {
+        "early_choice": float(number.sum() / (number > 0).sum() / chosen.shape[-1]),
+        "early_load": float(counts.mean() / np.sqrt(np.square(counts).mean())),
+    }
+    return by_image, chances, of_layer
 
 
 def linearize_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:

@@ -208,7 +208,7 @@ def put_roles(
     indices: np.ndarray,
     records: Sequence[RoutingRecord],
     tokens: Mapping[str, expert_similarity.KeptTokens],
-    early: Mapping[str, Sequence[Tensor]],
+    early: Mapping[str, list[Tensor]],
     settings: ExpertRoles,
     out: Values,
 ) -> None:
@@ -368,10 +368,9 @@ def measure_layer_roles(
     by_image |= margins
     extra |= smallest
     if inputs.predicted is not None:
-        predictability = choice_patterns.choice_predictability(inputs.predicted, chosen)
-        by_image |= predictability.by_image
-        chances |= predictability.chances
-        extra |= predictability.of_layer
+        early = choice_patterns.choice_predictability(inputs.predicted, chosen)
+        for values, early_values in zip((by_image, chances, extra), early, strict=True):
+            values |= early_values
     matrices = {}
     if (similarity := inputs.similarity) is not None:
         by_image |= similarity.by_image

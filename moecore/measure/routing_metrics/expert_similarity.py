@@ -69,7 +69,7 @@ class KeptTokens(NamedTuple):
         return [outputs.double().view(tokens.shape) for outputs in by_expert]
 
 
-def cat_last_calls(parts: Sequence[Tensor], images: int) -> Tensor:
+def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
     """Return (N, …): the last call for each image, of ``parts`` (B, …) per call of a router."""
     # A text is read with the blocks before it, which are calls, too: the last call is its own.
     calls = sum(map(len, parts)) // images
