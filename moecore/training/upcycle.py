@@ -74,14 +74,14 @@ def upcycle_model(
         theirs = tuple(weights[name].shape) if name in weights else "absent"
         ours = tuple(state[name].shape) if name in state else "absent"
         if ours != theirs:
-            raise _differs(name, ours, theirs, "the same model, except for its MLPs")
+            raise _difference_error(name, ours, theirs, "the same model, except for its MLPs")
         state[name].copy_(weights[name])
     return model
 
 
-def _differs(name: str, ours: object, theirs: object, allowed: str) -> UserError:
-    found = f"{name} {ours} in the model, {theirs} in the teacher"
-    return UserError.at("upcycle", found=found, allowed=allowed)
+def _difference_error(name: str, ours: object, theirs: object, allowed: str) -> UserError:
+    difference = f"{name} {ours} in the model, {theirs} in the teacher"
+    return UserError.at("upcycle", found=difference, allowed=allowed)
 
 
 def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
@@ -93,7 +93,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
         )
     for name, *values in differing_settings(model.config, dense.config):
         ours, theirs = [json.dumps(value, default=str) for value in values]
-        raise _differs(name, ours, theirs, "the same in both")
+        raise _difference_error(name, ours, theirs, "the same in both")
     if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
         return
     ours = model.config.trained_on(model.image).pretrained_windows
