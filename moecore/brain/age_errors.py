@@ -168,7 +168,7 @@ class GapRows(NamedTuple):
 def measure_diagnosis_gaps(
     rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row per diagnosis: its gaps against those of training's most frequent diagnosis.
+    """Return one row per diagnosis: its gaps against the gaps of training's most frequent one.
 
     A diagnosis or a reference with fewer than ``MIN_PARTICIPANTS`` has no row.
     """

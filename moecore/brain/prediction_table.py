@@ -83,7 +83,7 @@ def quality_flags(
     reference: TrainingCohortRanges,
     site: str = "",
 ) -> list[str]:
-    """Return a text per quantity, age or site outside those of the training volumes."""
+    """Return a text per quantity, age or site outside the training volumes' range."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
     flags = [
         f"{name} {quantities[name]:.4g} outside training {limits.low:.4g} to {limits.high:.4g}"

@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
     def subjects(self, split: str) -> list[dict[str, str]]:
-        """Return the rows of a split's subjects.csv, column → text. UserError if there is none."""
+        """Return the rows of a split's subjects.csv, column → text. UserError without it."""
         return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:

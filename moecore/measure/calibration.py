@@ -37,7 +37,7 @@ FITTED = 2**14  # tokens of the validation text that the temperature is fitted t
 class FinalTokens(NamedTuple):
     """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M).
 
-    Their logits are computed for few tokens at a time: those of a whole text would take gigabytes.
+    Their logits are computed for few tokens at a time, as a whole text would take gigabytes.
     """
 
     model: LanguageTransformer

@@ -71,7 +71,7 @@ class Cost(Measurement):
         batch_time = quartiles_ms(forward_cost.unwatched_times(subject.model, batches, self.rounds))
         single_passes = forward_cost.pass_and_routing_times(subject.model, single, self.rounds)
         batch_passes = forward_cost.pass_and_routing_times(subject.model, batches, self.rounds)
-        out.put("gflops", flops.whole * 1e-9)
+        out.put("gflops", flops.total * 1e-9)
         out.put("routing_gflops", flops.routing * 1e-9)
         out.put("latency_ms", latency)
         out.put("batch_ms", batch_time)
@@ -109,4 +109,4 @@ def quartiles_ms(seconds: Sequence[float]) -> Interval:
 
 def routing_share(passes: Sequence[forward_cost.WholeAndRoutingCost]) -> float:
     """Return the median over passes of the routing's share of a pass's time."""
-    return forward_cost.timing_quartiles([cost.routing / cost.whole for cost in passes]).value
+    return forward_cost.timing_quartiles([cost.routing / cost.total for cost in passes]).value

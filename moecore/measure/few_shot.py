@@ -9,7 +9,7 @@ N few-shot images, M test images, D features, K classes.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -110,10 +110,10 @@ class FewShot(Measurement):
                 labels = train.labels[chosen]
                 fits.append(score_few_shot_draw(subject, test_features, few, labels))
             # Values per image are means over draws; the draws are the same for every model.
-            items = torch.stack([fit.items for fit in fits]).mean(dim=0)
-            accuracies = [float(fit.scores[EXPONENTS.index(fit.chosen)]) for fit in fits]
+            items = torch.stack([draw_items for _, _, draw_items in fits]).mean(dim=0)
+            accuracies = [float(scores[EXPONENTS.index(chosen)]) for scores, chosen, _ in fits]
             out.put("few_shot", items, mean_over_seeds(accuracies), shots=shots)
-            scores = torch.stack([fit.scores for fit in fits])  # (draws, 30)
+            scores = torch.stack([draw_scores for draw_scores, _, _ in fits])  # (draws, 30)
             means = scores.mean(dim=0).tolist()
             # reversed: in a tie the largest penalty, as in choose_ridge_exponent
             leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
@@ -145,18 +145,14 @@ def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
     return torch.from_numpy(predict_with_features(subject.model, images)[1])
 
 
-class PenaltyScores(NamedTuple):
-    """Scores of one draw under every penalty of EXPONENTS."""
-
-    scores: Tensor  # (30,), on the test split
-    chosen: int  # exponent chosen by leave-one-out
-    items: Tensor  # (M,) fp64, each test image's score with that exponent
-
-
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
-) -> PenaltyScores:
-    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``."""
+) -> tuple[Tensor, int, Tensor]:
+    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``.
+
+    Return the scores (30,) on the test split, the exponent chosen by leave-one-out, and each test
+    image's score with that exponent, (M,) fp64.
+    """
     from sklearn.linear_model import Ridge  # slow to import
 
     task = subject.data.task
@@ -179,7 +175,7 @@ def score_few_shot_draw(
             totals[index] += scores.sum()
             if exponent == chosen:
                 items.append(scores)
-    return PenaltyScores(totals / len(test_labels), chosen, torch.cat(items))
+    return totals / len(test_labels), chosen, torch.cat(items)
 
 
 def append_bias(features: Tensor) -> Tensor:

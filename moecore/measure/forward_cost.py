@@ -31,7 +31,7 @@ Images = Callable[[int], Tensor]
 class WholeAndRoutingCost(NamedTuple):
     """Cost of a computation, and of the routing within it, in FLOPs or seconds."""
 
-    whole: float
+    total: float
     routing: float
 
 

@@ -138,11 +138,15 @@ def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interv
 
 
 def move_images(images: np.ndarray, affines: Tensor, batch: int) -> Tensor:
-    """Return images uint8 (N, C, H, W) transformed by affines (N, 3, 3), always on the CPU."""
-    chunks = (slice(start, start + batch) for start in range(0, len(images), batch))
-    return torch.cat(
-        [transform_images(torch.from_numpy(images[chunk]), affines[chunk]) for chunk in chunks]
-    )
+    """Return images uint8 (N, C, H, W) warped by affines (N, 3, 3) on the CPU, black outside."""
+    size = images.shape[-2:]
+    moved = []
+    for start in range(0, len(images), batch):
+        chunk = slice(start, start + batch)
+        pixels = torch.from_numpy(images[chunk])
+        warped = warping.warp_images(pixels, affines[chunk], size, "zeros")
+        moved.append(warped.round().clamp(0, 255).to(torch.uint8))
+    return torch.cat(moved)
 
 
 def probs_by_layer(records: tuple[RoutingRecord, ...]) -> tuple[Tensor, ...]:
@@ -191,10 +195,3 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
     scaling = warping.scaling_affines(settings.scale, settings.scale, count)
     linear = warping.rotation_affines(turn) @ scaling @ warping.shearing_affines(0, shear, count)
     return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
-
-
-def transform_images(images: Tensor, affines: Tensor) -> Tensor:
-    """Return images uint8 (N, C, H, W) warped by affines (N, 3, 3), black outside the image."""
-    height, width = images.shape[-2:]
-    moved = warping.warp_images(images, affines, (height, width), "zeros")
-    return moved.round().clamp(0, 255).to(torch.uint8)

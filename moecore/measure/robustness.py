@@ -20,12 +20,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.measure import attack_audit
 from moecore.measure.attack_audit import AttackRow, AuditSettings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
-from moecore.measure.routing_metrics.layer_metrics import (
-    changes_by_image,
-    choice_iou,
-    processing_change_by_layer,
-    routing_change_by_layer,
-)
+from moecore.measure.routing_metrics.layer_metrics import choice_iou
 from moecore.measure.values import SCORE, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
@@ -272,8 +267,17 @@ def measure_attack_at_epsilon(
         )
     task = target.task
     unchanged = (adversarial == target.clean_images()).flatten(1).all(1)
+    changes: dict[str, Any] = {"routing_change": (), "processing_change": ()}
     # With attacks on survivors alone, the routing of other images would count as unchanged.
-    is_full = target.only is None
+    if target.only is None:
+        overlaps = expert_overlaps(clean.routing, routing)
+        for name, layers in overlaps.items():
+            changes[name] = [1 - float(iou.mean()) for iou in layers]
+        if routing:
+            changes["items"] = {
+                name: torch.stack([1 - iou.mean(-1) for iou in layers]).mean(dim=0).tolist()
+                for name, layers in overlaps.items()
+            }
     return AttackRow.of(
         epsilon,
         task,
@@ -281,20 +285,16 @@ def measure_attack_at_epsilon(
         target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
-        routing_change=routing_change_by_layer(clean.routing, routing) if is_full else (),
-        processing_change=processing_change_by_layer(clean.routing, routing) if is_full else (),
-        items=routing_change_items(clean.routing, routing) if is_full else {},
+        **changes,
     )
 
 
-def routing_change_items(
+def expert_overlaps(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
-) -> dict[str, list[float]]:
-    """Return routing and processing change → values per image, mean over layers; {}: dense."""
-    if not before:
-        return {}
-    pairs = zip(before, after, strict=True)
-    processed = [1 - choice_iou(a.combine != 0, b.combine != 0).mean(-1) for a, b in pairs]
-    layers = (changes_by_image(before, after), processed)
-    means = [torch.stack(changes).mean(dim=0).tolist() for changes in layers]
-    return dict(zip(CHANGES, means, strict=True))
+) -> dict[str, list[Tensor]]:
+    """Return each of CHANGES → IoU of a token's experts before and after, per layer (N, T)."""
+    pairs = list(zip(before, after, strict=True))
+    return {
+        "routing_change": [choice_iou(a.chosen, b.chosen) for a, b in pairs],
+        "processing_change": [choice_iou(a.combine != 0, b.combine != 0) for a, b in pairs],
+    }

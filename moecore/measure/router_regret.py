@@ -248,15 +248,18 @@ def regret_metrics_by_image(
     sets = losses[..., :-1].reshape(images * tokens, -1)
     chosen = losses[..., -1].ravel()
     is_first = np.repeat(first_half(images, people), tokens)
-    subset = alternative_choices.subset_regret(sets, chosen)
+    # If sets were sampled, the regret is a lower bound.
+    smallest = np.minimum(sets.min(axis=1), chosen)
+    is_better = sets < (chosen - alternative_choices.TOLERANCE)[:, None]
 
     def mean_by_image(values: np.ndarray) -> np.ndarray:
         return values.reshape(images, tokens).mean(axis=1)
 
-    regret, room = mean_by_image(subset.regret), mean_by_image(subset.room)
+    regret = mean_by_image(chosen - smallest)
+    room = mean_by_image(sets.mean(axis=1) - smallest)  # the regret of a random set
     by_image = {
         "router_regret": regret,
-        "better_sets": mean_by_image(subset.better),
+        "better_sets": mean_by_image(is_better.mean(axis=1)),
         "fixed_set_gain": mean_by_image(
             alternative_choices.fixed_subset_gain(sets, chosen, is_first)
         ),

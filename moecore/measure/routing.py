@@ -17,9 +17,10 @@ from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
 from moecore.measure.exploring.expert_overlays import evenly_spaced_overlays, overlapping_crops
 from moecore.measure.routing_metrics import k_and_threshold_sweeps, layer_metrics
+from moecore.measure.routing_metrics.choice_patterns import choose_one_layer_early
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
-from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles, watch_experts
-from moecore.measure.routing_metrics.expert_similarity import CountedImages
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
+from moecore.measure.routing_metrics.expert_similarity import CountedImages, keep_layer_tokens
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
@@ -349,10 +350,10 @@ class Routing(Measurement):
             out.facts["roles"] = Skipped(skipped=reason) if self.roles and reason else None
             return records
         counted = CountedImages(images)
-        with watch_experts(model, counted) as watched:
+        with keep_layer_tokens(model, counted) as tokens, choose_one_layer_early(model) as early:
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
         if all(record.chosen.any() for record in records):
-            put_roles(subject, indices, records, watched, self.roles, out)
+            put_roles(subject, indices, records, tokens, early, self.roles, out)
         else:
             out.facts["roles"] = Skipped(skipped="in a layer no token chose an expert")
         return records

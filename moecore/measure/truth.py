@@ -146,10 +146,10 @@ class Truth(Measurement):
             compute = partial(truth_layer, first_choices(record), kinds, *numbers)
             layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
         for number, layer in enumerate(layers, 1):
-            for name, value in layer.values().items():
+            for name, value in layer.values.items():
                 out.put(name, value, layer=number)
-        for name in layers[0].values():
-            numbers = [layer.values()[name] for layer in layers]
+        for name in layers[0].values:
+            numbers = [layer.values[name] for layer in layers]
             mean = Interval(sum(number.value for number in numbers) / len(numbers))
             out.put(name, mean if len(numbers) > 1 else numbers[0])
         out.facts["counts"] = [layer.counts for layer in layers]
@@ -158,32 +158,10 @@ class Truth(Measurement):
 
 
 class TruthLayer(Config):
-    """Agreement of one layer's experts with the truth; 95 % limits, over images."""
+    """Agreement of one layer's experts with the truth."""
 
-    purity: float  # share of tokens that are of their expert's most frequent kind
-    purity_low: float | None
-    purity_high: float | None
-    purity_chance: float  # mean over permutations of the images' truths
-    mutual_information: float  # nats, from the counts
-    mutual_information_chance: float
-    p: float  # share of permutations, the identity included, with at least as much information
-    normalised: float  # mutual information / mean of the two entropies
-    adjusted: float
-    matched: float  # share of tokens that are right under the best one-to-one matching
+    values: dict[str, Interval]  # metric → number; that of the purity has limits, over images
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
-
-    def values(self) -> dict[str, Interval]:
-        """Return metric → number with its limits."""
-        return {
-            "purity": Interval(self.purity, self.purity_low, self.purity_high),
-            "purity_chance": Interval(self.purity_chance),
-            "adjusted_mutual_information": Interval(self.adjusted),
-            "normalised_mutual_information": Interval(self.normalised),
-            "matched_to_truth": Interval(self.matched),
-            "mutual_information": Interval(self.mutual_information),
-            "mutual_information_chance": Interval(self.mutual_information_chance),
-            "mutual_information_p": Interval(self.p),
-        }
 
 
 def change_key(kind: str, strength: float) -> str:
@@ -209,22 +187,22 @@ def truth_layer(experts: Tensor, kinds: Tensor, expert_count: int, kind_count: i
     information = mutual_information(total)
     null_information = np.array([mutual_information(table) for table in null_tables])
     is_known = (truth > 0) & (chosen >= 0)
+    labels = (truth[is_known], chosen[is_known])
     rows, columns = scipy.optimize.linear_sum_assignment(total, maximize=True)
     matched = rows[columns.argsort()]
     order = [*matched, *np.setdiff1d(np.arange(expert_count), matched)]
-    return TruthLayer(
-        purity=purity.value,
-        purity_low=purity.low,
-        purity_high=purity.high,
-        purity_chance=float(np.mean([expert_purity(table) for table in null_tables])),
-        mutual_information=information,
-        mutual_information_chance=float(null_information.mean()),
-        p=float((1 + (null_information >= information).sum()) / (PERMUTATIONS + 1)),
-        normalised=float(normalized_mutual_info_score(truth[is_known], chosen[is_known])),
-        adjusted=float(adjusted_mutual_info_score(truth[is_known], chosen[is_known])),
-        matched=float(total[rows, columns].sum() / total.sum()),
-        counts=total[order].tolist(),
-    )
+    is_as_high = null_information >= information
+    numbers = {
+        "purity_chance": np.mean([expert_purity(table) for table in null_tables]),
+        "adjusted_mutual_information": adjusted_mutual_info_score(*labels),
+        "normalised_mutual_information": normalized_mutual_info_score(*labels),
+        "matched_to_truth": total[rows, columns].sum() / total.sum(),
+        "mutual_information": information,
+        "mutual_information_chance": null_information.mean(),
+        "mutual_information_p": (1 + is_as_high.sum()) / (PERMUTATIONS + 1),
+    }
+    values = {"purity": purity} | {name: Interval(float(x)) for name, x in numbers.items()}
+    return TruthLayer(values=values, counts=total[order].tolist())
 
 
 def permuted_truth_tables(

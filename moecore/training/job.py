@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, mean_over_ranks
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
-from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
+from moecore.core.streams import PERMUTED, VIEWS, BatchDraws, generator_for
 from moecore.data import loader
 from moecore.data.prepared import Prepared, Split
 from moecore.data.views.views import make_random_views, mix_images
@@ -288,16 +288,6 @@ def make_batch_views(
         views = torch.cat([images for images, _ in drawn_views])
         affines = torch.cat([affines for _, affines in drawn_views])
     return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
-
-
-def apply_adversarial(
-    job: TrainingJob, settings: Training, seed: int, step: int, batch: Batch
-) -> Batch:
-    """Return ``batch`` with attacked images if training is adversarial, else unchanged."""
-    if settings.adversarial is None:
-        return batch
-    generator = generator_for(seed, step, ATTACK)
-    return settings.adversarial.attacked(job.complete_model, job.task, batch, generator)
 
 
 class BatchPrefetcher:

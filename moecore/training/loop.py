@@ -12,12 +12,12 @@ from torch.profiler import record_function
 from moecore.core.files import UserError
 from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
 from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
-from moecore.core.streams import NOISE, generator_for
+from moecore.core.streams import ATTACK, NOISE, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
+from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.meter import (
     MEMORY_STEP,
     Meter,
@@ -143,7 +143,11 @@ def batch_maker(
 
     def batch_of(step: int) -> Batch:
         with record_function("batch"):
-            return apply_adversarial(job, settings, seed, step, make(step))
+            batch = make(step)
+            if settings.adversarial is None:
+                return batch
+            generator = generator_for(seed, step, ATTACK)
+            return settings.adversarial.attacked(job.complete_model, job.task, batch, generator)
 
     return batch_of
 

@@ -27,11 +27,31 @@ from moecore.training.regularizers.teacher_router import TeacherRouter as Teache
 from moecore.training.upcycling_kinds import Granular, Upcycling
 
 
-class TextTowerMethod(Config):
-    """Experts and regularizers of the text tower, and when its weights are frozen."""
+class TowerRouting(Config):
+    """Router and experts of one tower; neither in a dense one."""
 
     router: Router | None = None
     experts: Experts | None = None
+    blocks: Blocks = "last_2"
+
+    @property
+    def moe(self) -> MoESettings | None:
+        """Router and experts of each MoE layer; None for a dense tower."""
+        if self.router is None or self.experts is None:
+            return None
+        return MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
+
+    @property
+    def provided(self) -> frozenset[str]:
+        """Names of what router and experts provide, which regularizers may need."""
+        if self.router is None or self.experts is None:
+            return frozenset()
+        return self.router.provides | self.experts.provides | {"routing"}
+
+
+class TextTowerMethod(TowerRouting):
+    """Experts and regularizers of the text tower, and when its weights are frozen."""
+
     blocks: Blocks = Field("last_2", description="blocks of the text tower that hold experts")
     regularizers: tuple[Regularizer, ...] = Field(
         (), description="on the routing of captions; not those that need views or a teacher"
@@ -67,11 +87,10 @@ class TextTowerMethod(Config):
 
     def surround(self, around: Surroundings) -> Surroundings:
         """Return the router, experts and losses against which the tower's parts are checked."""
-        if self.router is None or self.experts is None:
+        if self.router is None:
             return Surroundings()
-        provided = self.router.provides | self.experts.provides | {"routing"}
         losses = self.regularizers
-        return Surroundings(self.router, self.experts, losses=losses, provided=provided)
+        return Surroundings(self.router, self.experts, losses=losses, provided=self.provided)
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (keys, message) of each duplicate loss, and of a missing one."""
@@ -107,11 +126,9 @@ class TeacherRouter(Config):
     )
 
 
-class Method(Config):
+class Method(TowerRouting):
     """A routing method. Without ``router`` and ``experts`` it is a dense model."""
 
-    router: Router | None = None
-    experts: Experts | None = None
     blocks: Blocks = Field(
         "last_2", description="with experts: every_2, last_2, all, or indices from 0"
     )
@@ -246,22 +263,12 @@ class Method(Config):
                 "text: the model has no text tower; allowed: leave it out, or model.kind: "
                 "two_towers"
             )
-        moe = None
-        if part.router is not None and part.experts is not None:
-            moe = MoESettings(router=part.router, experts=part.experts, blocks=part.blocks)
-        changed = tower.model_copy(update={"moe": moe, "frozen": part.frozen or tower.frozen})
+        changed = tower.model_copy(update={"moe": part.moe, "frozen": part.frozen or tower.frozen})
         return sized.model_copy(update={"text": changed})
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """Return the section ``pretrain`` with this method's changes."""
         return replace_and_validate("pretrain", settings, self.pretrain)
-
-    @property
-    def moe(self) -> MoESettings | None:
-        """Router and experts of each MoE layer; None for a dense model."""
-        if self.router is None or self.experts is None:
-            return None
-        return MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
 
     @property
     def routed_by_teacher(self) -> bool:
@@ -305,13 +312,6 @@ class Method(Config):
     def views(self) -> int:
         """Number of views per image in a step."""
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
-
-    @property
-    def provided(self) -> frozenset[str]:
-        """Names of what router and experts provide, which regularizers may need."""
-        if self.router is None or self.experts is None:
-            return frozenset()
-        return self.router.provides | self.experts.provides | {"routing"}
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
         """Return the method for fine-tuning, with another k and without upcycling and regions.

@@ -99,7 +99,7 @@ class FinalRouterLosses(Config):
 
 
 class ModelScore(Config):
-    """The score of a model on the test split of its data, stored beside its weights."""
+    """The score of a model on the test split of its data, stored with its weights."""
 
     data: str  # name of the data set
     test_score: Estimate

@@ -53,11 +53,7 @@ class Runtime(NamedTuple):
 
     def dtype(self, precision: Precision = "auto") -> torch.dtype:
         """Return the autocast dtype; auto: bf16 if it was at least 1.3 times faster than fp32."""
-        if precision == "auto":
-            if self.bf16_speedup >= 1.3:
-                return torch.bfloat16
-            return torch.float32
-        if precision == "bfloat16":
+        if precision == "bfloat16" or (precision == "auto" and self.bf16_speedup >= 1.3):
             return torch.bfloat16
         return torch.float32
 

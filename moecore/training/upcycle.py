@@ -31,7 +31,7 @@ ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activatio
 def inherit_pretrained_windows(
     config: Settings, image: ImageSpec, dense: BackboneModel
 ) -> Settings:
-    """Return ``config``; a Swin without ``pretrained_windows`` gets those of ``dense``."""
+    """Return ``config``; a Swin without ``pretrained_windows`` gets the windows of ``dense``."""
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
         return config
@@ -74,13 +74,14 @@ def upcycle_model(
         theirs = tuple(weights[name].shape) if name in weights else "absent"
         ours = tuple(state[name].shape) if name in state else "absent"
         if ours != theirs:
-            raise UserError.at(
-                "upcycle",
-                found=f"{name} {ours} in the model, {theirs} in the teacher",
-                allowed="the same model, except for its MLPs",
-            )
+            raise _difference_error(name, ours, theirs, "the same model, except for its MLPs")
         state[name].copy_(weights[name])
     return model
+
+
+def _difference_error(name: str, ours: object, theirs: object, allowed: str) -> UserError:
+    difference = f"{name} {ours} in the model, {theirs} in the teacher"
+    return UserError.at("upcycle", found=difference, allowed=allowed)
 
 
 def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
@@ -92,11 +93,7 @@ def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
         )
     for name, *values in differing_settings(model.config, dense.config):
         ours, theirs = [json.dumps(value, default=str) for value in values]
-        raise UserError.at(
-            "upcycle",
-            found=f"{name} {ours} in the model, {theirs} in the teacher",
-            allowed="the same in both",
-        )
+        raise _difference_error(name, ours, theirs, "the same in both")
     if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
         return
     ours = model.config.trained_on(model.image).pretrained_windows
@@ -248,7 +245,9 @@ def upcycle_in_place(
         raise UserError(
             "upcycle: a model of moecore is not changed in place; give its method `upcycle: true`"
         )
-    owners = [block for block in model.modules() if isinstance(_mlp_of(block), nn.Module)]
+    owners = [
+        block for block in model.modules() if isinstance(getattr(block, "mlp", None), nn.Module)
+    ]
     if not owners:
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]
@@ -256,12 +255,9 @@ def upcycle_in_place(
     if isinstance(kind, upcycling_kinds.Drop):
         kind.redraw_experts(nn.ModuleList(layers), seed)
     for block, layer in zip(chosen, layers, strict=True):
-        block.mlp = layer.to(_mlp_of(block).fc1.weight)
+        dense: Any = block.mlp
+        block.mlp = layer.to(dense.fc1.weight)
     return layers
-
-
-def _mlp_of(block: nn.Module) -> Any:
-    return getattr(block, "mlp", None)
 
 
 def _sparse_copy(

@@ -17,6 +17,7 @@ from moecore.data.sources.digits import Digits
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.routing import Routing
+from moecore.measure.routing_metrics.epochs import match_counts_by_image
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
@@ -229,3 +230,9 @@ def captioned(folder: Path) -> MeasuredModel:
     CaptionedMosaic(source=source, train=60, validation=20, test=30).write(folder)
     vit, text = Vit(patch=4, width=16, depth=2, heads=2), {"width": 16, "depth": 2, "heads": 2}
     return surer(TwoTowers(image=vit, text=text, joint=8), Prepared.open(folder), moe())
+
+
+def match_ratios(probs_1, probs_2, is_pair) -> list[float]:
+    """Return the share of all pairs for each column of ``match_counts_by_image`` (PRC, table 4)."""
+    counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
+    return (counts.double() / is_pair.sum()).tolist()

@@ -138,7 +138,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
         return tokens
 
     found = pass_and_routing_times(moe, images, rounds=4)
-    assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
+    assert len(found) == 4 and all(0 < part.routing < part.total for part in found)
     times = unwatched_times(moe, images, rounds=2)
     assert len(times) == 2 and min(times) >= 0
     assert seen == [*range(WARM_UP + 4), *range(WARM_UP + 2)]

@@ -85,14 +85,15 @@ def test_information_of_classes():
     chosen = experts_by_count((4, 0), (2, 2), (1, 3), (0, 4)).numpy()
     labels = np.array([0, 0, 1, 1])[:, None].repeat(4, 1)
     _, *others = [labels[list(order)] for order in permutations(range(4))]
-    told = information.expert_information(chosen, labels, others)
+    told, by_image = information.expert_information(chosen, labels, others)
     assert told.information == pytest.approx(0.215762, abs=1e-6)
     assert (23 * told.chance + told.information) / 24 == pytest.approx(0.099029, abs=1e-6)
     assert told.p == pytest.approx(1 / 3)
-    assert told.label_entropy == pytest.approx(np.log(2))
-    assert told.excess_by_image.mean() == pytest.approx(told.information - told.chance)
+    assert told.normalised == pytest.approx((told.information - told.chance) / np.log(2))
+    assert by_image["information"].mean() == pytest.approx(told.normalised)
     partly = np.concatenate([labels, [[-1] * 4]])
-    unknown = information.expert_information(np.concatenate([chosen, chosen[:1]]), partly, [partly])
+    five = np.concatenate([chosen, chosen[:1]])
+    unknown, _ = information.expert_information(five, partly, [partly])
     assert unknown.information == pytest.approx(told.information)
     with pytest.raises(UserError, match="fewer than two labels"):
         information.expert_information(chosen, labels * 0, others)
@@ -109,25 +110,25 @@ def test_specialisation_of_words():
     words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
     # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
     swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
-    special = information.expert_information(chosen, words, [swapped], min_tokens=3).specialisation
+    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=3)
+    special = told.specialisation
     assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
     assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
-    assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
-    assert (
-        information.expert_information(chosen, words, [swapped], min_tokens=4).specialisation
-        is None
-    )
+    assert by_image["specialisation"].mean() == pytest.approx(special.share - special.chance)
+    told, by_image = information.expert_information(chosen, words, [swapped], min_tokens=4)
+    assert told.specialisation is None and list(by_image) == ["information"]
 
 
 def test_an_images_weight_in_specialisation():
     """What an image adds is the derivative by its weight: here it is there twice as often."""
     random = np.random.default_rng(0)
     chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
-    values = information.expert_information(chosen, labels, [labels]).specialisation.excess_by_image
+    before, by_image = information.expert_information(chosen, labels, [labels])
+    values = by_image["specialisation"]
     again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
-    told = information.expert_information(*again, [again[1]]).specialisation
-    before = information.expert_information(chosen, labels, [labels]).specialisation.share
-    assert 401 * (told.share - before) == pytest.approx(values[0] - values.mean(), rel=0.05)
+    told, _ = information.expert_information(*again, [again[1]])
+    change = told.specialisation.share - before.specialisation.share
+    assert 401 * change == pytest.approx(values[0] - values.mean(), rel=0.05)
 
 
 def test_margin_and_load():
@@ -150,17 +151,17 @@ def test_predictability():
     """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
     predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
     actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
-    told = patterns.choice_predictability(predicted, actual)
-    assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
-    assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
-    assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
-    assert told.of_layer["early_hottest"] == 1
-    assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
+    by_image, chances, of_layer = patterns.choice_predictability(predicted, actual)
+    assert by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
+    assert by_image["early_choice"] == 0.75 and chances["early_choice"] == 0.5
+    assert of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
+    assert of_layer["early_hottest"] == 1
+    assert chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
     images = [side.view(4, 1, 4) for side in (predicted, actual)]
-    by_image = patterns.choice_predictability(*images).by_image
+    by_image, _, _ = patterns.choice_predictability(*images)
     assert by_image["early_load"].mean() == pytest.approx(0.948683, 1e-6)
-    even = patterns.choice_predictability(predicted[:, :2], actual[:, :2])
-    assert "early_load_rank" not in even.of_layer
+    _, _, of_layer = patterns.choice_predictability(predicted[:, :2], actual[:, :2])
+    assert "early_load_rank" not in of_layer
 
 
 def test_similarity_by_chance_is_of_other_people():
@@ -186,14 +187,15 @@ def test_early_choices_are_the_routers_of_the_tokens_before(made):
     first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
     with patterns.choose_one_layer_early(measured.model) as early:
         predict_in_batches(measured.model, images, prediction=False)
-    none, choices = (one.chosen(len(images)) for one in early.values())
-    assert none is None
+    none, parts = early.values()
+    assert none == []
     with torch.no_grad():
+        choices = similarity.cat_last_calls(parts, len(images))
         assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
     told = made(Told())
     with patterns.choose_one_layer_early(told.model) as early:
         predict_in_batches(told.model, told.data.test.images, prediction=False)
-    assert [one.chosen(40) for one in early.values()] == [None, None]
+    assert list(early.values()) == [[], []]
 
 
 def test_local_consistency():

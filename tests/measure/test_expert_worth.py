@@ -31,7 +31,6 @@ from moecore.measure.routing_metrics.alternative_choices import (
     fixed_subset_gain,
     list_routers,
     list_subsets,
-    subset_regret,
 )
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
@@ -219,10 +218,10 @@ def test_one_token_by_hand():
     losses = np.array([float(cross_entropy(answer, torch.tensor(0))) for answer in answers])
     expected = [0.088519, 0.690868, 0.502837, 0.11685, 0.143692, 0.997826]
     assert losses == pytest.approx(expected, abs=1e-6)
-    left = subset_regret(losses[None], losses[[4]])
-    assert left.regret == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
-    assert left.better == pytest.approx(1 / 3)
-    assert left.regret / left.room == pytest.approx(0.164737, abs=1e-6)
+    found = regret_metrics_by_image(np.tile([*losses, losses[4]], (2, 1, 1)))
+    assert found["router_regret"] == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
+    assert found["better_sets"] == pytest.approx(1 / 3)
+    assert found["router_regret_normalised"] == pytest.approx(0.164737, abs=1e-6)
     many = list_subsets(40, 3)
     assert many.shape == (256, 40) and (many.sum(axis=1) == 3).all()
     assert np.array_equal(many, list_subsets(40, 3))

@@ -16,7 +16,6 @@ from moecore.measure.cost import Cost
 from moecore.measure.exploring.expert_overlays import CROPS, overlapping_crops, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.epochs import match_ratios
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.measure.values import Values
@@ -29,7 +28,7 @@ from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
 from moecore.training.guide import build_guide
 from moecore.training.method import Method
-from tests.measure.subjects import built, compute_without_cache
+from tests.measure.subjects import built, compute_without_cache, match_ratios
 from tests.methods import tiny
 from tests.nn.test_dispatch import paired
 

@@ -15,7 +15,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result
 from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
-from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
+from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
 from moecore.measure.stability import Stability, class_probs_by_sigma, put_ramps
 from moecore.measure.values import Found, Values
@@ -143,7 +143,8 @@ def test_routing_values_are_those_of_the_records(data, models, results):
         results["vit"].find(f"noise_{name}", sigma=0.05).value
         for name in ("selection_change", "agreement")
     )
-    assert change == pytest.approx(np.mean(routing_change_by_layer(clean, noisy)))
+    layers = changes_by_image(clean, noisy)
+    assert change == pytest.approx(np.mean([float(layer.mean()) for layer in layers]))
     same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
     assert agreement == pytest.approx(sum(same) / 2)
 

@@ -83,17 +83,20 @@ def test_by_hand():
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
     by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
     assert by_image.mean() == pytest.approx(5 / 7)
-    assert layer.purity == pytest.approx(5 / 7) and layer.matched == pytest.approx(5 / 7)
+    assert layer.values["purity"].value == pytest.approx(5 / 7)
+    assert layer.values["matched_to_truth"].value == pytest.approx(5 / 7)
     known = KINDS.numpy() > 0
     pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
-    assert layer.mutual_information == pytest.approx(mutual_info_score(*pair))
-    assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
+    assert layer.values["mutual_information"].value == pytest.approx(mutual_info_score(*pair))
+    adjusted = layer.values["adjusted_mutual_information"].value
+    assert adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
     with pytest.raises(UserError, match="found 1 images .*; allowed: 4 and more"):
         truth_layer(EXPERTS[:1], KINDS[:1], 3, 3)
     # experts are listed by their match
     experts, kinds = 2 - torch.tensor([[0, 1, 2, 2]]), torch.tensor([[1, 2, 3, 3]])
     layer = truth_layer(experts.repeat(5, 1), kinds.repeat(5, 1), 4, 3)
-    assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0)) and layer.matched == 1
+    assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0))
+    assert layer.values["matched_to_truth"].value == 1
 
 
 def test_purity_by_epoch():
@@ -135,8 +138,10 @@ def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
     assert set(noise.values()) <= {1}, "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
     kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))
-    shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3)
-    assert shuffled.purity == pytest.approx(shuffled.purity_chance, abs=0.06) and shuffled.p > 0.05
+    shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3).values
+    chance = shuffled["purity_chance"].value
+    assert shuffled["purity"].value == pytest.approx(chance, abs=0.06)
+    assert shuffled["mutual_information_p"].value > 0.05
 
 
 def test_the_null_covers(monkeypatch):
@@ -144,7 +149,8 @@ def test_the_null_covers(monkeypatch):
     monkeypatch.setattr(truth, "RESAMPLES", 2)
     random = np.random.default_rng(4)
     pairs = torch.from_numpy(random.integers(3, size=(60, 2, 20, 4)))
-    found = [truth_layer(experts, kinds + 1, 3, 3).p for experts, kinds in pairs]
+    layers = [truth_layer(experts, kinds + 1, 3, 3) for experts, kinds in pairs]
+    found = [layer.values["mutual_information_p"].value for layer in layers]
     assert np.mean(np.array(found) < 0.05) < 0.15 and np.mean(found) == pytest.approx(0.5, abs=0.12)
 
 

@@ -19,8 +19,8 @@ from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, mak
 from moecore.measure.routing_metrics import two_view_agreement
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
-    SweepSettings,
-    run_sweeps,
+    sweep_k,
+    sweep_threshold,
 )
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
 from moecore.nn.correspondence import (
@@ -185,7 +185,10 @@ def everything(model) -> dict:
     drawn = two_view_agreement.draw_two_views(IMAGES, two_view_agreement.PRESETS["affine"], 0)
     row = two_view_agreement.augmented_row(model, drawn, 20)
     views = {name: list(interval) for name, (_, interval) in row.items()}
-    swept = run_sweeps(model, sample, SweepSettings(k=(1, 3), threshold=(0.2, 0.6)), 10)
+    swept = {
+        "k": sweep_k(model, sample, (1, 3), 10),
+        "threshold": sweep_threshold(model, sample, (0.2, 0.6), 10),
+    }
     return {"layers": layers, "loads": loads, "views": views} | swept
 
 

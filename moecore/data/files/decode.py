@@ -98,7 +98,7 @@ def _open_image(path: str | Path, size: int, channels: int) -> Image.Image:
 
 @contextmanager
 def _raise_unreadable() -> Iterator[None]:
-    """Raise UnreadableImage in place of any error inside the context that bad content causes."""
+    """Raise UnreadableImage instead of any error inside the context that bad content causes."""
     try:
         yield
     except UnidentifiedImageError as error:

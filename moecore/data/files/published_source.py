@@ -23,7 +23,7 @@ LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and 
 
 
 class PublishedSetFacts(NamedTuple):
-    """What is known of a set without its files; every class has equally many images."""
+    """Facts of a set that need none of its files; every class has equally many images."""
 
     name: str
     classes: tuple[str, ...]
@@ -134,7 +134,7 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return split → rows; the rows of the test set follow those of the training set."""
+        """Return split → rows; the test set's rows follow the training set's."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))

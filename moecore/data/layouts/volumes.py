@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, write_csv
 from moecore.data.card import SPLITS, Card, write_card
 from moecore.data.stored_arrays import new_array, open_array, open_labels, save_array
-from moecore.data.volumes.subjects import VolumeSubject, read_subject_rows, write_subject_table
+from moecore.data.volumes.subjects import VolumeSubject, read_subject_rows
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 
@@ -94,7 +94,8 @@ def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
         subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, shares))))
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
-    write_subject_table(folder / f"{split}_subjects.csv", subjects)
+    # Ages in the shortest exact form.
+    write_csv(folder / f"{split}_subjects.csv", [VolumeSubject._fields, *subjects])
     return sums
 
 

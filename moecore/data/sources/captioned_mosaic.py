@@ -104,7 +104,7 @@ def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
 
 
 def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
-    """Return split → drawn classes of cells (n, 4); those of test and validation occur once."""
+    """Return split → drawn classes of cells (n, 4); in test and validation each occurs once."""
     random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
     order = random.permutation(classes**4)
     test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])

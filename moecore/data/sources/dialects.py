@@ -2,7 +2,7 @@
 
 A dialect is a fixed change of images and a fixed permutation of the class names, so that what is
 learned of one dialect does not help with another. Images are real, their combinations drawn. Each
-change has ``apply``, from images (n, C, S, S) to images (n, C', S, S), and its inverse ``undo``.
+change has ``apply``, from images (n, C, S, S) to images (n, C', S, S); it is invertible.
 
 n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families of dialects.
 """
@@ -41,10 +41,9 @@ class Permutation(NamedTuple):
         return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return _take_pixels(images, self.orders[dialects])
-
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return _take_pixels(images, self.orders.argsort(axis=1)[dialects])
+        flat = images.reshape(*images.shape[:2], -1)
+        order = self.orders[dialects][:, None]
+        return np.take_along_axis(flat, order, axis=2).reshape(images.shape)
 
 
 class Texture(NamedTuple):
@@ -68,10 +67,6 @@ class Texture(NamedTuple):
         faint = np.rint((1 - STRENGTH) * images).astype(np.uint8)
         return faint + self.waves[dialects][:, None]
 
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        faint = images - self.waves[dialects][:, None]
-        return np.rint(faint / (1 - STRENGTH)).astype(np.uint8)
-
 
 class Colour(NamedTuple):
     """A change: each dialect tints grey images with one hue, in three channels."""
@@ -85,9 +80,6 @@ class Colour(NamedTuple):
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return np.rint(images * self.hues[dialects][:, :, None, None]).astype(np.uint8)
-
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return images.max(axis=1, keepdims=True)
 
 
 class ShiftedColour(Colour):
@@ -114,10 +106,11 @@ class Rotation(NamedTuple):
         return cls()
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return _invert(_turn(images, dialects % 4), dialects >= 4)
-
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return _turn(_invert(images, dialects >= 4), -dialects % 4)
+        turned = images.copy()
+        for quarter in range(1, 4):
+            chosen = dialects % 4 == quarter
+            turned[chosen] = np.rot90(images[chosen], quarter, axes=(2, 3))
+        return np.where((dialects >= 4)[:, None, None, None], 255 - turned, turned)
 
 
 class WalshProduct(NamedTuple):
@@ -142,9 +135,6 @@ class WalshProduct(NamedTuple):
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return np.where(self.negative[dialects][:, None], 255 - images, images)
 
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return self.apply(images, dialects)
-
 
 class FamilyChange(NamedTuple):
     """A change that the dialects of a family share; each then permutes every other pixel."""
@@ -166,9 +156,6 @@ class FamilyChange(NamedTuple):
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return self.permutation.apply(self.shared.apply(images, dialects // self.members), dialects)
-
-    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
-        return self.shared.undo(self.permutation.undo(images, dialects), dialects // self.members)
 
 
 DialectChange = Permutation | Texture | Colour | Rotation | WalshProduct | FamilyChange
@@ -211,22 +198,6 @@ def draw_change(
 def has_colours(change: Change) -> bool:
     """Return whether the change turns one channel into three."""
     return issubclass(CHANGES[change], Colour)
-
-
-def _take_pixels(images: np.ndarray, order: np.ndarray) -> np.ndarray:
-    flat = images.reshape(*images.shape[:2], -1)
-    return np.take_along_axis(flat, order[:, None], axis=2).reshape(images.shape)
-
-
-def _turn(images: np.ndarray, quarters: np.ndarray) -> np.ndarray:
-    turned = images.copy()
-    for quarter in range(1, 4):
-        turned[quarters == quarter] = np.rot90(images[quarters == quarter], quarter, axes=(2, 3))
-    return turned
-
-
-def _invert(images: np.ndarray, which: np.ndarray) -> np.ndarray:
-    return np.where(which[:, None, None, None], 255 - images, images)
 
 
 CHUNK = 4096

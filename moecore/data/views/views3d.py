@@ -117,7 +117,14 @@ def volume_rotations(radians: Tensor) -> Tensor:
     """Return affines that rotate by ``radians`` (B, 3) about the first, second, then third axis."""
     affines = volume_identities(len(radians))
     for axis in range(3):
-        affines = _turn(radians[:, axis], (axis + 1) % 3, (axis + 2) % 3) @ affines
+        angle = radians[:, axis].to(torch.float64)
+        first = (axis + 1) % 3
+        second = (axis + 2) % 3
+        turn = volume_identities(len(radians))
+        turn[:, first, first] = turn[:, second, second] = angle.cos()
+        turn[:, second, first] = angle.sin()
+        turn[:, first, second] = -turn[:, second, first]
+        affines = turn @ affines
     return affines
 
 
@@ -133,12 +140,3 @@ def centred_volume_affines(affines: Tensor, size: Sequence[float]) -> Tensor:
     """Return the affines (B, 4, 4) about the middle of a volume of ``size``, not its corner."""
     half = torch.tensor(size, dtype=torch.float64).div(2).expand(len(affines), 3)
     return volume_translations(half) @ affines @ volume_translations(-half)
-
-
-def _turn(radians: Tensor, first: int, second: int) -> Tensor:
-    """Return affines that rotate the axis ``first`` towards ``second`` by ``radians`` (B,)."""
-    affines = volume_identities(len(radians))
-    affines[:, first, first] = affines[:, second, second] = radians.to(torch.float64).cos()
-    affines[:, second, first] = radians.to(torch.float64).sin()
-    affines[:, first, second] = -affines[:, second, first]
-    return affines

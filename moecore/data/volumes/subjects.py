@@ -2,12 +2,11 @@
 
 import csv
 import re
-from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, join_below_root, write_csv
+from moecore.core.files import UserError, join_below_root
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 
@@ -22,11 +21,6 @@ class VolumeSubject(NamedTuple):
     site: str = ""
     qc_flags: str = ""  # short texts, separated by "; "
     diagnosis: str = ""  # in the cohort's words; "": unknown
-
-
-def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
-    """Write a CSV file with a header and one row per subject; ages in the shortest exact form."""
-    write_csv(path, [VolumeSubject._fields, *subjects])
 
 
 def read_subject_rows(path: Path) -> list[dict[str, str]]:

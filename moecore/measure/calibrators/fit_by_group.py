@@ -4,7 +4,7 @@ N predictions, in the target's unit (years).
 """
 
 import warnings
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -44,6 +44,31 @@ class NumberCalibrator(Calibrator, ABC):
     def split(self) -> FitOn:
         """Return the split whose predictions the calibrator is fitted to."""
         return self.fit_on
+
+    @abstractmethod
+    def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> Any:
+        """Return the fit of finite pairs (N,) and (N,). Raises NoFitError where they allow none."""
+
+    def fit(
+        self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
+    ) -> FittedCalibrator:
+        """Fit all pairs, and each group with enough of them.
+
+        Args:
+            predictions: ŷ, (N,), in the target's unit.
+            labels: Ages, (N,).
+            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group whose pairs
+                allow no fit uses the pooled one, with a warning.
+
+        Returns:
+            The fits.
+
+        Raises:
+            UserError: shapes differ, values are not finite, or all pairs together allow no fit.
+        """
+        name = f"{self.class_kind()}, fitted on {self.fit_on}"
+        fits = fit_by_group(predictions, labels, groups, self.fit_pairs, name)
+        return self.fitted.model_validate({"fit_on": self.fit_on, **fits})
 
 
 class NoFitError(ValueError):

@@ -25,7 +25,6 @@ from moecore.measure.calibrators.fit_by_group import (
     NumberCalibrator,
     check_ages_vary,
     check_finite,
-    fit_by_group,
     fit_of_each,
 )
 
@@ -96,28 +95,8 @@ class GapOnAge(NumberCalibrator):
     kind: Literal["gap_on_age"] = "gap_on_age"
     degree: Literal[1, 2] = Field(1, description="1: a line in age; 2: a parabola.")
 
-    def fit(
-        self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
-    ) -> FittedGapOnAge:
-        """Fit the gap ŷ − y as a polynomial of age y to all pairs, and to each group with enough.
-
-        Args:
-            predictions: ŷ, (N,).
-            labels: Ages, (N,).
-            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group with too few
-                pairs or ages uses the pooled curve, with a warning.
-
-        Returns:
-            The fitted curves.
-
-        Raises:
-            UserError: shapes differ, values are not finite, or all pairs together are too few.
-        """
-        name = f"gap_on_age, fitted on {self.fit_on}"
-        fits = fit_by_group(predictions, labels, groups, self._fit_curve, name)
-        return FittedGapOnAge(fit_on=self.fit_on, **fits)
-
-    def _fit_curve(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
+    def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
+        """Return the gap ŷ − y as a polynomial of age y; NoFitError for too few pairs or ages."""
         check_ages_vary(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
             raise NoFitError(

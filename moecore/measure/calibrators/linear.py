@@ -21,7 +21,6 @@ from moecore.measure.calibrators.fit_by_group import (
     NumberCalibrator,
     check_ages_vary,
     check_finite,
-    fit_by_group,
     fit_of_each,
 )
 
@@ -90,39 +89,18 @@ class Linear(NumberCalibrator):
         0.1, gt=0, lt=1, description="Smallest |b| allowed, as errors are divided by it."
     )
 
-    def fit(
-        self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
-    ) -> FittedLinear:
-        """Fit ŷ = a + b·y to all pairs, and to each group with enough of them.
-
-        Args:
-            predictions: ŷ, (N,), in the target's unit.
-            labels: Ages, (N,).
-            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group without a line
-                (too few pairs, one age, a small slope) uses the pooled line, with a warning.
-
-        Returns:
-            The fitted lines.
-
-        Raises:
-            UserError: shapes differ, n < 3, values are not finite, targets are equal, or the pooled
-                |b| is below ``min_slope``.
-        """
-        name = f"linear, fitted on {self.fit_on}"
-        fits = fit_by_group(predictions, labels, groups, self._fit_line, name)
-        return FittedLinear(fit_on=self.fit_on, **fits)
-
-    def _fit_line(self, predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
-        check_ages_vary(targets, 3)
+    def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedLine:
+        """Return a and b of ŷ = a + b·y; NoFitError for n < 3, equal ages, or a small |b|."""
+        check_ages_vary(ages, 3)
         slope = 0.0
         if np.ptp(predictions):
             # Around the means, which avoids cancellation if ages are far from 0.
-            centre = targets - targets.mean()
+            centre = ages - ages.mean()
             slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
         if abs(slope) < self.min_slope:
             raise NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions depend little on age; train longer)"
             )
-        intercept = float(predictions.mean() - slope * targets.mean())
-        return FittedLine(intercept=intercept, slope=slope, n=len(targets))
+        intercept = float(predictions.mean() - slope * ages.mean())
+        return FittedLine(intercept=intercept, slope=slope, n=len(ages))

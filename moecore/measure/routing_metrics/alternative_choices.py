@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from math import comb
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -133,14 +133,6 @@ SAMPLED_SUBSETS = 256  # drawn from larger numbers of sets
 TOLERANCE = 1e-6  # differences of losses below it are rounding
 
 
-class SubsetRegret(NamedTuple):
-    """Regret of each token, (n,)."""
-
-    regret: np.ndarray  # loss − smallest loss, ≥ 0
-    room: np.ndarray  # mean loss over the sets − smallest loss: the regret of a random set
-    better: np.ndarray  # share of the sets with a smaller loss
-
-
 def list_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
     """Return sets of k experts, (S, E) bool: all in order, or a sample of more than MAX_SUBSETS."""
     if comb(experts, k) <= MAX_SUBSETS:
@@ -151,16 +143,6 @@ def list_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
     subsets = np.zeros((len(chosen), experts), dtype=bool)
     np.put_along_axis(subsets, chosen, True, axis=1)
     return subsets
-
-
-def subset_regret(losses: np.ndarray, chosen: np.ndarray) -> SubsetRegret:
-    """Return the regret of tokens from losses (n, S) of sets and (n,) of the chosen set.
-
-    If sets were sampled, the regret is a lower bound.
-    """
-    smallest = np.minimum(losses.min(axis=1), chosen)
-    better = losses < (chosen - TOLERANCE)[:, None]
-    return SubsetRegret(chosen - smallest, losses.mean(axis=1) - smallest, better.mean(axis=1))
 
 
 def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:

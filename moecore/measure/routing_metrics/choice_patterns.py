@@ -8,7 +8,6 @@ E experts, k chosen per token, d width.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -194,32 +193,19 @@ LAYER_INPUTS = frozenset({"basis", "outputs"})  # a router's inputs that the lay
 EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in all
 
 
-class EarlyChoices(NamedTuple):
-    """Choices of one layer's router from the tokens of the layer before, per call of the router."""
-
-    parts: list[Tensor]  # (B, T, E) bool
-
-    def chosen(self, images: int) -> Tensor | None:
-        """Return the choices, (N, T, E) bool; None if the router could not be called."""
-        if not self.parts:
-            return None
-        # A text is read with the blocks before it, which are calls, too: the last call is its own.
-        calls = sum(map(len, self.parts)) // images
-        return torch.cat(self.parts[calls - 1 :: calls])
-
-
 @contextmanager
-def choose_one_layer_early(model: Model) -> Iterator[dict[str, EarlyChoices]]:
+def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
     """Record, inside the ``with``, what each router chooses from the tokens of the layer before.
 
-    Keys: names of the MoE layers in order. A layer has no such choices if it is the first, if its
-    tokens have another shape, or if its router reads more than tokens.
+    Name of each MoE layer in order → (B, T, E) bool per call of its router. A layer has no such
+    choices if it is the first, if its tokens have another shape, or if its router reads more than
+    tokens.
     """
-    early: dict[str, EarlyChoices] = {}
+    early: dict[str, list[Tensor]] = {}
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
     def choose_early(name: str, layer: MoEFeedForward, tokens: Tensor, _: RoutingRecord) -> None:
-        choices = early.setdefault(name, EarlyChoices([]))
+        choices = early.setdefault(name, [])
         index = list(early).index(name)
         latest[name] = tokens
         if index == 0 or not layer.wants <= LAYER_INPUTS:
@@ -229,23 +215,18 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, EarlyChoices]]:
             basis = layer.experts.lent_basis() if layer.shares_basis else None
             # forward() instead of a call, which the hooks of this watch would see
             _, early_record = layer.router.forward(earlier, RoutingContext(basis=basis))
-            choices.parts.append(early_record.chosen.cpu())
+            choices.append(early_record.chosen.cpu())
 
     with watch_layers(find_own_model(model), choose_early):
         yield early
 
 
-class Predictability(NamedTuple):
-    """Agreement of a layer's early choices with its choices."""
-
-    by_image: dict[str, np.ndarray]  # name → (B,), with the metric as mean
-    chances: dict[str, float]
-    of_layer: dict[str, float]  # metrics without values per image
-
-
-def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
+def choice_predictability(
+    predicted: Tensor, chosen: Tensor
+) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
     """Return how well early choices predict a layer's choices, both (B, T, E) bool.
 
+    Name → (B,) with the metric as mean, → chance, and → metric without values per image.
     early_choice: share of a token's experts that are among its early ones; by chance k / E.
     early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
     correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:
@@ -268,14 +249,12 @@ def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     of_layer = {"early_hottest": len(early_set & own_set) / hottest}
     if np.ptp(early_counts) > 0 and np.ptp(counts) > 0:
         of_layer["early_load_rank"] = float(scipy.stats.spearmanr(early_counts, counts).statistic)
-    return Predictability(
-        {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)},
-        {
-            "early_choice": float(number.sum() / (number > 0).sum() / chosen.shape[-1]),
-            "early_load": float(counts.mean() / np.sqrt(np.square(counts).mean())),
-        },
-        of_layer,
-    )
+    by_image = {"early_choice": overlap, "early_load": linearize_cosine(early_rows, rows)}
+    chances = {
+        "early_choice": float(number.sum() / (number > 0).sum() / chosen.shape[-1]),
+        "early_load": float(counts.mean() / np.sqrt(np.square(counts).mean())),
+    }
+    return by_image, chances, of_layer
 
 
 def linearize_cosine(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:

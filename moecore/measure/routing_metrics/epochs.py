@@ -59,13 +59,6 @@ def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> 
     )
 
 
-def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> list[float]:
-    """Return the share of all pairs for each column of ``match_counts_by_image`` (PRC, table 4)."""
-    counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
-    pairs = int(is_pair.sum())
-    return [count / pairs for count in counts.tolist()]
-
-
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
     """Return "with_final" and "consecutive" → shares of tokens with equal best experts.
 

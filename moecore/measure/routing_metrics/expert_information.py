@@ -6,7 +6,6 @@ image, E experts, K labels.
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,24 +77,22 @@ PERMUTATIONS = 200
 MIN_IMAGES = 4  # to permute labels: with three images, p cannot be below 1 / 3! = 1 / 6
 
 
-class ExpertInformation(NamedTuple):
-    """Mutual information of experts and labels, in nats."""
+class LabelSpecialisation(Config):
+    """Largest share of a label's tokens that one expert has."""
+
+    share: float  # mean over labels with at least RARE tokens
+    chance: float  # mean over permuted labels
+    labels: int  # number of labels with at least RARE tokens
+
+
+class LabelInformation(Config):
+    """Mutual information of experts and one kind of label, in nats."""
 
     information: float  # plug-in estimate
     chance: float  # mean over permuted labels
     p: float  # share of permutations, the identity included, with at least as much information
-    label_entropy: float
-    excess_by_image: np.ndarray  # (B,), with the mean ``information`` − ``chance``
-    specialisation: "Specialisation | None"  # None if no label has enough tokens
-
-
-class Specialisation(NamedTuple):
-    """Concentration of labels' tokens on one expert, mean over labels with enough tokens."""
-
-    share: float  # largest share of a label's tokens that one expert has
-    chance: float  # mean over permuted labels
-    labels: int  # number of labels with enough tokens
-    excess_by_image: np.ndarray  # (B,), with the mean ``share`` − ``chance``
+    normalised: float  # (information − chance) / entropy of the labels
+    specialisation: LabelSpecialisation | None = None  # None if no label has RARE tokens
 
 
 def mutual_information(table: np.ndarray) -> float:
@@ -108,8 +105,11 @@ def mutual_information(table: np.ndarray) -> float:
 
 def expert_information(
     chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], min_tokens: int = 1
-) -> ExpertInformation:
+) -> tuple[LabelInformation, dict[str, np.ndarray]]:
     """Return information and specialisation of experts, chosen (B, T, E) bool, about labels.
+
+    Also "information" and "specialisation" → (B,), whose means are ``normalised``, and its share
+    above chance.
 
     labels: (B, T), integers from 0, −1 if unknown, which is ignored. permuted: the same labels in
     other orders that break only their link with the experts: whole images' maps permuted, or
@@ -135,14 +135,22 @@ def expert_information(
     information = mutual_information(table)
     shares = table.sum(axis=0)[table.sum(axis=0) > 0] / table.sum()
     chance = float(null.mean())
-    return ExpertInformation(
+    label_entropy = float(-(shares * np.log(shares)).sum())
+    excess = _information_by_image(table, pairs, labels, len(chosen)) - chance
+    by_image = {"information": excess / label_entropy}
+    specialisation = None
+    if common.any():
+        specialisation, by_image["specialisation"] = _specialisation(
+            chosen, labels, table, common, null_share
+        )
+    result = LabelInformation(
         information=information,
         chance=chance,
         p=float((1 + (null >= information - 1e-12).sum()) / (len(null) + 1)),
-        label_entropy=float(-(shares * np.log(shares)).sum()),
-        excess_by_image=_information_by_image(table, pairs, labels, len(chosen)) - chance,
-        specialisation=_specialisation(chosen, labels, table, common, null_share),
+        normalised=(information - chance) / label_entropy,
+        specialisation=specialisation,
     )
+    return result, by_image
 
 
 def permute_images(
@@ -193,11 +201,9 @@ def _information_by_image(
 
 def _specialisation(
     chosen: np.ndarray, labels: np.ndarray, table: np.ndarray, common: np.ndarray, null: np.ndarray
-) -> Specialisation | None:
-    """Return specialisation over labels ``common`` (K,) bool, or None; null: permuted sums."""
+) -> tuple[LabelSpecialisation, np.ndarray]:
+    """Return specialisation over labels ``common`` (K,) bool, also per image; null: sums."""
     number = int(common.sum())
-    if not number:
-        return None
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
     shares = np.zeros(len(common))
     shares[common] = table[:, common].max(axis=0) / tokens[common]
@@ -208,25 +214,7 @@ def _specialisation(
     above = np.bincount(image, (is_with_most - shares[label]) / tokens[label], len(chosen))
     share, chance = shares.sum() / number, null.mean() / number
     excess = share - chance + above * len(chosen) / number
-    return Specialisation(float(share), float(chance), number, excess)
-
-
-class LabelSpecialisation(Config):
-    """Largest share of a label's tokens that one expert has."""
-
-    share: float  # mean over labels with at least RARE tokens
-    chance: float  # mean over permuted labels
-    labels: int  # number of labels with at least RARE tokens
-
-
-class LabelInformation(Config):
-    """Mutual information of experts and one kind of label, in nats."""
-
-    information: float  # plug-in estimate
-    chance: float  # mean over permuted labels
-    p: float  # share of permutations, the identity included, with at least as much information
-    normalised: float  # (information − chance) / entropy of the labels
-    specialisation: LabelSpecialisation | None = None  # None if no label has RARE tokens
+    return LabelSpecialisation(share=float(share), chance=float(chance), labels=number), excess
 
 
 def label_information(
@@ -244,17 +232,6 @@ def label_information(
         if name == "position":  # the same in all images, so permuted within each image
             random = np.random.default_rng(SEED)
             permuted = (random.permuted(token_labels, axis=1) for _ in range(PERMUTATIONS))
-        result = expert_information(patches, token_labels, permuted, RARE)
-        values[f"information_{name}"] = result.excess_by_image / result.label_entropy
-        shares = None
-        if special := result.specialisation:
-            values[f"specialisation_{name}"] = special.excess_by_image
-            shares = LabelSpecialisation.model_validate(special, from_attributes=True)
-        rows[name] = LabelInformation(
-            information=result.information,
-            chance=result.chance,
-            p=result.p,
-            normalised=(result.information - result.chance) / result.label_entropy,
-            specialisation=shares,
-        )
+        rows[name], by_image = expert_information(patches, token_labels, permuted, RARE)
+        values |= {f"{key}_{name}": excess for key, excess in by_image.items()}
     return rows, values

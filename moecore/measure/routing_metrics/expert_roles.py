@@ -4,8 +4,7 @@ Which experts are chosen together, are similar, know a label, and how certain ch
 the forward pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -204,42 +203,32 @@ class ExpertRoles(MeasuredPart):
         return {"window": self.windows}
 
 
-class WatchedPass(NamedTuple):
-    """Tokens of each MoE layer in one pass, and choices made one layer early, by layer name."""
-
-    tokens: dict[str, expert_similarity.KeptTokens]
-    early: dict[str, choice_patterns.EarlyChoices]
-
-
-@contextmanager
-def watch_experts(model: Model, images: expert_similarity.CountedImages) -> Iterator[WatchedPass]:
-    """Store tokens and choices one layer early while ``images`` pass inside the ``with``."""
-    early_choices = choice_patterns.choose_one_layer_early(model)
-    with expert_similarity.keep_layer_tokens(model, images) as tokens, early_choices as early:
-        yield WatchedPass(tokens, early)
-
-
 def put_roles(
     subject: MeasuredModel,
     indices: np.ndarray,
     records: Sequence[RoutingRecord],
-    watched: WatchedPass,
+    tokens: Mapping[str, expert_similarity.KeptTokens],
+    early: Mapping[str, list[Tensor]],
     settings: ExpertRoles,
     out: Values,
 ) -> None:
     """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles.
 
-    records, watched: of one pass over the test images with these indices, (N,).
+    All are of one pass over the test images with these indices, (N,). tokens, early: what
+    ``keep_layer_tokens`` and ``choose_one_layer_early`` stored.
     """
     test = subject.data.test
     images = np.array(test.images[indices])
     people = test.people_at(indices)
     similarity = [
-        expert_similarity.expert_similarity(tokens.outputs(len(images)), people)
-        for tokens in watched.tokens.values()
+        expert_similarity.expert_similarity(layer_tokens.outputs(len(images)), people)
+        for layer_tokens in tokens.values()
     ]
-    predicted = [choices.chosen(len(images)) for choices in watched.early.values()]
-    scores = selection_scores(subject.model, list(watched.early), records)
+    predicted = [
+        expert_similarity.cat_last_calls(parts, len(images)) if parts else None
+        for parts in early.values()
+    ]
+    scores = selection_scores(subject.model, list(early), records)
     labels = torch.from_numpy(np.array(test.labels[indices]))
     classes = expert_information.image_labels_by_kind(subject, labels)
     labels_on_grid = {
@@ -379,10 +368,9 @@ def measure_layer_roles(
     by_image |= margins
     extra |= smallest
     if inputs.predicted is not None:
-        predictability = choice_patterns.choice_predictability(inputs.predicted, chosen)
-        by_image |= predictability.by_image
-        chances |= predictability.chances
-        extra |= predictability.of_layer
+        early = choice_patterns.choice_predictability(inputs.predicted, chosen)
+        for values, early_values in zip((by_image, chances, extra), early, strict=True):
+            values |= early_values
     matrices = {}
     if (similarity := inputs.similarity) is not None:
         by_image |= similarity.by_image

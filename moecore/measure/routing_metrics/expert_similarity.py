@@ -64,11 +64,16 @@ class KeptTokens(NamedTuple):
     @torch.no_grad()
     def outputs(self, images: int) -> list[Tensor]:
         """Return each expert's outputs for the stored tokens, E times (N, c, d) fp64."""
-        # A text is read with the blocks before it, which are calls, too: the last call is its own.
-        calls = sum(map(len, self.parts)) // images
-        tokens = torch.cat(self.parts[calls - 1 :: calls])
+        tokens = cat_last_calls(self.parts, images)
         by_expert = compute_all_outputs(self.layer, tokens.flatten(0, 1))
         return [outputs.double().view(tokens.shape) for outputs in by_expert]
+
+
+def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
+    """Return (N, …): the last call for each image, of ``parts`` (B, …) per call of a router."""
+    # A text is read with the blocks before it, which are calls, too: the last call is its own.
+    calls = sum(map(len, parts)) // images
+    return torch.cat(parts[calls - 1 :: calls])
 
 
 @contextmanager

@@ -114,16 +114,6 @@ def score_threshold(router: Any) -> float | None:
     return router.threshold if router.has_score_threshold else None
 
 
-def run_sweeps(
-    model: Model, sample: SweepImages, settings: SweepSettings, batch: int
-) -> dict[str, Mapping[Any, Numbers]]:
-    """Return "k" and "threshold" → tried setting → metric → value."""
-    return {
-        "k": sweep_k(model, sample, settings.k, batch),
-        "threshold": sweep_threshold(model, sample, settings.threshold, batch),
-    }
-
-
 def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
     """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
     prediction, records = predict_in_batches(model, sample.images, batch)
@@ -137,9 +127,9 @@ def routing_means_over_layers(
 ) -> Numbers:
     """Return metric → mean over the MoE layers, for the metrics that all layers have.
 
-    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_of_probs``; fallback:
-    ``fallback_rate``, with a threshold only. A layer has no load_cv2 if no token chose an expert,
-    and no tail_mass if no score is above the threshold.
+    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback:
+    share of tokens without an eligible expert, with a threshold only. A layer has no load_cv2 if no
+    token chose an expert, and no tail_mass if no score is above the threshold.
     """
     layers: list[Numbers] = []
     for record in records:
@@ -148,9 +138,10 @@ def routing_means_over_layers(
         if counts.any():
             layer["load_cv2"] = layer_metrics.load_cv2(counts)
         if threshold is None:
-            layer["tail_mass"] = layer_metrics.tail_of_probs(record.probs, k)
+            layer["tail_mass"] = float(layer_metrics.tail_by_token(record.probs, k).mean())
         else:
-            layer["fallback"] = layer_metrics.fallback_rate(record.logits, threshold)
+            flags = layer_metrics.below_k_eligible_flags(record.logits, threshold, 1)
+            layer["fallback"] = float(flags.mean())
             layer["tail_mass"] = layer_metrics.eligible_tail_mass(record.logits, threshold, k)
         layers.append({name: value for name, value in layer.items() if value is not None})
     return layer_metrics.average_layers(layers)
@@ -221,11 +212,15 @@ def put_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int, out: Values
 ) -> None:
     """Put ``{metric}_k`` and ``{metric}_threshold`` of the same weights at each k and threshold."""
-    swept = run_sweeps(model, sample, settings, batch)
+    by_threshold = sweep_threshold(model, sample, settings.threshold, batch)
+    swept: dict[str, Mapping[Any, Numbers]] = {
+        "k": sweep_k(model, sample, settings.k, batch),
+        "threshold": by_threshold,
+    }
     for over, by_setting in swept.items():
         for setting, numbers in sorted(by_setting.items()):
             for name, number in numbers.items():
                 out.put(f"{name}_{over}", number, **{over: setting})
-    fallback = {t: numbers["fallback"] for t, numbers in swept["threshold"].items()}
+    fallback = {t: numbers["fallback"] for t, numbers in by_threshold.items()}
     for name, slope in fallback_slopes(fallback).items():
         out.put(name, slope)

@@ -125,18 +125,10 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
     return value.detach() + (rows - mean) @ gradient
 
 
-def routing_change_by_layer(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[float]:
-    """Return, per layer, 1 − IoU of the experts that tokens chose, before capacity limits."""
-    pairs = zip(before, after, strict=True)
-    return [1 - float(choice_iou(a.chosen, b.chosen).mean()) for a, b in pairs]
-
-
 def changes_by_image(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[Tensor]:
-    """Return ``routing_change_by_layer`` of each image: per layer (N,) fp64."""
+    """Return 1 − IoU of the experts that each image's tokens chose, per layer (N,) fp64."""
     pairs = zip(before, after, strict=True)
     return [1 - choice_iou(a.chosen, b.chosen).mean(-1) for a, b in pairs]
 
@@ -158,14 +150,6 @@ def expert_agreement(
     """
     pairs = zip(before, after, strict=True)
     return [agreement_by_image(first_choices(a), first_choices(b)) for a, b in pairs]
-
-
-def processing_change_by_layer(
-    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
-) -> list[float]:
-    """Return, per layer, 1 − IoU of the experts that processed a token, within capacity."""
-    pairs = zip(before, after, strict=True)
-    return [1 - float(choice_iou(a.combine != 0, b.combine != 0).mean()) for a, b in pairs]
 
 
 def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -193,15 +177,10 @@ def _check_same_shape(a: Tensor, b: Tensor) -> None:
 _MIN_WEIGHT = 1e-6
 
 
-def fallback_rate(scores: Tensor, threshold: float) -> float:
-    """Return the share of tokens with no score above the threshold: they use top-k (figure S3)."""
-    return float(below_k_eligible_flags(scores, threshold, 1).mean())
-
-
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
     """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0.
 
-    Algorithm 1, line 13.
+    Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
     """
     return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
@@ -225,17 +204,12 @@ def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, T
     return _share_beyond(weights, k), eligible.any(dim=-1)
 
 
-def tail_of_probs(probs: Tensor, k: int) -> float:
-    """Return the share of the probability outside a token's best ``k`` experts, mean over tokens.
+def tail_by_token(probs: Tensor, k: int) -> Tensor:
+    """Return the share of the probability outside each token's best ``k`` experts, (B, T) fp64.
 
     Eq. 12 with all experts eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; from 0
     (k ≥ E) to 1 − k/E (no expert is preferred).
     """
-    return float(tail_by_token(probs, k).mean())
-
-
-def tail_by_token(probs: Tensor, k: int) -> Tensor:
-    """Return ``tail_of_probs`` of each token, (B, T) fp64."""
     _check_nonempty(probs, "probs")
     return _share_beyond(probs.double(), k)
 
@@ -312,7 +286,7 @@ def _token_metrics(
 def measure_layer_use(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, float]:
-    """Return metric → value of one MoE layer; threshold, k: of its router, None if it has none.
+    """Return metric → value of one MoE layer; threshold, k: of its router, None without one.
 
     The load has no values where no token chose an expert, as the router ``depth`` may decide.
     """

@@ -5,7 +5,7 @@ batch sizes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moecore.core.config import Config, Misfits, Surroundings
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
+from moecore.core.routing_records import chosen_first_scores
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import ViewSettings, ViewsWithAffines, make_random_views
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics.epochs import match_counts_by_image, match_ratios
+from moecore.measure.routing_metrics.epochs import match_counts_by_image
 from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
+from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.comparisons import linearize_ratio
 from moecore.statistics.intervals import Interval, bootstrap_interval
@@ -139,6 +139,30 @@ NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
 SHARES = (*NAMES, "switch_fraction")  # share of the second's experts that the first does not have
 
 
+class LayerMatches(NamedTuple):
+    """Pairs of tokens of one layer that agree in two views, per image."""
+
+    counts: Tensor  # (N, 3) int64, for each of NAMES
+    switched: Tensor  # (N, T) fp64, switch fraction of each pair's chosen experts; 0: no pair
+    number: Tensor  # (N,) int64, pairs
+
+    def shares(self) -> dict[str, float]:
+        """Return match or switch metric → share of all pairs."""
+        pairs = int(self.number.sum())
+        ratios = [count / pairs for count in self.counts.sum(dim=0).tolist()]
+        switched = self.switched.sum() / self.number.sum()
+        return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
+
+    def by_image(self) -> dict[str, Tensor]:
+        """Return match or switch metric → (N,) by image, with the means of ``shares``."""
+        number = self.number.double().numpy()
+        sums = [*self.counts.double().T, self.switched.sum(dim=1)]
+        return {
+            name: torch.from_numpy(linearize_ratio(column.numpy(), number))
+            for name, column in zip(SHARES, sums, strict=True)
+        }
+
+
 def view_match_shares(
     model: Model, images: np.ndarray, views: ViewSettings, batch: int
 ) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
@@ -146,69 +170,44 @@ def view_match_shares(
     if images.ndim == TEXT:
         return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
     pictures = draw_two_views(images, TwoViewAugmentation(name="views", views=views), SEED)
-    return [
-        (layer_match_shares(*layer), match_ratios_by_image(*layer))
-        for layer in records_with_pairs(model, pictures, batch)
-    ]
+    layers = count_matches_by_layer(model, pictures, batch)
+    return [(layer.shares(), layer.by_image()) for layer in layers]
 
 
 def augmented_row(
     model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, Interval]]:
     """Return match or switch metric → (N,) by image, and mean over layers with its interval."""
-    layers = records_with_pairs(model, views, batch)
-    means = average_layers([layer_match_shares(*layer) for layer in layers])
-    images = mean_items_over_layers([match_ratios_by_image(*layer) for layer in layers])
+    layers = count_matches_by_layer(model, views, batch)
+    means = average_layers([layer.shares() for layer in layers])
+    images = mean_items_over_layers([layer.by_image() for layer in layers])
     limits = match_intervals(layers, people)
     return {
         name: (images[name], Interval(mean, *limits.get(name, ()))) for name, mean in means.items()
     }
 
 
-def records_with_pairs(
-    model: Model, views: ViewsWithAffines, batch: int
-) -> list[tuple[RoutingRecord, TokenPairs, TokenLayout]]:
-    """Return each MoE layer's record of both views, fields (2N, T, E), and its pairs of tokens."""
+def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) -> list[LayerMatches]:
+    """Count, per MoE layer, the pairs of tokens of both views, all first views first, that agree.
+
+    Chosen experts rank before others, then by logit.
+    """
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
-    return [(record, *pairs) for record, pairs in zip(records, paired, strict=True)]
-
-
-def ranking_scores_of_pairs(
-    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
-) -> tuple[Tensor, Tensor]:
-    """Return scores (N, T, E) of both views that rank experts: chosen ones first, by logit."""
-    # Logits, as an eigenbasis router clamps probs, which gives ties.
-    return token_pair_values(chosen_first_scores(record.logits, record.chosen), pairs, layout)
-
-
-def layer_match_shares(
-    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
-) -> dict[str, float]:
-    """Return match or switch metric → share in a layer; record: (2N, T, E), first views first."""
-    ratios = match_ratios(*ranking_scores_of_pairs(record, pairs, layout), pairs.mask)
-    switched = (switched_by_token(record, pairs, layout) * pairs.mask).sum() / pairs.mask.sum()
-    return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
-
-
-def switched_by_token(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Tensor:
-    """Return the switch fraction of each pair's chosen experts, (N, T) fp64."""
-    return 1 - kept_choices(*token_pair_values(record.chosen, pairs, layout))
-
-
-def match_ratios_by_image(
-    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
-) -> dict[str, Tensor]:
-    """Return match or switch metric → (N,) by image, with the means of ``layer_match_shares``."""
-    scores = ranking_scores_of_pairs(record, pairs, layout)
-    counts = match_counts_by_image(*scores, pairs.mask).double()
-    switched = (switched_by_token(record, pairs, layout) * pairs.mask).sum(dim=1)
-    number = pairs.mask.sum(dim=1).double().numpy()
-    sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
-    return {
-        name: torch.from_numpy(linearize_ratio(sums[:, column], number))
-        for column, name in enumerate(SHARES)
-    }
+    layers = []
+    for record, (pairs, layout) in zip(records, paired, strict=True):
+        # Logits, as an eigenbasis router clamps probs, which gives ties.
+        scores = chosen_first_scores(record.logits, record.chosen)
+        both_scores = token_pair_values(scores, pairs, layout)
+        switched = 1 - kept_choices(*token_pair_values(record.chosen, pairs, layout))
+        layers.append(
+            LayerMatches(
+                match_counts_by_image(*both_scores, pairs.mask),
+                switched * pairs.mask,
+                pairs.mask.sum(dim=1),
+            )
+        )
+    return layers
 
 
 def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
@@ -220,18 +219,14 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 
 
 def match_intervals(
-    layers: Sequence[tuple[RoutingRecord, TokenPairs, TokenLayout]], people: np.ndarray | None
+    layers: Sequence[LayerMatches], people: np.ndarray | None
 ) -> dict[str, tuple[float | None, float | None]]:
     """Return match metric → bootstrap limits over images or people, not over pairs of tokens.
 
     Each layer's pairs are weighted as if there were as many as in the last layer.
     """
-    number = layers[-1][1].mask.sum(dim=1)
-    by_layer = []
-    for record, pairs, layout in layers:
-        hits = match_counts_by_image(*ranking_scores_of_pairs(record, pairs, layout), pairs.mask)
-        share = number / pairs.mask.sum(dim=1).clamp(min=1)
-        by_layer.append(hits * share[:, None])
+    number = layers[-1].number
+    by_layer = [layer.counts * (number / layer.number.clamp(min=1))[:, None] for layer in layers]
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()
     number = number.numpy()
     has_pairs = number > 0

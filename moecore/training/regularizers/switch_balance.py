@@ -57,7 +57,11 @@ class SwitchBalance(Regularizer):
         return sum_over_layers(step, self.of_layer)
 
     def of_layer(self, record: RoutingRecord) -> Tensor:
-        """Return the loss of one layer's tokens; UserError if groups do not divide the images."""
+        """Return E Σ_e f_e P_e, mean over the sets of tokens (Switch, eq. 4–6; GShard; 2501.11873).
+
+        f: share of a set's choices; P: mean probability. 1 if f or P is even, E/k if k experts have
+        all of both. Raises UserError if groups do not divide the images.
+        """
         counted = record.chosen
         if self.count_from == "probs":  # as many of the most probable experts as were chosen
             order = record.probs.detach().argsort(dim=-1, descending=True, stable=True)
@@ -76,16 +80,7 @@ class SwitchBalance(Regularizer):
         probs = group_images(record.probs, size)[0].sum(dim=1)
         if self.level == "batch":
             counts, probs = total_over_ranks(counts), total_over_ranks(probs)
-        return switch_balance(counts=counts, probs=probs)
-
-
-def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
-    """Return E Σ_e f_e P_e, mean over G sets of tokens (Switch, eq. 4–6; GShard; 2501.11873).
-
-    counts: (G, E), choices of each expert in a set; f is their share, without gradient. probs: (G,
-    E), the sum of a set's probs; P is their mean, as a token's probs sum to 1. A scalar: 1 if f or
-    P is even, E/k if k experts have all of both.
-    """
-    shares = counts / counts.sum(dim=-1, keepdim=True).clamp_min(1)
-    means = probs / probs.sum(dim=-1, keepdim=True).detach()
-    return probs.shape[-1] * (shares * means).sum(dim=-1).mean()
+        # Shares without gradient; means, as a token's probs sum to 1.
+        shares = counts / counts.sum(dim=-1, keepdim=True).clamp_min(1)
+        means = probs / probs.sum(dim=-1, keepdim=True).detach()
+        return probs.shape[-1] * (shares * means).sum(dim=-1).mean()

@@ -28,7 +28,7 @@ class Teacher(Part, ABC):
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the teacher's model for images like ``image``; UserError if it has none."""
+        """Return the teacher's model for images like ``image``; UserError without one."""
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
         """Return the teacher's training data; work: folder for data that it prepares itself."""

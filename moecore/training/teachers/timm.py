@@ -58,7 +58,7 @@ class Timm(Teacher):
     def _convert_model(
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
-        """Return moecore's version of a timm model, and its weights; UserError if it has none."""
+        """Return moecore's version of a timm model, and its weights; UserError without one."""
         unsupported = unsupported_features(source)
         if unsupported:
             raise self._name_error(f"which has {', '.join(unsupported)}")

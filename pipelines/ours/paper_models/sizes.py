@@ -141,7 +141,7 @@ def count_sized_model(paper_model: PaperModel) -> dict[str, float]:
         counts["parameters"] += paper_model.teacher_width * model.moe.experts.choices * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = whole_and_routing_flops(model, pixels)
-    counts["gflops"] = flops.whole * 1e-9
+    counts["gflops"] = flops.total * 1e-9
     if layers:
         counts["routing_gflops"] = flops.routing / layers * 1e-9
     if paper_model.batch:

@@ -23,11 +23,11 @@ from moecore.core.routing_records import (
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.measure.exploring.expert_overlays import encode_expert_overlays, parse_expert_grid
+from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics.epochs import (
     agreement_items,
     agreement_over_epochs,
     match_counts_by_image,
-    match_ratios,
     saturation_by_image,
 )
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -38,16 +38,13 @@ from moecore.measure.routing_metrics.layer_metrics import (
     dead_expert_share,
     eligible_tail_mass,
     expert_counts,
-    fallback_rate,
     kept_choices,
     load_cv2,
     map_border_shares,
     max_load_violation,
     normalised_load_entropy,
-    processing_change_by_layer,
-    routing_change_by_layer,
     routing_confidence,
-    tail_of_probs,
+    tail_by_token,
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     NAMES,
@@ -55,6 +52,7 @@ from moecore.measure.routing_metrics.two_view_agreement import (
     augmented_row,
     draw_two_views,
 )
+from tests.measure.subjects import match_ratios
 from tests.methods import tiny
 
 
@@ -156,9 +154,8 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
     chosen = masks("xx..", "x.x.")
     weights = torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]])
     full = record(chosen)
-    assert routing_change_by_layer([full], [record(chosen, weights)]) == [0.0]
-    assert processing_change_by_layer([full], [record(chosen, weights)]) == [0.25]
-    assert routing_change_by_layer((), ()) == []
+    overlaps = expert_overlaps((full,), (record(chosen, weights),))
+    assert [float(1 - iou.mean()) for (iou,) in overlaps.values()] == [0.0, 0.25]
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
@@ -209,6 +206,10 @@ def test_a_narrow_map_is_all_border(experts, corners):
 
 
 # One image, four tokens; above 0.5 are three, one, none and two scores (0.5 itself is not above).
+def fallback_rate(scores: torch.Tensor, threshold: float) -> float:
+    return float(below_k_eligible_flags(scores, threshold, 1).mean())
+
+
 SCORES = torch.tensor(
     [[[0.9, 0.6, 0.5, 0.75], [0.1, 0.8, -0.9, 0.5], [0.5, 0.4, 0.3, 0.2], [0.7, 0.0, 0.8, 0.1]]]
 )
@@ -271,7 +272,9 @@ def test_tail_of_probs_by_hand():
     # Sorted 0.6, 0.3, 0.1, 0 and four quarters.
     probs = torch.tensor([[[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]])
     expected = [(0.4 + 0.75) / 2, (0.1 + 0.5) / 2, 0.125, 0, 0]
-    assert [tail_of_probs(probs, k) for k in (1, 2, 3, 4, 9)] == pytest.approx(expected)
+    assert [float(tail_by_token(probs, k).mean()) for k in (1, 2, 3, 4, 9)] == pytest.approx(
+        expected
+    )
 
 
 @given(scores(0.001, width=64), st.integers(1, 7))
@@ -279,11 +282,13 @@ def test_tail_of_probs_by_hand():
 def test_bounds_of_the_tail_of_probs(weights, k):
     probs = weights / weights.sum(-1, keepdim=True)
     experts = probs.shape[-1]
-    mass, largest = tail_of_probs(probs, k), max(0, 1 - k / experts)
+    mass, largest = float(tail_by_token(probs, k).mean()), max(0, 1 - k / experts)
     assert 0 <= mass <= largest + 1e-12 and (mass == 0) == (k >= experts)
-    assert tail_of_probs(torch.ones(1, 2, experts), k) == pytest.approx(largest)
-    assert tail_of_probs(probs, k + 1) <= mass, "more experts leave less outside"
-    assert tail_of_probs(probs.flip(-1), k) == pytest.approx(mass), "relabelled experts"
+    assert float(tail_by_token(torch.ones(1, 2, experts), k).mean()) == pytest.approx(largest)
+    assert float(tail_by_token(probs, k + 1).mean()) <= mass, "more experts leave less outside"
+    assert float(tail_by_token(probs.flip(-1), k).mean()) == pytest.approx(mass), (
+        "relabelled experts"
+    )
     # eq. 12 where every expert is eligible
     assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass)
 

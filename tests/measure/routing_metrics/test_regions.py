@@ -26,10 +26,8 @@ from moecore.measure.routing_metrics.epochs import (
 )
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
-    SweepSettings,
     copy_with_router,
     routing_means_over_layers,
-    run_sweeps,
     sweep_k,
     sweep_threshold,
 )
@@ -249,10 +247,9 @@ def test_a_higher_threshold_falls_back_more_often(name):
 
 
 def test_routers_without_the_setting_have_no_rows():
-    settings = SweepSettings(k=(1, 2), threshold=(0.1,))
-    assert run_sweeps(tiny("soft_moe"), SAMPLE, settings, 12) == {"k": {}, "threshold": {}}
-    vmoe = run_sweeps(tiny("vmoe"), SAMPLE, settings, 12)
-    assert list(vmoe["k"]) == [1, 2] and vmoe["threshold"] == {}
+    for name, numbers in (("soft_moe", []), ("vmoe", [1, 2])):
+        assert list(sweep_k(tiny(name), SAMPLE, (1, 2), 12)) == numbers
+        assert sweep_threshold(tiny(name), SAMPLE, (0.1,), 12) == {}
 
 
 @pytest.mark.parametrize("name", ["vmoe", "expert_choice"])
