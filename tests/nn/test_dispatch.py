@@ -311,7 +311,7 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
         assert bool(swapped[image]) == turned
         assert partners_of(both[0], both[1], layout, image) == expected
     again = match_patches(both[1], both[0], layout)  # the views change places: the same pairs
-    assert torch.equal(again.index, index) and torch.equal(again.found, found)
+    assert torch.equal(again.index, index) and torch.equal(again.mask, found)
     assert torch.equal(again.swapped, ~swapped)
 
 

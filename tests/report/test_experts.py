@@ -265,7 +265,7 @@ def test_a_method_between_floor_and_ceiling():
     results = Results({"pretrain": phase(**RIGHT)})
     (first,) = results.phases.values()
     known = {"pretrain": phase_quantities(first, build_table(results, first))}
-    assert main_finding(results, known, ()).startswith(keep_percent_on_line(said[0]))
+    assert main_finding(results, known, (), ()).startswith(keep_percent_on_line(said[0]))
     compared = compare_methods(results)
     cells = {method: compared[method]["pretrain"]["headroom_recovered"] for method in RIGHT}
     assert cells["dense"]["mean"] == 0 and cells["told"]["mean"] == 1
