@@ -58,7 +58,6 @@ class PageCell(NamedTuple):
 
 
 NONE = PageCell("–", look="quiet")
-EMPTY = PageCell("")
 
 
 class TableRow(NamedTuple):
@@ -233,11 +232,11 @@ def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
-    """Return a coloured table of percentages; rows: name → share per column, None: empty cell."""
+    """Return a coloured table of percentages; rows: name → share per column, or None."""
     lines = []
     for name, shares in rows.items():
         cells = [
-            EMPTY if share is None else PageCell(f"{share * 100:.0f}", share=share)
+            NONE if share is None else PageCell(f"{share * 100:.0f}", share=share)
             for share in shares
         ]
         lines.append(TableRow(PageCell(name), cells))

@@ -7,7 +7,7 @@ from moecore.measure.exploring.expert_overlays import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRow
+from moecore.report.page.page_objects import Block, PageTable, percent_grid
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 
@@ -44,17 +44,11 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
 
 def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
     """Return a table of words × experts: percent of a word's occurrences with that first expert."""
-    experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
-    lines = [
-        TableRow(
-            PageCell(word["word"], small=f"{word['count']:,}"),
-            [PageCell(f"{100 * share:.0f}", share=share, value=share) for share in word["experts"]],
-        )
-        for word in words
-    ]
-    columns = ["word", *(f"expert {number}" for number in experts)]
+    shares = {word["word"]: word["experts"] for word in words}
+    experts = len(next(iter(shares.values()), ()))
+    grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
     below = "First expert of each occurrence of the most frequent words, in percent."
-    return PageTable(columns, lines, title=title, below=below, small=True, short=short)
+    return grid._replace(title=title, below=below, short=short)
 
 
 PICTURES = Pictures("retrieval", figures, is_on_page=False, more=images_and_words)

@@ -9,7 +9,13 @@ from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Found
 from moecore.report import results
 from moecore.report.column import CEILING, DENSE
-from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
+from moecore.report.figures.charts import (
+    NUMBERED,
+    ChartSpec,
+    Labels,
+    draw_heatmap,
+    percent_annotations,
+)
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Phase, list_without_none
@@ -17,16 +23,13 @@ from moecore.statistics.comparisons import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
-NUMBERED = 20  # kinds; with more, the table has only colours
 
 
 def figures(result: Found) -> results.Figures:
     """Yield (name, heatmap) per MoE layer: each expert's tokens by their true group, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = row_shares(counts)
-        texts = percent_annotations(shares, 0.005)
-        if shares.shape[1] > NUMBERED:
-            texts = np.full(shares.shape, "")
+        texts = percent_annotations(shares, 0.005, NUMBERED)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
         caption = "Percent of each expert's tokens."

@@ -1,19 +1,10 @@
-"""One row per method, one column per headline metric of each paper, as Markdown.
+"""Tables of the page: one row per method, one column per metric of a paper."""
 
-python -m moecore.report.tables.methods_by_paper [reports/compare.json]
-"""
+from collections.abc import Collection, Sequence
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.headline_quantities import HEADLINES
 from moecore.report.page import page_objects
-from moecore.report.tables.cells import Cells, markdown_table
-from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
+from moecore.report.tables.cells import Cells
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, REPORTED, SHORT, PaperModelNumbers
 
 # Columns before those of a paper: the score, and for the cost what it is of.
@@ -102,32 +93,3 @@ def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[st
         return [f"{model} {printed[model]}" for model in values]
     smallest, *_, largest = printed.values()
     return [f"{len(values)} models {smallest} to {largest}"]
-
-
-def headline_tables_as_markdown(compared: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table for each phase: means over seeds.
-
-    A metric that no method has is left out, one that a method lacks is a dash.
-    compared: reports/compare.json as ``moecore.stages.compare`` writes it.
-    """
-    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
-    lines: list[str] = []
-    for phase in next(iter(methods.values())):
-        rows = {method: [f"`{method}`"] for method in methods}
-        head = ["method"]
-        for column in HEADLINES:
-            cells = {name: phases[phase].get(column.name) for name, phases in methods.items()}
-            if column.short and any(cells.values()):
-                head.append(column.short)
-                for method, cell in cells.items():
-                    rows[method].append(f"{cell['mean']:{column.digits}}" if cell else "–")
-        lines += ["", f"**{phase}**", "", *markdown_table(head, rows.values(), "---:")]
-    return lines
-
-
-if __name__ == "__main__":
-    try:
-        path = next(iter(sys.argv[1:]), "reports/compare.json")
-        print("\n".join(headline_tables_as_markdown(read_comparison(Path(path)))))
-    except UserError as error:
-        sys.exit(str(error))
