@@ -21,15 +21,7 @@ from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.expert_figures import draw_experts_of_patches
 from moecore.report.page.explorer_page import PageHead
-from moecore.report.page.page_objects import (
-    NONE,
-    WORDS,
-    Block,
-    PageCell,
-    PageTable,
-    Picture,
-    TableRow,
-)
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
@@ -185,7 +177,6 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
             "", words=numbers.remarks, grids=[quantity_rows_table(numbers)], pictures=[loads]
         ),
         sheets=Block("", pictures=sheets),
-        glossary=WORDS,
         explorer=explorer,
         words=routed_words,
         layers=[

@@ -142,8 +142,6 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
         remark = "raw predictions: a number has no probability"
         read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
         return OutputReader(task.answers, read, remark)
-    if task.cells > 1:
-        return _build_cell_reader(task)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
     fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
     remark = f"probabilities are not calibrated: there is no {path}"

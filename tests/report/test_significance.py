@@ -19,8 +19,8 @@ from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, find_moe_baseline, references
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
-from moecore.report.page.page_objects import WORDS, find_explaining_word
-from moecore.report.page.report_page import build_page, render_report
+from moecore.report.page.page_objects import find_explaining_word
+from moecore.report.page.report_page import build_page, render_report, template_environment
 from moecore.report.page.sections import describe_claims, describe_phase_findings
 from moecore.report.study_results import Measured, Results
 from moecore.report.tables import metrics_by_method
@@ -315,11 +315,12 @@ def test_words_explain_columns():
     for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
         assert find_explaining_word(name) == "worst case"
     assert find_explaining_word("test_accuracy") == ""
-    assert all("\n" not in text and not text.endswith(".") for text in WORDS.values())
+    terms = template_environment().get_template("glossary.html.jinja").module.words
+    assert all("\n" not in text and not text.endswith(".") for text in terms.values())
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     rows = {row[0]: row[1] for row in cells if len(row) == 2}
-    assert {name: rows[name] for name in WORDS} == WORDS, "the glossary has the same words"
+    assert {name: rows[name] for name in terms} == terms, "the glossary has the same words"
 
 
 def test_a_study_of_a_thousand_classes(tmp_path):

@@ -5,7 +5,7 @@ same questions are the first table of pipelines/README.md.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,11 @@ class AnsweredQuestion(NamedTuple):
     answers: list[Answer]  # in the order of its evidence
 
     @property
+    def evidence(self) -> list[str]:
+        """A Markdown list item per cited answer."""
+        return list(map(describe_evidence, self.asked.evidence, self.answers))
+
+    @property
     def word(self) -> str:
         """Yes, no or open, with Holm's correction; "" if the question has another answer."""
         if self.asked.question.partition(" ")[0] not in YES_OR_NO:
@@ -125,9 +130,8 @@ def answer_readers(
         for question in answered
     ]
     template = template_environment().overlay(autoescape=False).get_template("answers.md.jinja")
-    text = template.render(
-        questions=render_answers(answered), methods=methods_table(content.methods, studies)
-    )
+    methods = methods_table(content.methods, studies)
+    text = template.render(answered=answered, methods=methods)
     table = markdown_table(("question", "answer", "details"), rows)
     return table, {ANSWERS_PAGE: text.rstrip() + "\n"}
 
@@ -170,16 +174,6 @@ def link_to_study(round_name: str, folder: str = "../pipelines/") -> str:
     """Return a Markdown link to a round's section of its README; folder: path to pipelines/."""
     paper, _, question = round_name.partition(".")[0].partition("/")
     return f"[{round_name}]({folder}{paper}/README.md#{question})"
-
-
-def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
-    """Yield the Markdown lines of a section per question: answer and evidence."""
-    for question in answered:
-        yield f"## {question.asked.question}\n"
-        yield f"{question.one_line}\n"
-        for evidence, answer in zip(question.asked.evidence, question.answers, strict=True):
-            yield describe_evidence(evidence, answer)
-        yield ""
 
 
 def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:

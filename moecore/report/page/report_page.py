@@ -97,7 +97,6 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         sections=[*sections, *calculated],
         facts=facts,
         settings=results.settings,
-        words=page_objects.WORDS,
     )
 
 
