@@ -315,7 +315,7 @@ def test_words_explain_columns():
     for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
         assert find_explaining_word(name) == "worst case"
     assert find_explaining_word("test_accuracy") == ""
-    terms = template_environment().get_template("glossary.html.jinja").module.words
+    terms = template_environment().get_template("parts.html.jinja").module.glossary
     assert all("\n" not in text and not text.endswith(".") for text in terms.values())
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]

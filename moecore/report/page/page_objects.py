@@ -21,7 +21,7 @@ ENDINGS = {"_worst_case": "worst case"}
 
 
 def find_explaining_word(column: str) -> str:
-    """Return the term of glossary.html.jinja that explains a column of this name, or ""."""
+    """Return the term of parts.html.jinja that explains a column of this name, or ""."""
     terms = [term for beginning, term in BEGINNINGS.items() if column.startswith(beginning)]
     terms += [term for ending, term in ENDINGS.items() if column.endswith(ending)]
     return next(iter(terms), "")
@@ -55,7 +55,7 @@ class ColumnHead(NamedTuple):
 
     title: str = ""  # shown while the pointer is on it
     better: str = ""  # "higher", "lower", or "" where neither is better
-    word: str = ""  # a term of glossary.html.jinja that explains it
+    word: str = ""  # a term of parts.html.jinja that explains it
     notes: Sequence[str] = ()  # lines below the name
 
 
