@@ -190,8 +190,8 @@ def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
     assert "vmoe" not in vmoe["test_accuracy"]["against"]
     for shown, used in ((one, {"mcnemar", "intervals"}), (many, {"items × seeds", "seeds"})):
         phase = shown.phases["pretrain"]
-        columns = metrics_by_method.build_table(shown, phase).metrics
-        assert metrics_by_method.used_tests(shown, phase, columns) == used
+        table = metrics_by_method.build_table(shown, phase)
+        assert metrics_by_method.used_tests(shown, phase, table) == used
         text = render_report(shown)
         assert ("McNemar" in text) == ("mcnemar" in used)
         assert ("paired test over seeds" in text) == ("seeds" in used)
@@ -268,7 +268,7 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
         left = {kind: one for kind, one in seeds[0].results.items() if kind is Trained}
         seeds[0] = seeds[0]._replace(results=left)
     page = build_page(found, ())
-    notes = page.overviews[0].notes
+    notes = page.overviews[0].below
     assert "Not measured: the score under attack (the stage robustness would)." in notes
     assert len(page.overviews[0].pictures) == 1, "no scatter"
     # agreement over the epochs stands in for the routing under attack

@@ -47,6 +47,11 @@ class Answer(NamedTuple):
     good: str = ""  # for no_worse: whether "higher" or "lower" is better for the metric
 
     @property
+    def source(self) -> str:
+        """Where its paper makes the claim; "" for a question."""
+        return self.claim.source if isinstance(self.claim, sections.Claim) else ""
+
+    @property
     def words(self) -> Mapping[str, str]:
         """Verdict → printed text, where that is not the verdict's name."""
         if isinstance(self.claim, sections.Question):
@@ -229,8 +234,7 @@ def _describe_plan(
 
 def _describe_comparison(answer: Answer) -> str:
     claim = answer.claim
-    source = claim.source if isinstance(claim, sections.Claim) else "question"
-    place = ", ".join(filter(None, (claim.paper, source, claim.phase)))
+    place = ", ".join(filter(None, (claim.paper, answer.source or "question", claim.phase)))
     return f"{answer.study}: {place}: {claim.words}"
 
 

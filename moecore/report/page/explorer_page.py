@@ -154,12 +154,6 @@ def best_by_token(
 
 FILE = "explorer.html"  # in the page's folder
 PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
-NOT_MEASURED = (
-    "There is nothing to explore yet: the measurement explorer has not run. Add explorer to "
-    "run.measurements in params.yaml and run `moecore run`: the stage measure then writes "
-    "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and the stage compare this page."
-)
-NO_EXPERTS = "There is nothing to explore: no method of this study has experts."
 
 
 class PageHead(NamedTuple):
@@ -190,21 +184,23 @@ def explorer(results: Results) -> str:
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
-    missing = ""
-    if not phases:
-        missing = NOT_MEASURED
-    elif not any("model" in method for phase in data for method in phase["methods"]):
-        missing = NO_EXPERTS
-    return render_explorer(data, pool, HEAD, missing)
+    has_models = any("model" in method for phase in data for method in phase["methods"])
+    return render_explorer(data, pool, HEAD, has_models)
 
 
 def render_explorer(
-    phases: Sequence[dict[str, Any]] | str, pool: dict[str, int], head: PageHead, missing: str = ""
+    phases: Sequence[dict[str, Any]] | str,
+    pool: dict[str, int],
+    head: PageHead,
+    has_models: bool = True,
 ) -> str:
-    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
+    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON.
+
+    has_models: whether any phase has a model to explore; else the page says what is missing.
+    """
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
-    return template.render(missing=missing, data=data, head=head)
+    return template.render(data=data, head=head, has_models=has_models)
 
 
 def has_explorer_images(results: Results) -> bool:

@@ -40,6 +40,7 @@ class PageCell(NamedTuple):
 
 
 NONE = PageCell("–", look="quiet")
+EMPTY = PageCell("")
 
 
 class TableRow(NamedTuple):
@@ -132,24 +133,14 @@ class Section(NamedTuple):
     id: str
     title: str
     short: str  # in the bar
-    words: Sequence[str]
     blocks: Sequence[Block]
-
-
-class PhaseOverviewCharts(NamedTuple):
-    """Pictures that compare the methods of one phase, on the first screen."""
-
-    id: str
-    title: str
-    pictures: Sequence[Picture]
-    notes: Sequence[str]  # what was not measured, and what would
 
 
 class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
     title: str  # what was compared, and who is better by how much
     answer: str  # further findings
-    overviews: Sequence[PhaseOverviewCharts]
+    overviews: Sequence[Block]  # of a phase: pictures of its methods, and what was not measured
     sections: Sequence[Section]
     facts: Sequence[PageTable]  # about the data
     settings: str  # the text of params.yaml
@@ -213,11 +204,11 @@ def cells_of_methods(column: Column, models: Models) -> list[PageCell]:
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
 ) -> PageTable:
-    """Return a coloured table of percentages; rows: name → share per column, or None."""
+    """Return a coloured table of percentages; rows: name → share per column, None: empty cell."""
     lines = []
     for name, shares in rows.items():
         cells = [
-            NONE if share is None else PageCell(f"{share * 100:.0f}", share=share)
+            EMPTY if share is None else PageCell(f"{share * 100:.0f}", share=share)
             for share in shares
         ]
         lines.append(TableRow(PageCell(name), cells))

@@ -80,10 +80,12 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {join_names(left_out)} (control).")
         charts = list(overview.overview_charts(phase, quantities[name]))
-        place = f"overview-{phase.name}"
-        overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
+        title = phase_title(phase)
+        overviews.append(
+            page_objects.Block(title, pictures=charts, below=notes, id=f"overview-{phase.name}")
+        )
         sections.append(phase_section(results, phase, table, asked))
-        facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
+        facts.append(page_objects.PageTable((), card_facts(phase), title=title))
     calculated = [
         calculation_section(display, phase, build_table(results, phase))
         for display, phase in list_calculations(results)

@@ -196,7 +196,7 @@ def phase_section(
         place = block.title and f"{phase.name}-{place_slug(block.title).lower()}"
         shown.append(block._replace(finding=keep_percent_on_line(finding), id=place))
     title = phase_title(phase)
-    return Section(phase.name, title, title, (), shown)
+    return Section(phase.name, title, title, shown)
 
 
 def calculation_section(display: Display, phase: Phase, compared: ComparisonTable) -> Section:
@@ -205,7 +205,7 @@ def calculation_section(display: Display, phase: Phase, compared: ComparisonTabl
     values = Block("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
     blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
     title = display.title[0].upper() + display.title[1:]
-    return Section(place_slug(display.stage), title, title, (), blocks)
+    return Section(place_slug(display.stage), title, title, blocks)
 
 
 def with_guess(
@@ -267,7 +267,7 @@ def describe_marks(
     results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
     """Return sentences on what a mark in the table means; "" if no metric can be tested."""
-    used = used_tests(results, phase, compared.metrics)
+    used = used_tests(results, phase, compared)
     if not used:
         return ""
     tests = "; ".join(text for test, text in WORDS.items() if test in used)

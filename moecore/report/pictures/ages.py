@@ -16,7 +16,6 @@ from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRo
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
-from moecore.tasks.base import Task
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
 NUMBERS = {
@@ -32,11 +31,6 @@ SEXES = {
 }
 PANELS = {"raw": "as predicted", "pooled": "corrected"}
 COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
-
-
-def applies(task: Task) -> bool:
-    """Return whether a task predicts ages, whose calibration this module shows."""
-    return task.needs_classes("label_smoothing") is not None
 
 
 def figures(result: Found) -> Figures:
@@ -198,5 +192,10 @@ def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
 
 
 PICTURES = Pictures(
-    "calibrate", figures, is_on_page=False, more=phase_blocks, kind=AgeCalibration, applies=applies
+    "calibrate",
+    figures,
+    is_on_page=False,
+    more=phase_blocks,
+    kind=AgeCalibration,
+    applies=lambda task: task.needs_classes("label_smoothing") is not None,
 )

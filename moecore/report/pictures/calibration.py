@@ -12,12 +12,6 @@ from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
-from moecore.tasks.base import Task
-
-
-def applies(task: Task) -> bool:
-    """Return whether a task predicts classes, whose calibration this module shows."""
-    return task.needs_classes("label_smoothing") is None
 
 
 def figures(result: Found) -> Figures:
@@ -77,5 +71,5 @@ PICTURES = Pictures(
     is_on_page=False,
     more=phase_blocks,
     kind=ClassCalibration,
-    applies=applies,
+    applies=lambda task: task.needs_classes("label_smoothing") is None,
 )
