@@ -309,9 +309,10 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     grid = card.backbone.grid(card.image)
-    layers = []
-    for combine in [record.combine[: pictures.SHOWN] for record in ages.routing]:
-        layers.append(pictures.experts_of(combine, combine.shape[1] - math.prod(grid), grid))
+    layers = [
+        pictures.experts_of(record.combine, record.combine.shape[1] - math.prod(grid), grid)
+        for record in ages.routing
+    ]
     shown = []
     for number, row in enumerate(ages.rows[: pictures.SHOWN]):
         experts = [layer[number] for layer in layers]

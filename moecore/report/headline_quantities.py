@@ -51,7 +51,9 @@ HEADLINES = (
     HeadlineColumn("latency_ms", slug="ms", run=True),
     HeadlineColumn("images_per_second", terminal=True),
 )
-PANELS = {  # titles in the overview
+PANELS = {  # start of a column's name → title in the overview
+    "routing_change": "Routing: overlap\nunder attack",
+    "swapped_change": "Routing: overlap,\nwords swapped",
     "noise_selection_change": "Routing: overlap\nunder noise",
     "match_top1": "Routing: match of\ntwo views",
     "agreement_with_final": "Routing: agreement\nwith the end",

@@ -77,8 +77,7 @@ def points_over_seeds(
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """Return a sentence on the bands of ``points_over_seeds``; seeds: method → its seeds."""
-    has_bands = any(len(of_method) > 1 for of_method in seeds.values())
-    if has_bands:
+    if any(len(of_method) > 1 for of_method in seeds.values()):
         return "Bands: 95 % intervals over seeds."
     return "One seed."
 

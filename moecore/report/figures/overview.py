@@ -184,11 +184,8 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
 def panel_title(quantity: QuantityByMethod) -> str:
     """Return a quantity's title for a narrow panel, in lines of at most about ``WIDE`` letters."""
     name = quantity.column.name
-    if name.startswith("routing_change"):
-        return "Routing: overlap\nunder attack"
-    if name.startswith("swapped_change"):
-        return "Routing: overlap,\nwords swapped"
-    return PANELS.get(name) or fill(quantity.column.label, WIDE)
+    titles = (title for start, title in PANELS.items() if name.startswith(start))
+    return next(titles, fill(quantity.column.label, WIDE))
 
 
 def limits_with_margin(

@@ -22,10 +22,7 @@ WORDS = (
 
 
 def paper_tables_block(
-    columns: Sequence[Column],
-    cells: Cells,
-    controls: Collection[str] = (),
-    asked: Collection[str] = (),
+    columns: Sequence[Column], cells: Cells, controls: Collection[str], asked: Collection[str]
 ) -> page_objects.Block:
     """Return a block with a table per paper with any of the metrics; one is shown at a time.
 
