@@ -63,11 +63,8 @@ LENS_METRICS = {
         for name, title in LABEL_NAMES.items()
     },
     **{
-        f"consistency_{window}": Metric(
-            CONSISTENCY.label.format(window),
-            "",
-            CONSISTENCY.form,
-            note=CONSISTENCY.note.format(window),
+        f"consistency_{window}": CONSISTENCY._replace(
+            label=CONSISTENCY.label.format(window), note=CONSISTENCY.note.format(window)
         )
         for window in ROLES.windows
     },

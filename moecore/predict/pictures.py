@@ -234,9 +234,9 @@ def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Seque
         yield row.file, row.prediction, probability, *numbers, row.error
 
 
-def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
-    """Return each patch's experts by weight, int16 (B, *grid, min(k, E)), -1: none."""
-    weights, experts = combine[:, special:].topk(min(k, combine.shape[-1]))
+def experts_of(combine: Tensor, special: int, grid: tuple[int, ...]) -> np.ndarray:
+    """Return each patch's experts by weight, int16 (B, *grid, 1 or 2), -1: none."""
+    weights, experts = combine[:, special:].topk(min(2, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
 

@@ -78,10 +78,8 @@ def split_questions(
     evaluated: Sequence[EvaluatedClaim],
 ) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
     """Return (claims, questions): the papers' claims, and the remaining questions."""
-    sides: dict[type, list[EvaluatedClaim]] = {Claim: [], Question: []}
-    for answer in evaluated:
-        sides[type(answer.claim)].append(answer)
-    return sides[Claim], sides[Question]
+    claims = [answer for answer in evaluated if isinstance(answer.claim, Claim)]
+    return claims, [answer for answer in evaluated if isinstance(answer.claim, Question)]
 
 
 def correct_by_paper(
@@ -111,13 +109,10 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
     p = p_of(difference, asked, good)
     if p is None or p >= LEVEL:
         return "open"
+    is_as_claimed = (difference.value > 0) == (asked.better == "higher")
     if asked.margin is not None:
-        if _distance_to_margin(difference, asked, good) > 0:
-            return "holds"
-        return "differs"
-    if (difference.value > 0) == (asked.better == "higher"):
-        return "holds"
-    return "differs"
+        is_as_claimed = _distance_to_margin(difference, asked, good) > 0
+    return "holds" if is_as_claimed else "differs"
 
 
 def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:

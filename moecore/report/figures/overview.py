@@ -239,7 +239,7 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     return figure
 
 
-def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
+def draw_volume_montage(prepared: Prepared, shots: int) -> Figure:
     """Draw middle slices of ``shots`` training volumes by age; * marks those with quality flags."""
     volumes = prepared.train.images
     ages = prepared.train.labels

@@ -117,9 +117,7 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(
-    shares: Sequence[Sequence[float]], most: int = PARTNERS
-) -> list[list[tuple[int, float]]]:
+def list_partners(shares: Sequence[Sequence[float]], most: int) -> list[list[tuple[int, float]]]:
     """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
