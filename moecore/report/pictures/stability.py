@@ -56,7 +56,7 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
 
 
 def draw_noise_overlays(rows: Mapping[float, Overlays]) -> Figure:
-    """Draw each patch's expert in the last MoE layer, a row per σ; tinted where noise changed it."""
+    """Draw each patch's expert in the last MoE layer, a row per σ; tinted where it changed."""
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():
