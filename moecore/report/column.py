@@ -259,11 +259,11 @@ class MetricColumns(NamedTuple):
             return metric._replace(name=name, label=metric.mean, note=note, detail=False)
         if self.fill_in is not None:
             return self.fill_in(key, metric, score, at)
-        words = "".join(map(self.kind.place_words, at.values()))
+        place_text = "".join(map(self.kind.place_words, at.values()))
         return metric._replace(
             name=column_name(key, metric, score, *at.values()),
-            label=metric.label.replace("{}", words),
-            note=metric.note.replace("{}", words),
+            label=metric.label.replace("{}", place_text),
+            note=metric.note.replace("{}", place_text),
         )
 
     def _column(self, context: ColumnContext, key: str, metric: Metric, at: At | None) -> Column:
@@ -388,7 +388,7 @@ def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
     """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
-    words = {
+    texts = {
         "": "",
         "score": score_title(score),
         "unit": unit_suffix(score),
@@ -399,7 +399,7 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
         "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
         "baseline": baseline,
     }
-    return re.sub(r"{(\w*)}", lambda match: words.get(match[1], match[0]), text)
+    return re.sub(r"{(\w*)}", lambda match: texts.get(match[1], match[0]), text)
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:

@@ -73,7 +73,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 class QuantityByMethod(NamedTuple):
     """A main quantity of a phase, such as the score: its cell for each method that has one."""
 
-    words: str  # phrase within a sentence; for steadiness with {} for the values
+    phrase: str  # within a sentence; for steadiness with {} for the values
     column: Column
     cells: Mapping[str, Cell]
     unit: str = ""
@@ -97,7 +97,7 @@ class QuantityByMethod(NamedTuple):
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
         """The scores of dense and told, by name, if both were trained; {} for other quantities."""
-        if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
+        if self.phrase not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
@@ -125,17 +125,17 @@ def phase_quantities(
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
-    def choose(words_by_name: Mapping[str, str]) -> QuantityByMethod | None:
-        """Return the first quantity that any method has; words_by_name: column → phrase."""
-        for name, words in words_by_name.items():
+    def choose(phrases: Mapping[str, str]) -> QuantityByMethod | None:
+        """Return the first quantity that any method has; phrases: column → phrase."""
+        for name, phrase in phrases.items():
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
             if having:
                 column = columns[name]
                 remains = name.startswith(CHANGES)
                 if remains:
                     column = column._replace(form="share")
-                unit = phase.task.score.unit if words in SCORED else ""
-                return QuantityByMethod(words, column, having, unit, remains)
+                unit = phase.task.score.unit if phrase in SCORED else ""
+                return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
     attacked, moved = attacked_score_and_change_names(phase)

@@ -156,14 +156,14 @@ class RequiredSampleSizes(NamedTuple):
 
 
 def needed_sample(
-    difference: Difference, asked: sections.Comparison, good: str, tests: int = 1
+    difference: Difference, comparison: sections.Comparison, good: str, tests: int = 1
 ) -> RequiredSampleSizes:
     """Return the sample that decides with 80 % power if the measured difference is the true one.
 
     good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
     which suffices for Holm's correction over ``tests`` claims whatever the others find.
     """
-    gap, level = evaluation.verdict_gap_and_level(difference, asked, good)
+    gap, level = evaluation.verdict_gap_and_level(difference, comparison, good)
     level = 1 - (1 - level) / tests
 
     def decides(seeds: int, items: int) -> bool:

@@ -116,11 +116,11 @@ def answer_readers(
     document = load_yaml_document(path)
     content = validate_whole(ReaderQuestions, document)
     answered = []
-    for index, asked in enumerate(content.questions):
-        cited = find_answers(document, index, asked, answers)
-        rounds = [evidence.study for evidence in asked.evidence]
-        text = fill_in_numbers(asked.answer, path, rounds, studies)
-        answered.append(AnsweredQuestion(asked, text, cited))
+    for index, question in enumerate(content.questions):
+        cited = find_answers(document, index, question, answers)
+        rounds = [evidence.study for evidence in question.evidence]
+        text = fill_in_numbers(question.answer, path, rounds, studies)
+        answered.append(AnsweredQuestion(question, text, cited))
     rows = [
         (
             question.asked.question,
@@ -137,7 +137,7 @@ def answer_readers(
 
 
 def find_answers(
-    document: Document, index: int, asked: ReaderQuestion, answers: Sequence[Answer]
+    document: Document, index: int, question: ReaderQuestion, answers: Sequence[Answer]
 ) -> list[Answer]:
     """Return the answer to each evidence of question ``index``; UserError if one has no result."""
     by_comparison: dict[tuple[str, ...], Answer] = {}
@@ -145,7 +145,7 @@ def find_answers(
         if answer.entry:  # of a claim and a question about the same numbers the claim counts
             by_comparison.setdefault((answer.study, *_comparison_key(answer.claim)), answer)
     cited = []
-    for number, evidence in enumerate(asked.evidence):
+    for number, evidence in enumerate(question.evidence):
         answer = by_comparison.get((evidence.study, *_comparison_key(evidence)))
         if answer is None:
             place = ("questions", index, "evidence", number)
@@ -156,8 +156,8 @@ def find_answers(
     return cited
 
 
-def _comparison_key(asked: Comparison | Evidence) -> tuple[str, ...]:
-    return asked.phase, asked.metric, asked.method, asked.against, asked.against_metric or ""
+def _comparison_key(claim: Comparison | Evidence) -> tuple[str, ...]:
+    return (claim.phase, claim.metric, claim.method, claim.against, claim.against_metric or "")
 
 
 def describe_evidence(evidence: Evidence, answer: Answer) -> str:

@@ -118,26 +118,26 @@ def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies)
     return "; ".join(texts)
 
 
-def describe_computed_pair(asked: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
+def describe_computed_pair(computed: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: `parameters`: 285 → 243, 0.851 times (the paper: 0.853)``; "" if not run."""
     texts = []
     cells = {}
     for values in compared.get("calculations", {}).values():
         cells |= values
-    for metric in asked.metrics:
-        names = [f"{metric}_{place_slug(place)}" for place in asked.places]
+    for metric in computed.metrics:
+        names = [f"{metric}_{place_slug(place)}" for place in computed.places]
         if not cells.keys() >= set(names):
             continue
         pair = [interval_from_json(cells[name]) for name in names]
         ours = pair[1].value / pair[0].value
-        below, above = (COSTS[model].values[metric] for model in asked.printed)
+        below, above = (COSTS[model].values[metric] for model in computed.printed)
         theirs = above / below
         number_format = NumberFormat.of(cells[names[0]]["form"], pair)
         first, second = (number_format.value(number.value) for number in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
         texts.append(f"`{metric}`: {first} → {second}, {ratios}")
-    return f"{' → '.join(asked.places)}: {'; '.join(texts)}" if texts else ""
+    return f"{' → '.join(computed.places)}: {'; '.join(texts)}" if texts else ""
 
 
 def paper_item_state_and_rows(
@@ -153,9 +153,9 @@ def paper_item_state_and_rows(
         if (text := describe_unjudged_metrics(column, studies))
     ]
     computed = [
-        (text, asked.study)
-        for asked in row.computed
-        if (text := describe_computed_pair(asked, studies.get(asked.study, {})))
+        (text, pair.study)
+        for pair in row.computed
+        if (text := describe_computed_pair(pair, studies.get(pair.study, {})))
     ]
     named = [*row.drawn, *(column.study for column in row.columns)]
     verdict = "–"
@@ -240,9 +240,9 @@ def _answer_cells(answer: Answer) -> list[str]:
     statement = texts.statement
     if isinstance(answer.claim, Claim):
         statement += f" (“{answer.claim.quote}”)"
-    here = ": ".join(filter(None, (statement, texts.measured)))
+    measured = ": ".join(filter(None, (statement, texts.measured)))
     difference = texts.describe_difference(texts.over)
-    return [here, difference, texts.verdict, f"`{answer.command}`"]
+    return [measured, difference, texts.verdict, f"`{answer.command}`"]
 
 
 def round_answers_table(answers: Sequence[Answer]) -> str:
@@ -297,8 +297,8 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         comment = takewhile(lambda line: line.startswith("#"), lines)
-        words = " ".join(line.removeprefix("#").strip() for line in comment)
-        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", words))
+        purpose = " ".join(line.removeprefix("#").strip() for line in comment)
+        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", purpose))
     template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
     text = template.render(
         answered=answered,

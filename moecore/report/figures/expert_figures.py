@@ -137,10 +137,10 @@ def image_and_caption_experts(
     return figure
 
 
-def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
+def write_words(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
     """Write (word, expert) pairs beside the image in ``row``, in as many lines as they need."""
     start, line = 0.0, 0
-    for word, expert in words:
+    for word, expert in read_words:
         text = word
         box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
         if expert >= 0:

@@ -76,7 +76,7 @@ def expert_answers(
     return {"layers": facts, "open": open_questions(measured)}
 
 
-def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
+def roles_answers(layers: Sequence[RolesLayer], partners: int = PARTNERS) -> list[dict[str, Any]]:
     """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
@@ -85,11 +85,11 @@ def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[di
             for name, info in layer.labels.items()
         ]
         if facts:
-            facts[-1]["later"] = list_partners(layer.after, most)
+            facts[-1]["later"] = list_partners(layer.after, partners)
         facts.append(
             {
-                "together": list_partners(layer.together, most),
-                "earlier": list_partners(layer.before, most),
+                "together": list_partners(layer.together, partners),
+                "earlier": list_partners(layer.before, partners),
                 "tells": f"Experts tell about a token, above chance: {', '.join(shares)}.",
                 "margin": layer.values.get("margin"),
             }
@@ -117,9 +117,9 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(shares: Sequence[Sequence[float]], most: int) -> list[list[tuple[int, float]]]:
+def list_partners(shares: Sequence[Sequence[float]], number: int) -> list[list[tuple[int, float]]]:
     """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:number] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
@@ -158,7 +158,7 @@ class PageHead(NamedTuple):
     """The top of the explorer page: a question, how to read the page, and a link."""
 
     question: str
-    words: str
+    how_to_read: str
     address: str
     more: str  # text of the link
 

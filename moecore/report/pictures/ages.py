@@ -65,9 +65,9 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     ]
     block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
     yield block._replace(below=refusals, about="mae_pooled")
-    drawn = pictures["pad_against_age"] + pictures["errors_by_group"]
+    gaps_and_errors = pictures["pad_against_age"] + pictures["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=drawn, about="corr_raw")
+    yield Block(title, pictures=gaps_and_errors, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> PageTable:

@@ -22,20 +22,20 @@ WORDS = (
 
 
 def paper_tables_block(
-    columns: Sequence[Column], cells: Cells, controls: Collection[str], asked: Collection[str]
+    columns: Sequence[Column], cells: Cells, controls: Collection[str], papers: Collection[str]
 ) -> page_objects.Block:
     """Return a block with a table per paper with any of the metrics; one is shown at a time.
 
-    asked: names of the papers whose claims the study tests: only their numbers are shown.
+    papers: names of the papers whose claims the study tests: only their numbers are shown.
     """
     grids = [
-        table_of_paper(paper, columns, cells, controls, asked)
+        table_of_paper(paper, columns, cells, controls, papers)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
-    words = [WORDS] if any(grid.more for grid in grids) else []
+    texts = [WORDS] if any(grid.more for grid in grids) else []
     title = "Every method on the metrics of every paper"
-    return page_objects.Block(title, words, grids, choice=True, folded=True)
+    return page_objects.Block(title, texts, grids, choice=True, folded=True)
 
 
 def table_of_paper(
@@ -43,7 +43,7 @@ def table_of_paper(
     columns: Sequence[Column],
     cells: Cells,
     controls: Collection[str],
-    asked: Collection[str],
+    papers: Collection[str],
 ) -> page_objects.PageTable:
     """Return a paper's table: its metrics, methods that have any, numbers of ``asked`` papers."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
@@ -57,7 +57,7 @@ def table_of_paper(
     models = [
         model
         for model in REPORTED
-        if model.paper == paper and model.printed_in in asked and model.values.keys() & metrics
+        if model.paper == paper and model.printed_in in papers and model.values.keys() & metrics
     ]
     below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper] if models else "")
     more = []
