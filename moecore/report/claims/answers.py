@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where its paper makes the claim; "" for a question."""
+        """Return the place of a claim in its paper; "" for a question."""
         return self.claim.source if isinstance(self.claim, sections.Claim) else ""
 
     @property
