@@ -92,6 +92,10 @@ class TopTokens(NamedTuple):
     patches: Tensor
     probabilities: Tensor  # of the expert
 
+    @classmethod
+    def of_none(cls, experts: int) -> "TopTokens":
+        return cls(*torch.zeros(4, 0, experts).unbind())
+
 
 class Example(NamedTuple):
     """A token that chose an expert, with its crop of the picture or its words."""
@@ -170,7 +174,6 @@ class LayerNumbers(NamedTuple):
     quantities: dict[str, Interval]  # by name
     chances: dict[str, float]  # expectation under chance, by name of a quantity
     load: tuple[float, ...]  # share of the choices per expert, (E,)
-    coverage: tuple[float, ...]  # share of the choices of the m most used experts, m = 1 … E
     roles: expert_roles.RolesLayer  # result of the measurement ``expert_roles``
     partners: tuple[int, ...] = ()  # matched expert of the other trace, (E,); () without one
 
@@ -185,47 +188,40 @@ class TraceNumbers(NamedTuple):
     remarks: list[str]  # omitted quantities, and why
 
 
-def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return metric → value per item (N,): load, entropies and confidence of the routing."""
-    record = record_of_layer(LayerRouting(chosen, probs, combine))
-    k = int(chosen.sum(dim=-1).max())
-    return layer_metrics.measure_layer_use_by_image(record, None, k)
-
-
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:
     """Return a record whose logits are the probabilities, for metrics that read no logits."""
     chosen, probs, combine = routing
     return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
-def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return "dropped" → (N,), whose mean is the share of choices over the experts' capacity."""
-    dropped, choices = (
-        mask.flatten(1).sum(dim=1).double().numpy() for mask in (chosen & (combine == 0), chosen)
-    )
-    return {"dropped": torch.from_numpy(linearize_ratio(dropped, choices))}
+def use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
+    """Return metric → values (N,), one per item: of ``measure_layer_use_by_image``, and two shares.
 
-
-def coverage_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return "coverage" → (N,), with mean: share of choices of the most used quarter of experts."""
-    counts = chosen.sum(dim=1).double()
-    most_used = counts.sum(dim=0).topk(quarter_of_experts(chosen.shape[-1])).indices
-    share = linearize_ratio(counts[:, most_used].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
-    return {"coverage": torch.from_numpy(share)}
+    dropped: of the choices, those over the experts' capacity. coverage: of the choices, those of
+    the most used quarter of experts.
+    """
+    k = int(record.chosen.sum(dim=-1).max())
+    metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
+    counts = record.chosen.sum(dim=1).double()
+    most_used = counts.sum(dim=0).topk(quarter_of_experts(counts.shape[1])).indices
+    choices = counts.sum(dim=1).numpy()
+    parts = {
+        "dropped": (record.chosen & (record.combine == 0)).sum(dim=(1, 2)).double(),
+        "coverage": counts[:, most_used].sum(dim=1),
+    }
+    shares = {name: linearize_ratio(part.numpy(), choices) for name, part in parts.items()}
+    return {name: values.numpy() for name, values in metrics.items()} | shares
 
 
 def quarter_of_experts(experts: int) -> int:
     return max(1, experts // 4)
 
 
-ANALYSES: tuple[Analysis, ...] = (use_metrics_by_item, dropped_by_item, coverage_by_item)
-
-
 def analyse_trace(
     trace: Trace,
     items: int | None = None,
     against: Trace | None = None,
-    analyses: Sequence[Analysis] = ANALYSES,
+    analyses: Sequence[Analysis] = (),
 ) -> TraceNumbers:
     """Return all quantities per layer and averaged, with 95 % intervals over items, and chance.
 
@@ -237,8 +233,8 @@ def analyse_trace(
         items: largest number of items, evenly spread; None: as many as fit into memory.
         against: a trace of the same items. Its experts are matched on half of the items and
             compared on the other half.
-        analyses: functions of chosen, probs and combine (N, T, E) of a layer, which return
-            values (N,) by name.
+        analyses: additional functions of chosen, probs and combine (N, T, E) of a layer, which
+            return values (N,) by name.
 
     Raises:
         UserError: the traces differ in items or layers, or have too few items to match experts.
@@ -288,7 +284,7 @@ def analyse_layer(
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
-    by_item: dict[str, np.ndarray] = {}
+    by_item = use_metrics_by_item(record)
     for analyse in analyses:
         by_item |= {name: values.numpy() for name, values in analyse(*routing).items()}
     roles, values = expert_roles.measure_layer_roles(record, layout, labels, ROLES, context)
@@ -319,7 +315,7 @@ def analyse_layer(
     quantities = {name: item_mean(values) for name, values in by_item.items()}
     quantities |= {name: Interval(value) for name, value in single.items()}
     load = tuple((counts / counts.sum()).tolist())
-    return LayerNumbers(quantities, chances, load, roles.coverage, roles, partners), by_item
+    return LayerNumbers(quantities, chances, load, roles, partners), by_item
 
 
 def average_quantities(

@@ -5,33 +5,23 @@ from math import ceil
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens import trace_explorer
-from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace, record_of_layer
+from moecore.lens import analyses, trace_explorer
+from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
 from moecore.lens.traces import Trace
 from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_overlays import patch_crop
 from moecore.measure.routing import METRICS
 from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
 from moecore.measure.values import Metric
 from moecore.predict.continuation import MAX_EXPERTS, WordWithExperts, expert_word_counts
 from moecore.report.figures import drawing
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.figures.expert_figures import patch_experts_tile
+from moecore.report.figures.expert_figures import draw_experts_of_patches
 from moecore.report.page.explorer_page import PageHead
-from moecore.report.page.page_objects import (
-    NONE,
-    WORDS,
-    Block,
-    PageCell,
-    PageTable,
-    Picture,
-    TableRow,
-)
+from moecore.report.page.page_objects import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics.intervals import Interval
@@ -73,11 +63,8 @@ LENS_METRICS = {
         for name, title in LABEL_NAMES.items()
     },
     **{
-        f"consistency_{window}": Metric(
-            CONSISTENCY.label.format(window),
-            "",
-            CONSISTENCY.form,
-            note=CONSISTENCY.note.format(window),
+        f"consistency_{window}": CONSISTENCY._replace(
+            label=CONSISTENCY.label.format(window), note=CONSISTENCY.note.format(window)
         )
         for window in ROLES.windows
     },
@@ -187,7 +174,6 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
             "", words=numbers.remarks, grids=[quantity_rows_table(numbers)], pictures=[loads]
         ),
         sheets=Block("", pictures=sheets),
-        glossary=WORDS,
         explorer=explorer,
         words=routed_words,
         layers=[
@@ -204,8 +190,7 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
     shares = np.full((len(numbers.layers), experts), np.nan)
     for row, layer in enumerate(numbers.layers):
         shares[row, : len(layer.load)] = layer.load
-    is_small = experts <= MAX_ANNOTATED
-    texts = percent_annotations(shares) if is_small else np.full(shares.shape, "")
+    texts = percent_annotations(shares, columns=MAX_ANNOTATED)
     step = max(1, experts // MAX_ANNOTATED)
     columns = [str(n) if n % step == 0 else "" for n in range(experts)]
     rows = [str(number) for number in range(1, 1 + len(shares))]
@@ -234,11 +219,9 @@ def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
     ]
 
 
-PATCHES = 8  # per expert
 EXPERTS = 16  # per layer, the most used ones
 IMAGES = 6  # shown with the experts of their patches
 EXAMINED = 2000  # items from which an expert's patches are chosen
-IMAGE_SIZE = 1.35  # inches
 CROP_SIZE = 0.75  # inches
 CAPTION = (
     "The patches with the highest router probability of each of the most used experts, one per "
@@ -249,54 +232,44 @@ CAPTION = (
 def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
     """Yield (name, figure): one of all layers, then one per layer; nothing without pictures."""
     items = evenly_spaced_indices(trace.items, EXAMINED)
-    pictures = trace.beside("pictures", items)
+    pictures = trace.beside("pictures", evenly_spaced_indices(trace.items, IMAGES))
     if pictures is None:
         return
-    yield "Experts of patches", draw_experts_of_patches(trace)
+    grids = {
+        f"Layer {number}": (main_experts(trace, number - 1), shape.experts)
+        for number, shape in enumerate(trace.card.layers, 1)
+    }
+    title = "Experts of patches"
+    yield title, draw_experts_of_patches(pictures.numpy(), grids, title)
     for number, shape in enumerate(trace.card.layers):
         layout = shape.layout(pictures.shape[2:])
-        record = record_of_layer(trace.layer(number, items))
-        no_kinds = torch.zeros(*record.chosen.shape[:2], 0, dtype=torch.bool)
-        use = expert_gallery.expert_use_by_image(record, layout.special, no_kinds)
-        most_used = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:EXPERTS].tolist()
+        record = analyses.record_of_layer(trace.layer(number, items))
+        top = analyses.TopTokens.of_none(shape.experts)
+        top = analyses.update_top_tokens(top, record, record.probs, layout, items)
+        examples = analyses.read_examples(trace, top, layout, layout)
+        counts = record.chosen.sum(dim=(0, 1))
+        most_used = counts.argsort(descending=True, stable=True)[:EXPERTS].tolist()
         rows = {
-            expert: [
-                drawing.Tile(
-                    drawing.displayable_image(patch_crop(pictures[item], patch, layout).numpy())
-                )
-                for item, patch in patches
+            f"Expert {expert}": [
+                drawing.Tile(drawing.displayable_image(example.crop.numpy()))
+                for example in examples[expert]
+                if example.crop is not None
             ]
             for expert in sorted(most_used)
-            if (patches := typical_patches(use, expert))
+            if examples[expert]
         }
         name = f"Patches of experts, layer {number + 1}"
-        labels = drawing.SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
+        labels = drawing.SheetLabels(name, list(rows), caption=CAPTION)
         yield name, drawing.sheet(list(rows.values()), labels, CROP_SIZE, CROP_SIZE)
 
 
-def typical_patches(use: expert_gallery.ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
-    """Return (item, patch) where an expert's probability is highest, one per item, best first."""
-    highest = use.highest[:, expert]
-    order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
-    return [(item, int(use.patch[item, expert])) for item in order if highest[item] >= 0]
+def main_experts(trace: Trace, number: int) -> np.ndarray:
+    """Return the expert with most weight of each patch in a layer, of ``IMAGES`` items; −1: none.
 
-
-def draw_experts_of_patches(trace: Trace) -> Figure:
-    """Draw ``IMAGES`` images; below each, a row per layer with the main expert of every patch."""
+    The shape is (items, *grid).
+    """
+    shape = trace.card.layers[number]
     items = evenly_spaced_indices(trace.items, IMAGES)
-    pictures = trace.beside("pictures", items)
-    assert pictures is not None, "only called for a trace with pictures"
-    images = pictures.numpy()
-    tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
-    for number, shape in enumerate(trace.card.layers):
-        combine = trace.layer(number, items).combine[:, shape.special :]
-        best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
-        colours = drawing.expert_colours(shape.experts)
-        grids = best.unflatten(1, shape.grid).numpy()
-        tiles.append(
-            [patch_experts_tile(*pair, colours) for pair in zip(images, grids, strict=True)]
-        )
-    names = ["Image", *(f"Layer {number}" for number in range(1, len(tiles)))]
-    caption = "The expert with the largest weight in each patch."
-    labels = drawing.SheetLabels("Experts of patches", names, caption=caption)
-    return drawing.sheet(tiles, labels, IMAGE_SIZE, IMAGE_SIZE)
+    combine = trace.layer(number, items).combine[:, shape.special :]
+    best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
+    return best.unflatten(1, shape.grid).numpy()

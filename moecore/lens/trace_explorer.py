@@ -122,7 +122,7 @@ class TraceExplorer:
         trace = self.trace
         layout = self.layouts[number]
         experts = trace.card.layers[number].experts
-        top_tokens = random_tokens = analyses.TopTokens(*torch.zeros(4, 0, experts).unbind())
+        top_tokens = random_tokens = analyses.TopTokens.of_none(experts)
         at_place = torch.zeros(prod(layout.grid), experts)
         uses = {
             name: torch.zeros(1 + len(counts), experts).int()

@@ -157,15 +157,12 @@ def predict_ages(
     """
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
-    subjects, volumes, left_out = [], [], []
-    for volume, prepared in zip(
-        new_volumes, prepare_volumes(new_volumes, calibration.reference), strict=True
-    ):
-        if isinstance(prepared, str):
-            left_out.append((volume, prepared))
-        else:
-            subjects.append(volume.subject)
-            volumes.append(prepared)
+    prepared = list(
+        zip(new_volumes, prepare_volumes(new_volumes, calibration.reference), strict=True)
+    )
+    left_out = [(volume, why) for volume, why in prepared if isinstance(why, str)]
+    volumes = [pixels for _, pixels in prepared if not isinstance(pixels, str)]
+    subjects = [volume.subject for volume, pixels in prepared if not isinstance(pixels, str)]
     if not volumes:
         count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
@@ -312,9 +309,10 @@ def _volumes(request: PredictionRequest, card: ModelCard) -> pictures.PredictedP
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     grid = card.backbone.grid(card.image)
-    layers = []
-    for combine in [record.combine[: pictures.SHOWN] for record in ages.routing]:
-        layers.append(pictures.experts_of(combine, combine.shape[1] - math.prod(grid), grid))
+    layers = [
+        pictures.experts_of(record.combine, record.combine.shape[1] - math.prod(grid), grid)
+        for record in ages.routing
+    ]
     shown = []
     for number, row in enumerate(ages.rows[: pictures.SHOWN]):
         experts = [layer[number] for layer in layers]

@@ -31,7 +31,6 @@ from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
 from moecore.run.progress import report_progress
-from moecore.tasks.base import Task
 from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 from moecore.training.artifacts import load_card
 
@@ -135,45 +134,37 @@ class OutputReader(NamedTuple):
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
     """Return what turns an output (K,) into a table row: probabilities of classes, or a number.
 
-    calibrator: the folder of calibrator.json; None: the model's, if it exists.
+    The output of G × G cells is (G² · K,), and its row has each cell's best class. calibrator: the
+    folder of calibrator.json; None: the model's, if it exists.
     """
     task = load_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
         read = lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),))
         return OutputReader(task.answers, read, remark)
-    if task.cells > 1:
-        return _build_cell_reader(task)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
     fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
     remark = f"probabilities are not calibrated: there is no {path}"
-    if path.is_file():
+    cells = [""]
+    if task.cells > 1:
+        cells = [f" of cell {cell}" for cell in range(1, task.cells + 1)]
+        remark = "probabilities are not calibrated: each cell has its own"
+    elif path.is_file():
         fitted = read_fitted(path, "classes")
         remark = f"probabilities are calibrated: {fitted.summary} of {path}"
     elif calibrator is not None:
         raise UserError(f"{path}: no such file; --calibrator is a folder that `calibrate` wrote")
 
     def row(output: Tensor) -> Row:
-        scaled = fitted.apply(output[None])[0]
-        is_single_class = task.needs_classes("one_class") is None
-        probs = scaled.softmax(dim=0) if is_single_class else scaled.sigmoid()
-        best = int(probs.argmax())
-        return Row("", task.classes[best], float(probs[best]), tuple(probs.tolist()))
+        scaled = fitted.apply(output[None]).unflatten(1, (task.cells, -1))[0]
+        is_exclusive = task.cells > 1 or task.needs_classes("one_class") is None
+        probs = scaled.softmax(dim=-1) if is_exclusive else scaled.sigmoid()
+        best = ", ".join(task.classes[place] for place in probs.argmax(dim=-1).tolist())
+        highest = None if task.cells > 1 else float(probs.max())
+        return Row("", best, highest, tuple(probs.flatten().tolist()))
 
-    return OutputReader(tuple(f"p({name})" for name in task.classes), row, remark)
-
-
-def _build_cell_reader(task: Task) -> OutputReader:
-    """Return what turns logits (G² · K,) of G × G cells into a row with each cell's best class."""
-
-    def row(output: Tensor) -> Row:
-        probs = output.unflatten(0, (task.cells, -1)).softmax(dim=-1)
-        best = [task.classes[place] for place in probs.argmax(dim=-1).tolist()]
-        return Row("", ", ".join(best), numbers=tuple(probs.flatten().tolist()))
-
-    cells = range(1, task.cells + 1)
-    columns = tuple(f"p({name}) of cell {cell}" for cell in cells for name in task.classes)
-    return OutputReader(columns, row, "probabilities are not calibrated: each cell has its own")
+    columns = tuple(f"p({name}){cell}" for cell in cells for name in task.classes)
+    return OutputReader(columns, row, remark)
 
 
 def predict_picture_files(
@@ -243,9 +234,9 @@ def tabulate_rows(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[Seque
         yield row.file, row.prediction, probability, *numbers, row.error
 
 
-def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], k: int = 2) -> np.ndarray:
-    """Return each patch's experts by weight, int16 (B, *grid, min(k, E)), -1: none."""
-    weights, experts = combine[:, special:].topk(min(k, combine.shape[-1]))
+def experts_of(combine: Tensor, special: int, grid: tuple[int, ...]) -> np.ndarray:
+    """Return each patch's experts by weight, int16 (B, *grid, 1 or 2), -1: none."""
+    weights, experts = combine[:, special:].topk(min(2, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
 

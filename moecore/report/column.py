@@ -237,7 +237,7 @@ class MetricColumns(NamedTuple):
             if not metric.label or (metric.needs == "text" and not context.task.long):
                 continue
             if metric.mean:
-                first.append(mean_column(context, self.kind, key, metric))
+                first.append(self._column(context, key, metric, None))
             columns = details if metric.detail and metric.mean else first
             columns += self.columns_of(context, key)
         return first + details
@@ -251,18 +251,22 @@ class MetricColumns(NamedTuple):
             for name, variant in with_chance(key, metric)
         ]
 
-    def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
-        """Return the metric with the name, label and note of its column at these places."""
+    def _named(self, key: str, metric: Metric, score: str, at: At | None) -> Metric:
+        """Return the metric with the name, label and note of its column; at None: of the mean."""
+        if at is None:
+            name = column_name(key, metric, score)
+            note = f"{metric.note}; mean over {metric.over}s"
+            return metric._replace(name=name, label=metric.mean, note=note, detail=False)
         if self.fill_in is not None:
             return self.fill_in(key, metric, score, at)
-        words = "".join(map(self.kind.place_words, at.values()))
+        place_text = "".join(map(self.kind.place_words, at.values()))
         return metric._replace(
             name=column_name(key, metric, score, *at.values()),
-            label=metric.label.replace("{}", words),
-            note=metric.note.replace("{}", words),
+            label=metric.label.replace("{}", place_text),
+            note=metric.note.replace("{}", place_text),
         )
 
-    def _column(self, context: ColumnContext, key: str, metric: Metric, at: At) -> Column:
+    def _column(self, context: ColumnContext, key: str, metric: Metric, at: At | None) -> Column:
         score = context.task.score
         named = self._named(key, metric, score_slug(score), at)
         limits = metric.limits or "bootstrap"
@@ -278,14 +282,19 @@ class MetricColumns(NamedTuple):
             if metric.of_baseline:
                 baselines = (baseline for paired, baseline in context.pairs if paired is result)
                 return metric.of_baseline(result, context.of_baseline, next(baselines, None))
-            value = find_value(result, key, metric, at)
-            if value is None:
+            values = find_values(result, key, metric, at)
+            if not values:
                 return None
-            return value.interval if metric.limits else value.value
+            if metric.limits and at is not None:
+                return values[0].interval
+            return sum(value.value for value in values) / len(values)
 
         def items(result: Found) -> np.ndarray | None:
-            value = find_value(result, key, metric, at)
-            return None if value is None else value.array
+            arrays = [value.array for value in find_values(result, key, metric, at)]
+            present = list_without_none(arrays)
+            if present and len(present) == len(arrays):
+                return np.mean(present, axis=0)
+            return None
 
         def is_bound(result: Found) -> bool:
             value = read_value(result)
@@ -314,7 +323,7 @@ class MetricColumns(NamedTuple):
             read_hits=hits if metric.hits or has_hits else None,
             read_items=items,
             limits=limits,
-            detail=metric.detail,
+            detail=named.detail,
             is_bound=is_bound,
             of_pairs=metric.of_pairs is not None,
         )
@@ -371,37 +380,6 @@ def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
     return [(key, metric), (f"{key}_chance", chance)]
 
 
-def mean_column(
-    context: ColumnContext, kind: type[MeasuredPart], key: str, metric: Metric
-) -> Column:
-    def values(result: Found) -> list[Value]:
-        return [value for value in result.all(key) if set(value.at) == {metric.over}]
-
-    def read(result: Found) -> float | None:
-        numbers = [value.value for value in values(result)]
-        return sum(numbers) / len(numbers) if numbers else None
-
-    def items(result: Found) -> np.ndarray | None:
-        arrays = [value.array for value in values(result)]
-        present = list_without_none(arrays)
-        if present and len(present) == len(arrays):
-            return np.mean(present, axis=0)
-        return None
-
-    score = context.task.score
-    return Column(
-        column_name(key, metric, score_slug(score)),
-        fill_words(metric.mean, score),
-        read,
-        metric.better,
-        metric.form,
-        f"{fill_words(metric.note, score)}; mean over {metric.over}s",
-        metric.paper,
-        kind,
-        read_items=items,
-    )
-
-
 def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
     """Return the name of a metric's column: key and places, or ``metric.name`` filled with them."""
     name = metric.name or "_".join([key, *["{}"] * len(places)])
@@ -410,7 +388,7 @@ def column_name(key: str, metric: Metric, score: str, *places: Place) -> str:
 
 def fill_words(text: str, score: Score, baseline: str = "") -> str:
     """Return ``text`` with {score}, {unit}, {baseline} etc. filled in; other {words} stay."""
-    words = {
+    texts = {
         "": "",
         "score": score_title(score),
         "unit": unit_suffix(score),
@@ -421,7 +399,7 @@ def fill_words(text: str, score: Score, baseline: str = "") -> str:
         "items": {"accuracy": "Images", "nats": "Blocks"}.get(score_slug(score), "Volumes"),
         "baseline": baseline,
     }
-    return re.sub(r"{(\w*)}", lambda match: words.get(match[1], match[0]), text)
+    return re.sub(r"{(\w*)}", lambda match: texts.get(match[1], match[0]), text)
 
 
 def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
@@ -437,14 +415,16 @@ def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
     return list(places.values())
 
 
-def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
-    """Return a metric's value at these places (on ``metric.last`` the last one), or None."""
+def find_values(result: Found, key: str, metric: Metric, at: At | None) -> list[Value]:
+    """Return [a metric's value at these places], on ``metric.last`` the last one; at None: all."""
+    if at is None:
+        return [value for value in result.all(key) if set(value.at) == set(metric.places)]
     if not metric.last:
-        return result.find(key, **at)
+        return list_without_none([result.find(key, **at)])
     fixed = {(name, place) for name, place in at.items() if name != metric.last}
     having = [
         value
         for value in result.all(key)
         if set(value.at) == set(metric.places) and fixed <= set(value.at.items())
     ]
-    return having[-1] if having else None
+    return having[-1:]

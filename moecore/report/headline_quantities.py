@@ -13,28 +13,24 @@ from moecore.statistics.intervals import Interval
 
 
 class HeadlineColumn(NamedTuple):
-    """A metric among the headline numbers, and the tables in which it is shown."""
+    """A metric among the headline numbers, and where it is shown."""
 
     name: str  # a key of compare.json
-    short: str = ""  # name in the table of all methods; "" to leave it out
-    digits: str = ""  # how that table prints the mean
     slug: str = ""  # name in MLflow; metrics with one are in the first table of a phase
     run: bool = False  # in the file of a run
     terminal: bool = False  # in the summary on the terminal
 
 
 HEADLINES = (
-    HeadlineColumn("test_accuracy", "accuracy", ".1%", slug="acc", run=True, terminal=True),
+    HeadlineColumn("test_accuracy", slug="acc", run=True, terminal=True),
     HeadlineColumn("test_mae", slug="mae", run=True, terminal=True),
-    HeadlineColumn("ppl", "PPL", ".1f", slug="ppl", run=True, terminal=True),
+    HeadlineColumn("ppl", slug="ppl", run=True, terminal=True),
     HeadlineColumn("test_nats", slug="nats", run=True),
-    HeadlineColumn("swapped_ppl_15", "PPL, swapped", ".1f", terminal=True),
-    HeadlineColumn("image_to_text_r1", "image → text R@1", ".1%"),
-    HeadlineColumn("zero_shot_accuracy", "zero-shot", ".1%"),
+    HeadlineColumn("swapped_ppl_15", terminal=True),
     HeadlineColumn("median_mae", slug="mmae"),
     HeadlineColumn("mae_of_median", slug="rmae", terminal=True),
     HeadlineColumn("mae_pooled", slug="pool", run=True, terminal=True),
-    HeadlineColumn("ece_after", "ECE", ".3f", slug="ece", run=True, terminal=True),
+    HeadlineColumn("ece_after", slug="ece", run=True, terminal=True),
     HeadlineColumn("isolated_wm", slug="wm", terminal=True),
     HeadlineColumn("isolated_gm", slug="gm", terminal=True),
     HeadlineColumn("isolated_csf", slug="csf", terminal=True),
@@ -44,31 +40,20 @@ HEADLINES = (
     HeadlineColumn("own_expert_gain", slug="gain", run=True, terminal=True),
     HeadlineColumn("monotone", slug="mono", terminal=True),
     HeadlineColumn("rescan", slug="scan", terminal=True),
-    HeadlineColumn("accuracy_worst_case", "attacked", ".1%"),
-    HeadlineColumn("routing_change_pgd-10", "routing change", ".3f"),
-    HeadlineColumn("mce", "mCE", ".3f", slug="mce", run=True),
-    HeadlineColumn("noise_selection_change", "change by noise", ".3f", run=True),
-    HeadlineColumn("match_top1", "match top-1", ".1%", slug="top1", run=True),
-    HeadlineColumn("agreement_with_final", "agreement", ".1%"),
-    HeadlineColumn("imed", "IMED", ".4f", run=True),
+    HeadlineColumn("mce", slug="mce", run=True),
+    HeadlineColumn("noise_selection_change", run=True),
+    HeadlineColumn("match_top1", slug="top1", run=True),
+    HeadlineColumn("imed", run=True),
     HeadlineColumn("swapped_change_1_5", run=True),
-    HeadlineColumn("confidence_highest", "confidence", ".3f"),
-    HeadlineColumn("load_cv2", "load CV²", ".3f", slug="cv2", run=True, terminal=True),
-    HeadlineColumn("max_violation", "MaxVio", ".2f"),
-    HeadlineColumn("dead", "dead experts", ".1%"),
-    HeadlineColumn("entropy", "entropy", ".3f", run=True, terminal=True),
-    HeadlineColumn("fallback", "fallback", ".1%"),
-    HeadlineColumn("jumps", "jumps", ".2f"),
-    HeadlineColumn("lipschitz_margin_mean", "margin slope", ".0f"),
-    HeadlineColumn(
-        "active_parameters", "active parameters", ",.0f", slug="size", run=True, terminal=True
-    ),
-    HeadlineColumn("gflops", "GFLOPs", ".4f"),
-    HeadlineColumn("latency_ms", "latency (ms)", ".2f", slug="ms", run=True),
+    HeadlineColumn("load_cv2", slug="cv2", run=True, terminal=True),
+    HeadlineColumn("entropy", run=True, terminal=True),
+    HeadlineColumn("active_parameters", slug="size", run=True, terminal=True),
+    HeadlineColumn("latency_ms", slug="ms", run=True),
     HeadlineColumn("images_per_second", terminal=True),
-    HeadlineColumn("training_overhead", "training time", ".2f"),
 )
-PANELS = {  # titles in the overview
+PANELS = {  # start of a column's name → title in the overview
+    "routing_change": "Routing: overlap\nunder attack",
+    "swapped_change": "Routing: overlap,\nwords swapped",
     "noise_selection_change": "Routing: overlap\nunder noise",
     "match_top1": "Routing: match of\ntwo views",
     "agreement_with_final": "Routing: agreement\nwith the end",
@@ -88,7 +73,7 @@ SCORED = ("on clean test data", "under the worst attack", "under attack")
 class QuantityByMethod(NamedTuple):
     """A main quantity of a phase, such as the score: its cell for each method that has one."""
 
-    words: str  # phrase within a sentence; for steadiness with {} for the values
+    phrase: str  # within a sentence; for steadiness with {} for the values
     column: Column
     cells: Mapping[str, Cell]
     unit: str = ""
@@ -112,7 +97,7 @@ class QuantityByMethod(NamedTuple):
     @property
     def floor_and_ceiling(self) -> dict[str, Interval]:
         """The scores of dense and told, by name, if both were trained; {} for other quantities."""
-        if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
+        if self.phrase not in SCORED or not {DENSE, CEILING} <= set(self.cells):
             return {}
         return {method: self.interval(method) for method in (DENSE, CEILING)}
 
@@ -140,17 +125,17 @@ def phase_quantities(
     left_out = set(controls) - {CEILING}
     cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
-    def choose(words_by_name: Mapping[str, str]) -> QuantityByMethod | None:
-        """Return the first quantity that any method has; words_by_name: column → phrase."""
-        for name, words in words_by_name.items():
+    def choose(phrases: Mapping[str, str]) -> QuantityByMethod | None:
+        """Return the first quantity that any method has; phrases: column → phrase."""
+        for name, phrase in phrases.items():
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
             if having:
                 column = columns[name]
                 remains = name.startswith(CHANGES)
                 if remains:
                     column = column._replace(form="share")
-                unit = phase.task.score.unit if words in SCORED else ""
-                return QuantityByMethod(words, column, having, unit, remains)
+                unit = phase.task.score.unit if phrase in SCORED else ""
+                return QuantityByMethod(phrase, column, having, unit, remains)
         return None
 
     attacked, moved = attacked_score_and_change_names(phase)

@@ -82,16 +82,16 @@ class Display(NamedTuple):
         """Return the page's blocks: charts and pictures of all methods, and reasons for gaps."""
         page = self.kind.page
         pictures = self.pictures
-        drawn: list[Picture] = []
+        shown_pictures: list[Picture] = []
         for chart in page.charts:
-            drawn += draw_chart(phase, self.kind, chart)
+            shown_pictures += draw_chart(phase, self.kind, chart)
         if pictures.is_on_page:
-            drawn += first_seed_pictures(phase, self.kind, pictures.figures)
-        drawn += pictures.draw(phase)
+            shown_pictures += first_seed_pictures(phase, self.kind, pictures.figures)
+        shown_pictures += pictures.draw(phase)
         results = phase.results(self.kind)
         skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
         title = page.heading or page.title[0].upper() + page.title[1:]
-        block = Block(title, pictures=drawn, below=list(skipped), about=self.about(phase))
+        block = Block(title, pictures=shown_pictures, below=list(skipped), about=self.about(phase))
         return [*pictures.above(phase), block, *pictures.more(phase)]
 
     def about(self, phase: Phase) -> str:

@@ -2,19 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import TokenLayout
 from moecore.lens import trace_explorer, traces
-from moecore.lens.analyses import analyse_trace
-from moecore.lens.page import draw_trace_pictures, render_lens, typical_patches, write_lens_page
+from moecore.lens.analyses import TopTokens, analyse_trace, update_top_tokens
+from moecore.lens.page import draw_trace_pictures, render_lens, write_lens_page
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
 from moecore.lens.traces import Trace, write_trace
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
-from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.router_hooks import build_record
 from moecore.report.page.explorer_page import HEAD
@@ -68,9 +69,11 @@ def test_special_tokens_have_no_neighbours(tmp_path):
 def test_patches_of_an_expert():
     """Expert 2 is chosen by the third patch of item 0, and less surely by two of item 1."""
     record = first_choices_record([2, 0, 0, 2, 1], [0, 2, 2, 0, 0], [2, 0, 0, 0, 0])
-    use = expert_use_by_image(record, 1, torch.zeros(3, 5, 0, dtype=torch.bool))
-    assert typical_patches(use, 2) == [(0, 2), (1, 0)]
-    assert typical_patches(use, 1) == [(0, 3)]
+    layout = TokenLayout(1, (2, 2), (8, 8))
+    top = update_top_tokens(TopTokens.of_none(3), record, record.probs, layout, np.arange(3))
+    for expert, patches in ((2, [(0, 2), (1, 0)]), (1, [(0, 3)])):
+        found = [field[top.keys[:, expert] >= 0, expert].tolist() for field in top[1:3]]
+        assert list(zip(*found, strict=True)) == patches
 
 
 def test_pictures_are_small_and_of_whole_patches():

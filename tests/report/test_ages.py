@@ -115,9 +115,9 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
     for seeds in ((0,), (0, 1, 2)):
         found = results(tmp_path / str(len(seeds)), seeds, methods=methods, settings=settings)
         phase = found.phases["pretrain"]
-        metrics, cells = build_table(found, phase)
-        assert not any(cell.marked for row in cells.values() for cell in row.values() if cell)
-        assert used_tests(found, phase, metrics) == set()
+        table = build_table(found, phase)
+        assert not any(cell.marked for row in table.cells.values() for cell in row.values() if cell)
+        assert used_tests(found, phase, table) == set()
 
 
 def test_tissues_alone(tmp_path):

@@ -31,7 +31,6 @@ from moecore.report.claims.evaluation import (
 )
 from moecore.report.page.report_page import render_report
 from moecore.report.study_results import Measured, Phase, Results
-from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
@@ -384,24 +383,6 @@ def test_where_claims_are_shown(tmp_path):
     assert flat_claims([]) == {} and claim_lines({}) == []
     rows = headline_rows(compare_methods(shown) | {"claims": stored})
     assert [row["method"] for row in rows[:3]] == ["dense", "vmoe", "tgr"]
-
-
-def test_the_table_of_methods_by_hand():
-    score = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    compared = {
-        "dense": {"pretrain": {"test_accuracy": score, "load_cv2": None}},
-        "vmoe": {"pretrain": {"test_accuracy": {"mean": 0.625}, "load_cv2": {"mean": 0.0125}}},
-        "claims": {"a": {"verdict": "holds"}},
-    }
-    assert headline_tables_as_markdown(compared) == [
-        "",
-        "**pretrain**",
-        "",
-        "| method | accuracy | load CV² |",
-        "| --- | ---: | ---: |",
-        "| `dense` | 50.0% | – |",
-        "| `vmoe` | 62.5% | 0.013 |",
-    ]
 
 
 def test_the_page_of_all_claims_is_fresh():

@@ -19,8 +19,8 @@ from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, find_moe_baseline, references
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
-from moecore.report.page.page_objects import WORDS, find_explaining_word
-from moecore.report.page.report_page import build_page, render_report
+from moecore.report.page.page_objects import find_explaining_word
+from moecore.report.page.report_page import build_page, render_report, template_environment
 from moecore.report.page.sections import describe_claims, describe_phase_findings
 from moecore.report.study_results import Measured, Results
 from moecore.report.tables import metrics_by_method
@@ -190,8 +190,8 @@ def test_compare_json_has_the_tests_and_the_page_names_them(tmp_path):
     assert "vmoe" not in vmoe["test_accuracy"]["against"]
     for shown, used in ((one, {"mcnemar", "intervals"}), (many, {"items × seeds", "seeds"})):
         phase = shown.phases["pretrain"]
-        columns = metrics_by_method.build_table(shown, phase).metrics
-        assert metrics_by_method.used_tests(shown, phase, columns) == used
+        table = metrics_by_method.build_table(shown, phase)
+        assert metrics_by_method.used_tests(shown, phase, table) == used
         text = render_report(shown)
         assert ("McNemar" in text) == ("mcnemar" in used)
         assert ("paired test over seeds" in text) == ("seeds" in used)
@@ -268,7 +268,7 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
         left = {kind: one for kind, one in seeds[0].results.items() if kind is Trained}
         seeds[0] = seeds[0]._replace(results=left)
     page = build_page(found, ())
-    notes = page.overviews[0].notes
+    notes = page.overviews[0].below
     assert "Not measured: the score under attack (the stage robustness would)." in notes
     assert len(page.overviews[0].pictures) == 1, "no scatter"
     # agreement over the epochs stands in for the routing under attack
@@ -315,11 +315,12 @@ def test_words_explain_columns():
     for name in ("accuracy_worst_case", "attacked_mae_worst_case"):
         assert find_explaining_word(name) == "worst case"
     assert find_explaining_word("test_accuracy") == ""
-    assert all("\n" not in text and not text.endswith(".") for text in WORDS.values())
+    terms = template_environment().get_template("parts.html.jinja").module.glossary
+    assert all("\n" not in text and not text.endswith(".") for text in terms.values())
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     rows = {row[0]: row[1] for row in cells if len(row) == 2}
-    assert {name: rows[name] for name in WORDS} == WORDS, "the glossary has the same words"
+    assert {name: rows[name] for name in terms} == terms, "the glossary has the same words"
 
 
 def test_a_study_of_a_thousand_classes(tmp_path):

@@ -47,6 +47,11 @@ class Answer(NamedTuple):
     good: str = ""  # for no_worse: whether "higher" or "lower" is better for the metric
 
     @property
+    def source(self) -> str:
+        """Return the place of a claim in its paper; "" for a question."""
+        return self.claim.source if isinstance(self.claim, sections.Claim) else ""
+
+    @property
     def words(self) -> Mapping[str, str]:
         """Verdict → printed text, where that is not the verdict's name."""
         if isinstance(self.claim, sections.Question):
@@ -151,14 +156,14 @@ class RequiredSampleSizes(NamedTuple):
 
 
 def needed_sample(
-    difference: Difference, asked: sections.Comparison, good: str, tests: int = 1
+    difference: Difference, comparison: sections.Comparison, good: str, tests: int = 1
 ) -> RequiredSampleSizes:
     """Return the sample that decides with 80 % power if the measured difference is the true one.
 
     good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
     which suffices for Holm's correction over ``tests`` claims whatever the others find.
     """
-    gap, level = evaluation.verdict_gap_and_level(difference, asked, good)
+    gap, level = evaluation.verdict_gap_and_level(difference, comparison, good)
     level = 1 - (1 - level) / tests
 
     def decides(seeds: int, items: int) -> bool:
@@ -229,8 +234,7 @@ def _describe_plan(
 
 def _describe_comparison(answer: Answer) -> str:
     claim = answer.claim
-    source = claim.source if isinstance(claim, sections.Claim) else "question"
-    place = ", ".join(filter(None, (claim.paper, source, claim.phase)))
+    place = ", ".join(filter(None, (claim.paper, answer.source or "question", claim.phase)))
     return f"{answer.study}: {place}: {claim.words}"
 
 

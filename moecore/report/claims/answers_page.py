@@ -5,7 +5,7 @@ same questions are the first table of pipelines/README.md.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,11 @@ class AnsweredQuestion(NamedTuple):
     answers: list[Answer]  # in the order of its evidence
 
     @property
+    def evidence(self) -> list[str]:
+        """A Markdown list item per cited answer."""
+        return list(map(describe_evidence, self.asked.evidence, self.answers))
+
+    @property
     def word(self) -> str:
         """Yes, no or open, with Holm's correction; "" if the question has another answer."""
         if self.asked.question.partition(" ")[0] not in YES_OR_NO:
@@ -111,11 +116,11 @@ def answer_readers(
     document = load_yaml_document(path)
     content = validate_whole(ReaderQuestions, document)
     answered = []
-    for index, asked in enumerate(content.questions):
-        cited = find_answers(document, index, asked, answers)
-        rounds = [evidence.study for evidence in asked.evidence]
-        text = fill_in_numbers(asked.answer, path, rounds, studies)
-        answered.append(AnsweredQuestion(asked, text, cited))
+    for index, question in enumerate(content.questions):
+        cited = find_answers(document, index, question, answers)
+        rounds = [evidence.study for evidence in question.evidence]
+        text = fill_in_numbers(question.answer, path, rounds, studies)
+        answered.append(AnsweredQuestion(question, text, cited))
     rows = [
         (
             question.asked.question,
@@ -125,15 +130,14 @@ def answer_readers(
         for question in answered
     ]
     template = template_environment().overlay(autoescape=False).get_template("answers.md.jinja")
-    text = template.render(
-        questions=render_answers(answered), methods=methods_table(content.methods, studies)
-    )
+    methods = methods_table(content.methods, studies)
+    text = template.render(answered=answered, methods=methods)
     table = markdown_table(("question", "answer", "details"), rows)
     return table, {ANSWERS_PAGE: text.rstrip() + "\n"}
 
 
 def find_answers(
-    document: Document, index: int, asked: ReaderQuestion, answers: Sequence[Answer]
+    document: Document, index: int, question: ReaderQuestion, answers: Sequence[Answer]
 ) -> list[Answer]:
     """Return the answer to each evidence of question ``index``; UserError if one has no result."""
     by_comparison: dict[tuple[str, ...], Answer] = {}
@@ -141,7 +145,7 @@ def find_answers(
         if answer.entry:  # of a claim and a question about the same numbers the claim counts
             by_comparison.setdefault((answer.study, *_comparison_key(answer.claim)), answer)
     cited = []
-    for number, evidence in enumerate(asked.evidence):
+    for number, evidence in enumerate(question.evidence):
         answer = by_comparison.get((evidence.study, *_comparison_key(evidence)))
         if answer is None:
             place = ("questions", index, "evidence", number)
@@ -152,8 +156,8 @@ def find_answers(
     return cited
 
 
-def _comparison_key(asked: Comparison | Evidence) -> tuple[str, ...]:
-    return asked.phase, asked.metric, asked.method, asked.against, asked.against_metric or ""
+def _comparison_key(claim: Comparison | Evidence) -> tuple[str, ...]:
+    return (claim.phase, claim.metric, claim.method, claim.against, claim.against_metric or "")
 
 
 def describe_evidence(evidence: Evidence, answer: Answer) -> str:
@@ -170,16 +174,6 @@ def link_to_study(round_name: str, folder: str = "../pipelines/") -> str:
     """Return a Markdown link to a round's section of its README; folder: path to pipelines/."""
     paper, _, question = round_name.partition(".")[0].partition("/")
     return f"[{round_name}]({folder}{paper}/README.md#{question})"
-
-
-def render_answers(answered: Sequence[AnsweredQuestion]) -> Iterator[str]:
-    """Yield the Markdown lines of a section per question: answer and evidence."""
-    for question in answered:
-        yield f"## {question.asked.question}\n"
-        yield f"{question.one_line}\n"
-        for evidence, answer in zip(question.asked.evidence, question.answers, strict=True):
-            yield describe_evidence(evidence, answer)
-        yield ""
 
 
 def methods_table(methods: Sequence[MethodRow], studies: Studies) -> list[str]:

@@ -107,7 +107,7 @@ def claims_section(evaluated: Sequence[evaluation.EvaluatedClaim]) -> Section:
         if answers
     ]
     blocks.append(Block("How this is decided", [HOW], folded=True))
-    return Section("claims", TITLE if claims else ASKED, "Claims", (), blocks)
+    return Section("claims", TITLE if claims else ASKED, "Claims", blocks)
 
 
 def claims_markdown(evaluated: Sequence[evaluation.EvaluatedClaim]) -> str:

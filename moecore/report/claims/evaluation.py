@@ -41,33 +41,33 @@ class EvaluatedClaim(NamedTuple):
         return verdict_after_holm(self.verdict, self.p_holm)
 
 
-def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
+def evaluate_claims(claims: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
     """Return every claim and question with its verdict; claims with Holm's correction per paper.
 
     Raises UserError for an unknown phase, method or metric, for a method without the metric, and
     for different items of two methods.
     """
-    if not asked:
+    if not claims:
         return []
     subjects = subjects_of_comparisons(results)
     tables = {name: build_table(results, phase).metrics for name, phase in subjects.items()}
     counts = {Claim: count(), Question: count()}
     evaluated = []
-    for claim in asked:
+    for claim in claims:
         place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
         metrics = {
             metric.name: metric for metric in _choose(tables, claim.subject, f"{place}.phase")
         }
         evaluated.append(_evaluate(claim, place, metrics, subjects[claim.subject].models))
-    corrected = correct_by_paper(asked, [answer.p for answer in evaluated])
+    corrected = correct_by_paper(claims, [answer.p for answer in evaluated])
     return [answer._replace(p_holm=p) for answer, p in zip(evaluated, corrected, strict=True)]
 
 
-def describe_method_without_metric(asked: Comparison, results: Results) -> str:
-    """Return "<method> has no <metric>" for the first missing side of a comparison, or ""."""
-    phase = subjects_of_comparisons(results)[asked.subject]
+def describe_method_without_metric(claim: Comparison, results: Results) -> str:
+    """Return "<method> has no <metric>" for the first missing side of a claim, or ""."""
+    phase = subjects_of_comparisons(results)[claim.subject]
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
-    sides = (asked.method, asked.metric), (asked.against, asked.against_metric or asked.metric)
+    sides = ((claim.method, claim.metric), (claim.against, claim.against_metric or claim.metric))
     for method, name in sides:
         if name not in metrics or not method_cells_over_seeds(metrics[name], phase.models)[method]:
             return f"{method} has no {name}"
@@ -78,10 +78,8 @@ def split_questions(
     evaluated: Sequence[EvaluatedClaim],
 ) -> tuple[list[EvaluatedClaim], list[EvaluatedClaim]]:
     """Return (claims, questions): the papers' claims, and the remaining questions."""
-    sides: dict[type, list[EvaluatedClaim]] = {Claim: [], Question: []}
-    for answer in evaluated:
-        sides[type(answer.claim)].append(answer)
-    return sides[Claim], sides[Question]
+    claims = [answer for answer in evaluated if isinstance(answer.claim, Claim)]
+    return claims, [answer for answer in evaluated if isinstance(answer.claim, Question)]
 
 
 def correct_by_paper(
@@ -99,7 +97,7 @@ def correct_by_paper(
     return corrected
 
 
-def judge_difference(difference: Difference, asked: Comparison, good: str = "") -> str:
+def judge_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
     """Return the verdict on a claim: "holds", "differs" or "open"; "open" without an interval.
 
     higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
@@ -108,49 +106,46 @@ def judge_difference(difference: Difference, asked: Comparison, good: str = "") 
     side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher" or
     "lower" is better for the metric.
     """
-    p = p_of(difference, asked, good)
+    p = p_of(difference, comparison, good)
     if p is None or p >= LEVEL:
         return "open"
-    if asked.margin is not None:
-        if _distance_to_margin(difference, asked, good) > 0:
-            return "holds"
-        return "differs"
-    if (difference.value > 0) == (asked.better == "higher"):
-        return "holds"
-    return "differs"
+    is_as_claimed = (difference.value > 0) == (comparison.better == "higher")
+    if comparison.margin is not None:
+        is_as_claimed = _distance_to_margin(difference, comparison, good) > 0
+    return "holds" if is_as_claimed else "differs"
 
 
-def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:
+def p_of(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
     """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open.
 
     A direction has a two-sided test. With a margin the test is one-sided if the difference lies on
     the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     """
-    if asked.margin is None:
+    if comparison.margin is None:
         return difference.p
-    gap, _ = verdict_gap_and_level(difference, asked, good)
+    gap, _ = verdict_gap_and_level(difference, comparison, good)
     p = difference.p_at_distance(abs(gap))
     return p / 2 if p is not None and gap >= 0 else p
 
 
 def verdict_gap_and_level(
-    difference: Difference, asked: Comparison, good: str
+    difference: Difference, comparison: Comparison, good: str
 ) -> tuple[float, float]:
     """Return the difference's distance from 0 or the margin (< 0 beyond it), and the test's level.
 
     good: whether "higher" or "lower" is better for the metric.
     """
-    if asked.margin is None:
+    if comparison.margin is None:
         return abs(difference.value), LEVEL_OF_INTERVALS
-    gap = _distance_to_margin(difference, asked, good)
+    gap = _distance_to_margin(difference, comparison, good)
     return gap, 2 * LEVEL_OF_INTERVALS - 1 if gap >= 0 else LEVEL_OF_INTERVALS
 
 
-def _distance_to_margin(difference: Difference, asked: Comparison, good: str) -> float:
-    assert asked.margin is not None  # as Comparison requires
-    if asked.better == "equivalent":
-        return asked.margin - abs(difference.value)
-    return asked.margin + {"higher": 1, "lower": -1}[good] * difference.value
+def _distance_to_margin(difference: Difference, comparison: Comparison, good: str) -> float:
+    assert comparison.margin is not None  # as Comparison requires
+    if comparison.better == "equivalent":
+        return comparison.margin - abs(difference.value)
+    return comparison.margin + {"higher": 1, "lower": -1}[good] * difference.value
 
 
 def compare_json_claims(
@@ -272,37 +267,27 @@ def _choose(allowed: Mapping[str, T], name: str, place: str) -> T:
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
-def split_answerable_comparisons(
-    comparisons: Iterable[AnyComparison], run: Selection
-) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Return claims and questions whose methods, phase and seeds are in ``run``, and the others."""
-    answerable: list[AnyComparison] = []
-    waiting: list[AnyComparison] = []
+def choose_answerable_comparisons(
+    comparisons: Iterable[AnyComparison], run: Selection, results: Results
+) -> list[AnyComparison]:
+    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
+    answerable = []
+    waiting = []
     for comparison in comparisons:
         methods = {comparison.method, comparison.against}
         has_models = methods <= set(run.methods) and comparison.phase in run.phases
         has_seeds = len(run.seeds) > 1 or not isinstance(comparison, Claim)
         is_calculated = methods <= set(run.calculations)
-        chosen = answerable if is_calculated or (has_models and has_seeds) else waiting
-        chosen.append(comparison)
-    return answerable, waiting
-
-
-def choose_answerable_comparisons(
-    comparisons: Iterable[AnyComparison], run: Selection, results: Results
-) -> list[AnyComparison]:
-    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
-    candidates, waiting = split_answerable_comparisons(comparisons, run)
-    if waiting:
-        print(describe_waiting_claims(waiting, run), file=sys.stderr)
-    answerable = []
-    for comparison in candidates:
+        if not is_calculated and not (has_models and has_seeds):
+            waiting.append(comparison)
         # ``moecore check`` does not foresee every missing metric.
-        if missing := describe_method_without_metric(comparison, results):
+        elif missing := describe_method_without_metric(comparison, results):
             text = f"{comparison.words}, {comparison.phase}: {missing}"
             print(f"not answered: {text}", file=sys.stderr)
         else:
             answerable.append(comparison)
+    if waiting:
+        print(describe_waiting_claims(waiting, run), file=sys.stderr)
     return answerable
 
 

@@ -32,7 +32,6 @@ ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not r
 MARKED = re.compile(
     r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
 )
-SAID = {"not significant": "open"}  # texts of a question's verdict
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 STATES = {
     "judged": "judged by a claim",
@@ -62,29 +61,23 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
-    unlisted = claims
+    listed = set()  # (paper, source)
     for paper in papers.load_papers(root).values():
         cells = []
         for row in paper.tables:
             sources = {row.number, *(claimed.get("source") for claimed in row.claims.values())}
-            of_row = [
-                answer
-                for answer in claims
-                if isinstance(answer.claim, Claim)
-                and answer.claim.paper == paper.name
-                and answer.claim.source in sources
-            ]
-            unlisted = [answer for answer in unlisted if answer not in of_row]
+            places = {(paper.name, source) for source in sources}
+            of_row = [answer for answer in claims if (answer.claim.paper, answer.source) in places]
+            listed |= places
             state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
             states[state] += 1
             cells += lines
         tables[paper.name] = markdown_table(HEAD, cells)
-    if unlisted:
-        cells = [
-            [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
-            for answer in unlisted
-            if isinstance(answer.claim, Claim)
-        ]
+    if cells := [
+        [answer.claim.paper, answer.source, *_answer_cells(answer)]
+        for answer in claims
+        if (answer.claim.paper, answer.source) not in listed
+    ]:
         tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
     questions = [answer for answer in answers if isinstance(answer.claim, Question)]
     if questions:
@@ -96,7 +89,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
     template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
     numbers = {
         "facts": facts,
-        "told": ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name]),
+        "told": _list_counts(verdicts, ORDER),
         "excluding": sum(
             bool(build_claim_row(answer.entry).excludes) for answer in facts if answer.entry
         ),
@@ -125,26 +118,26 @@ def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies)
     return "; ".join(texts)
 
 
-def describe_computed_pair(asked: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
+def describe_computed_pair(computed: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: `parameters`: 285 → 243, 0.851 times (the paper: 0.853)``; "" if not run."""
     texts = []
     cells = {}
     for values in compared.get("calculations", {}).values():
         cells |= values
-    for metric in asked.metrics:
-        names = [f"{metric}_{place_slug(place)}" for place in asked.places]
+    for metric in computed.metrics:
+        names = [f"{metric}_{place_slug(place)}" for place in computed.places]
         if not cells.keys() >= set(names):
             continue
         pair = [interval_from_json(cells[name]) for name in names]
         ours = pair[1].value / pair[0].value
-        below, above = (COSTS[model].values[metric] for model in asked.printed)
+        below, above = (COSTS[model].values[metric] for model in computed.printed)
         theirs = above / below
         number_format = NumberFormat.of(cells[names[0]]["form"], pair)
         first, second = (number_format.value(number.value) for number in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
         texts.append(f"`{metric}`: {first} → {second}, {ratios}")
-    return f"{' → '.join(asked.places)}: {'; '.join(texts)}" if texts else ""
+    return f"{' → '.join(computed.places)}: {'; '.join(texts)}" if texts else ""
 
 
 def paper_item_state_and_rows(
@@ -160,9 +153,9 @@ def paper_item_state_and_rows(
         if (text := describe_unjudged_metrics(column, studies))
     ]
     computed = [
-        (text, asked.study)
-        for asked in row.computed
-        if (text := describe_computed_pair(asked, studies.get(asked.study, {})))
+        (text, pair.study)
+        for pair in row.computed
+        if (text := describe_computed_pair(pair, studies.get(pair.study, {})))
     ]
     named = [*row.drawn, *(column.study for column in row.columns)]
     verdict = "–"
@@ -247,9 +240,9 @@ def _answer_cells(answer: Answer) -> list[str]:
     statement = texts.statement
     if isinstance(answer.claim, Claim):
         statement += f" (“{answer.claim.quote}”)"
-    here = ": ".join(filter(None, (statement, texts.measured)))
+    measured = ": ".join(filter(None, (statement, texts.measured)))
     difference = texts.describe_difference(texts.over)
-    return [here, difference, texts.verdict, f"`{answer.command}`"]
+    return [measured, difference, texts.verdict, f"`{answer.command}`"]
 
 
 def round_answers_table(answers: Sequence[Answer]) -> str:
@@ -259,9 +252,7 @@ def round_answers_table(answers: Sequence[Answer]) -> str:
     shared = overs.pop() if len(overs) == 1 else ""
     rows = []
     for answer, texts in zip(answers, described, strict=True):
-        claim = answer.claim
-        source = claim.source if isinstance(claim, Claim) else ""
-        place = ", ".join(filter(None, (claim.paper, source)))
+        place = ", ".join(filter(None, (answer.claim.paper, answer.source)))
         difference = texts.describe_difference("" if shared else texts.over)
         statement = ": ".join(filter(None, (place, texts.statement)))
         rows.append((statement, texts.verdict, difference, texts.measured))
@@ -306,8 +297,8 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         comment = takewhile(lambda line: line.startswith("#"), lines)
-        words = " ".join(line.removeprefix("#").strip() for line in comment)
-        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", words))
+        purpose = " ".join(line.removeprefix("#").strip() for line in comment)
+        worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", purpose))
     template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
     text = template.render(
         answered=answered,
@@ -356,21 +347,18 @@ def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
 
 def _count_verdicts(answers: Sequence[Answer]) -> str:
     """Return sentences that count the verdicts on claims, with Holm's correction, and questions."""
-    claims: Counter[str] = Counter()
-    questions: Counter[str] = Counter()
-    for answer in answers:
-        if isinstance(answer.claim, Claim):
-            claims[answer.verdict_holm] += 1
-        else:
-            questions[answer.verdict] += 1
+    claims = Counter(answer.verdict_holm for answer in answers if answer.source)
+    questions = Counter(answer.verdict for answer in answers if not answer.source)
     lines = []
     if claims:
-        counted = ", ".join(f"{claims[name]} {name}" for name in ORDER if claims[name])
-        lines.append(f"Claims of papers, after Holm's correction: {counted}.")
+        lines.append(f"Claims of papers, after Holm's correction: {_list_counts(claims, ORDER)}.")
     if questions:
         verdicts = (*ANSWERS.values(), "not significant", "not run yet")
-        counts = [
-            f"{questions[name]} {SAID.get(name, name)}" for name in verdicts if questions[name]
-        ]
-        lines.append(f"Questions of ours: {', '.join(counts)}.")
+        counts = _list_counts(questions, verdicts).replace("not significant", "open")
+        lines.append(f"Questions of ours: {counts}.")
     return " ".join(lines)
+
+
+def _list_counts(counts: Counter[str], names: Sequence[str]) -> str:
+    """Return the counts as text, such as "3 holds, 1 differs", in the order of ``names``."""
+    return ", ".join(f"{counts[name]} {name}" for name in names if counts[name])

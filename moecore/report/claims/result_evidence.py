@@ -103,11 +103,11 @@ def verify_kept_items(results: Path) -> int:
     return number
 
 
-def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the two sides' tensors, ``phase/metric/method``; asked: a comparison."""
-    phase, metric = asked["phase"], asked["metric"]
-    other = asked.get("against_metric") or metric
-    return f"{phase}/{metric}/{asked['method']}", f"{phase}/{other}/{asked['against']}"
+def _value_names(comparison: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the names of the two sides' tensors, ``phase/metric/method``."""
+    phase, metric = comparison["phase"], comparison["metric"]
+    other = comparison.get("against_metric") or metric
+    return f"{phase}/{metric}/{comparison['method']}", f"{phase}/{other}/{comparison['against']}"
 
 
 def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
@@ -231,12 +231,12 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         name, entry = entries[compared_quantity_key(question)]
         dates = {"answered": answered} | record | record.get("entries", {}).get(name, {})
         is_late = not _is_asked_before(root, dates, question)
-        asked = Comparison.model_validate({key: question[key] for key in DEFAULTS})
+        claim = Comparison.model_validate({key: question[key] for key in DEFAULTS})
         is_new = is_late and dates.get("commit") and not dates.get("late")
-        is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, asked)
+        is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, claim)
         dated.append(
             DatedQuestion(
-                words=f"{asked.phase}: {asked.words}",
+                words=f"{claim.phase}: {claim.words}",
                 asked=dates.get("commit") or "",
                 answered=dates["answered"] or "",
                 is_late=is_late,

@@ -18,6 +18,7 @@ from moecore.tasks.base import Score
 
 Limits = tuple[float, float]  # that a band may not leave
 EVERYWHERE = (-np.inf, np.inf)
+NUMBERED = 20  # columns; a square heatmap with more has colours only
 DIRECT = 8  # curves that have their names at their ends; more have a legend
 AROUND = 1.0  # inches of a figure that are not its axes: title, ticks and the axis' name
 
@@ -76,8 +77,7 @@ def points_over_seeds(
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """Return a sentence on the bands of ``points_over_seeds``; seeds: method → its seeds."""
-    has_bands = any(len(of_method) > 1 for of_method in seeds.values())
-    if has_bands:
+    if any(len(of_method) > 1 for of_method in seeds.values()):
         return "Bands: 95 % intervals over seeds."
     return "One seed."
 
@@ -193,10 +193,15 @@ def draw_heatmap(
     return figure
 
 
-def percent_annotations(values: np.ndarray, minimum: float = 0.0) -> np.ndarray:
-    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``."""
-    texts = np.char.mod("%.0f", 100 * values)
-    return np.where(values >= minimum, texts, "")
+def percent_annotations(
+    values: np.ndarray, minimum: float = 0.0, columns: float = np.inf
+) -> np.ndarray:
+    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``.
+
+    columns: number of columns from which on all texts are "", as they would not fit.
+    """
+    is_shown = (values >= minimum) & (values.shape[1] <= columns)
+    return np.where(is_shown, np.char.mod("%.0f", 100 * values), "")
 
 
 def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:

@@ -1,6 +1,6 @@
 """Pictures of experts: by class (MoGE, figure 2), by number of tokens, by patches and by words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -67,18 +67,21 @@ def expert_load(layers: list[tuple[float, ...]]) -> Figure:
     return figure
 
 
-def expert_overlays(stored: Overlays) -> Figure:
-    """Draw a row of images, then a row per MoE layer with each patch's expert in colour."""
-    images = stored.images()
-    colours = drawing.expert_colours(stored.experts)
+def draw_experts_of_patches(
+    images: np.ndarray, layers: Mapping[str, tuple[Iterable[np.ndarray], int]], title: str
+) -> Figure:
+    """Draw a row of images (N, C, H, W), then a row per layer with each patch's expert in colour.
+
+    layers: name → (a grid of experts per image, number of experts).
+    """
     tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
-    for layer in stored.grids:
-        grids = map(parse_expert_grid, layer)
+    for grids, experts in layers.values():
+        colours = drawing.expert_colours(experts)
         pairs = zip(images, grids, strict=True)
         tiles.append([patch_experts_tile(image, grid, colours) for image, grid in pairs])
-    names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
     caption = "The expert with the largest weight in each patch."
-    return drawing.sheet(tiles, drawing.SheetLabels("Experts", names, caption=caption), 1.35, 1.35)
+    labels = drawing.SheetLabels(title, ["Image", *layers], caption=caption)
+    return drawing.sheet(tiles, labels, 1.35, 1.35)
 
 
 def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
@@ -134,10 +137,10 @@ def image_and_caption_experts(
     return figure
 
 
-def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
+def write_words(axes: Axes, read_words: Read, row: int, colours: Sequence[str]) -> None:
     """Write (word, expert) pairs beside the image in ``row``, in as many lines as they need."""
     start, line = 0.0, 0
-    for word, expert in words:
+    for word, expert in read_words:
         text = word
         box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
         if expert >= 0:

@@ -184,11 +184,8 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
 def panel_title(quantity: QuantityByMethod) -> str:
     """Return a quantity's title for a narrow panel, in lines of at most about ``WIDE`` letters."""
     name = quantity.column.name
-    if name.startswith("routing_change"):
-        return "Routing: overlap\nunder attack"
-    if name.startswith("swapped_change"):
-        return "Routing: overlap,\nwords swapped"
-    return PANELS.get(name) or fill(quantity.column.label, WIDE)
+    titles = (title for start, title in PANELS.items() if name.startswith(start))
+    return next(titles, fill(quantity.column.label, WIDE))
 
 
 def limits_with_margin(
@@ -223,34 +220,26 @@ def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     """Draw ``shots`` training images of each of up to MOST_CLASSES classes, a row per class.
 
     For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
-    that are not classes: the first images.
+    that are not classes: one row of the first images.
     """
     images = prepared.train.images
-    labels = prepared.train.labels
-    by_class = prepared.task.by_class(torch.from_numpy(labels))
-    if by_class is None:
-        if images.ndim == 5:
-            return draw_volume_montage(prepared, shots)
-        number = min(shots, len(labels))
-        figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
-        for image, axis in zip(
-            np.asarray(images[:number]), _bare(figure, 1, number)[0], strict=True
-        ):
-            axis.imshow(displayable_image(image), cmap="gray", vmin=0, vmax=255)
-        figure.suptitle(prepared.card["name"], fontsize=9)
-        return figure
-    rows, classes = by_class
-    names = prepared.task.classes[:MOST_CLASSES]
-    figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(names) + 0.4), layout="constrained")
-    axes = _bare(figure, len(names), shots)
-    for row, name in enumerate(names):
-        axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
-        for axis, index in zip(axes[row], rows[classes == row].tolist()[:shots], strict=False):
+    by_class = prepared.task.by_class(torch.from_numpy(prepared.train.labels))
+    if by_class is None and images.ndim == 5:
+        return draw_volume_montage(prepared, shots)
+    rows = {prepared.card["name"]: list(range(min(shots, len(images))))}
+    if by_class is not None:
+        indices, classes = by_class
+        names = prepared.task.classes[:MOST_CLASSES]
+        rows = {name: indices[classes == row].tolist() for row, name in enumerate(names)}
+    figure = Figure(figsize=(0.6 * shots + 1.6, 0.6 * len(rows) + 0.4), layout="constrained")
+    for line, (name, places) in zip(_bare(figure, len(rows), shots), rows.items(), strict=True):
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+        for axis, index in zip(line, places[:shots], strict=False):
             axis.imshow(displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
     return figure
 
 
-def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
+def draw_volume_montage(prepared: Prepared, shots: int) -> Figure:
     """Draw middle slices of ``shots`` training volumes by age; * marks those with quality flags."""
     volumes = prepared.train.images
     ages = prepared.train.labels

@@ -17,7 +17,6 @@ AGREEMENTS = {
 }
 ITERATIONS = 45_000  # of MoGE's figure 3
 EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
-NUMBERED = 20  # classes: with more, a matrix has colours only
 
 
 @drawing.styled_drawing
@@ -129,10 +128,8 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[charts.Point]]]
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Draw the share of each true class (row) predicted as each (column); counts: images (K, K)."""
     shares = row_shares(counts)
-    names = classes
-    texts = charts.percent_annotations(shares, 0.005)
-    if len(classes) > NUMBERED:
-        names, texts = (), np.full(shares.shape, "")
+    names = classes if len(classes) <= charts.NUMBERED else ()
+    texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
     labels = charts.Labels("Confusion", names, names, "Predicted", "True", slanted=True)
     caption = "Percent of each true class."
     return charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)

@@ -76,7 +76,7 @@ def expert_answers(
     return {"layers": facts, "open": open_questions(measured)}
 
 
-def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
+def roles_answers(layers: Sequence[RolesLayer], partners: int = PARTNERS) -> list[dict[str, Any]]:
     """Return per layer each expert's partners, what experts reveal of tokens, and the margin."""
     facts: list[dict[str, Any]] = []
     for layer in layers:
@@ -85,11 +85,11 @@ def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[di
             for name, info in layer.labels.items()
         ]
         if facts:
-            facts[-1]["later"] = list_partners(layer.after, most)
+            facts[-1]["later"] = list_partners(layer.after, partners)
         facts.append(
             {
-                "together": list_partners(layer.together, most),
-                "earlier": list_partners(layer.before, most),
+                "together": list_partners(layer.together, partners),
+                "earlier": list_partners(layer.before, partners),
                 "tells": f"Experts tell about a token, above chance: {', '.join(shares)}.",
                 "margin": layer.values.get("margin"),
             }
@@ -117,11 +117,9 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(
-    shares: Sequence[Sequence[float]], most: int = PARTNERS
-) -> list[list[tuple[int, float]]]:
+def list_partners(shares: Sequence[Sequence[float]], number: int) -> list[list[tuple[int, float]]]:
     """Return per expert its ``most`` frequent (partner, share); shares: (E, E), row: expert."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:most] for row in shares]
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1])[:number] for row in shares]
     return [[(expert, round(share, 4)) for expert, share in row if share > 0] for row in rows]
 
 
@@ -154,19 +152,13 @@ def best_by_token(
 
 FILE = "explorer.html"  # in the page's folder
 PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
-NOT_MEASURED = (
-    "There is nothing to explore yet: the measurement explorer has not run. Add explorer to "
-    "run.measurements in params.yaml and run `moecore run`: the stage measure then writes "
-    "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and the stage compare this page."
-)
-NO_EXPERTS = "There is nothing to explore: no method of this study has experts."
 
 
 class PageHead(NamedTuple):
     """The top of the explorer page: a question, how to read the page, and a link."""
 
     question: str
-    words: str
+    how_to_read: str
     address: str
     more: str  # text of the link
 
@@ -190,21 +182,23 @@ def explorer(results: Results) -> str:
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
-    missing = ""
-    if not phases:
-        missing = NOT_MEASURED
-    elif not any("model" in method for phase in data for method in phase["methods"]):
-        missing = NO_EXPERTS
-    return render_explorer(data, pool, HEAD, missing)
+    has_models = any("model" in method for phase in data for method in phase["methods"])
+    return render_explorer(data, pool, HEAD, has_models)
 
 
 def render_explorer(
-    phases: Sequence[dict[str, Any]] | str, pool: dict[str, int], head: PageHead, missing: str = ""
+    phases: Sequence[dict[str, Any]] | str,
+    pool: dict[str, int],
+    head: PageHead,
+    has_models: bool = True,
 ) -> str:
-    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
+    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON.
+
+    has_models: whether any phase has a model to explore; else the page says what is missing.
+    """
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
-    return template.render(missing=missing, data=data, head=head)
+    return template.render(data=data, head=head, has_models=has_models)
 
 
 def has_explorer_images(results: Results) -> bool:

@@ -1,4 +1,4 @@
-"""The objects that the page's templates lay out, and the terms that the page explains."""
+"""The objects that the page's templates lay out."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -8,24 +8,6 @@ from moecore.report.figures.drawing import Figure
 from moecore.report.study_results import Models
 from moecore.report.tables.cells import Cell, Cells, NumberFormat, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
-
-WORDS = {
-    "mixture of experts": "a layer with several small networks, the experts, of which each token "
-    "uses only a few",
-    "router": "the part of such a layer that decides which experts process a token; a token is "
-    "the vector of one image patch",
-    "worst case": "an image counts as correct only if no attack changed its prediction; for "
-    "errors, the largest over all attacks",
-    "load CV²": "how unevenly the experts are used: variance / mean² of the tokens per expert; 0 "
-    "if all get the same number",
-    "agreement": "share of tokens with the same top-1 expert in two runs of the router: two "
-    "epochs, two views, student and teacher, before and after fine-tuning",
-    "IMED": "image Euclidean distance, which takes neighbouring pixels into account: here "
-    "between the maps of router outputs for an image and for the same image shifted, rotated, "
-    "scaled or sheared; 0 if the router outputs are equal",
-    "mCE": "mean corruption error: the error under noise, blur, weather and similar corruptions, "
-    "divided by the dense model's; below 1 is better than dense",
-}  # in the order in which a reader meets them
 
 # Beginnings and ends of column names → the term that explains them.
 BEGINNINGS = {
@@ -39,10 +21,10 @@ ENDINGS = {"_worst_case": "worst case"}
 
 
 def find_explaining_word(column: str) -> str:
-    """Return the key of ``WORDS`` that explains a column of this name, or ""."""
-    words = [word for beginning, word in BEGINNINGS.items() if column.startswith(beginning)]
-    words += [word for ending, word in ENDINGS.items() if column.endswith(ending)]
-    return next(iter(words), "")
+    """Return the term of parts.html.jinja that explains a column of this name, or ""."""
+    terms = [term for beginning, term in BEGINNINGS.items() if column.startswith(beginning)]
+    terms += [term for ending, term in ENDINGS.items() if column.endswith(ending)]
+    return next(iter(terms), "")
 
 
 WIDE = 7.0  # inches; a wider figure takes the whole width of the page
@@ -74,7 +56,7 @@ class ColumnHead(NamedTuple):
 
     title: str = ""  # shown while the pointer is on it
     better: str = ""  # "higher", "lower", or "" where neither is better
-    word: str = ""  # a key of WORDS that explains it
+    word: str = ""  # a term of parts.html.jinja that explains it
     notes: Sequence[str] = ()  # lines below the name
 
 
@@ -151,28 +133,17 @@ class Section(NamedTuple):
     id: str
     title: str
     short: str  # in the bar
-    words: Sequence[str]
     blocks: Sequence[Block]
-
-
-class PhaseOverviewCharts(NamedTuple):
-    """Pictures that compare the methods of one phase, on the first screen."""
-
-    id: str
-    title: str
-    pictures: Sequence[Picture]
-    notes: Sequence[str]  # what was not measured, and what would
 
 
 class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
     title: str  # what was compared, and who is better by how much
     answer: str  # further findings
-    overviews: Sequence[PhaseOverviewCharts]
+    overviews: Sequence[Block]  # of a phase: pictures of its methods, and what was not measured
     sections: Sequence[Section]
     facts: Sequence[PageTable]  # about the data
     settings: str  # the text of params.yaml
-    words: Mapping[str, str]  # term → explanation
     explorer: str = ""  # address of the routing explorer, if there is one
 
 

@@ -63,7 +63,7 @@ def render_report(
 
 def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_objects.Page:
     sections = [claims_section(evaluated)] if evaluated else []
-    asked = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
+    papers = {answer.claim.paper for answer in evaluated if isinstance(answer.claim, Claim)}
     overviews = []
     facts = []
     quantities = {}
@@ -80,10 +80,12 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         if left_out := [method for method in phase.models if method in controls]:
             notes.append(f"Not shown: {join_names(left_out)} (control).")
         charts = list(overview.overview_charts(phase, quantities[name]))
-        place = f"overview-{phase.name}"
-        overviews.append(page_objects.PhaseOverviewCharts(place, phase_title(phase), charts, notes))
-        sections.append(phase_section(results, phase, table, asked))
-        facts.append(page_objects.PageTable((), card_facts(phase), title=phase_title(phase)))
+        title = phase_title(phase)
+        overviews.append(
+            page_objects.Block(title, pictures=charts, below=notes, id=f"overview-{phase.name}")
+        )
+        sections.append(phase_section(results, phase, table, papers))
+        facts.append(page_objects.PageTable((), card_facts(phase), title=title))
     calculated = [
         calculation_section(display, phase, build_table(results, phase))
         for display, phase in list_calculations(results)
@@ -97,7 +99,6 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> page_ob
         sections=[*sections, *calculated],
         facts=facts,
         settings=results.settings,
-        words=page_objects.WORDS,
     )
 
 
@@ -121,9 +122,9 @@ def main_finding(
     if evaluated:
         sentences.append(describe_claims(evaluated))
     else:
-        known = quantities[phase.name]
+        measured = quantities[phase.name]
         title = phase_title(phase)
-        sentences.append(describe_phase_findings(phase, title, known, results.controls))
+        sentences.append(describe_phase_findings(phase, title, measured, results.controls))
     sentences.append(describe_attacks(phase, results.attacks))
     return keep_percent_on_line(" ".join(filter(None, sentences)))
 

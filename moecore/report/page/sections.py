@@ -61,7 +61,7 @@ def describe_phase_findings(
     if attacked := quantities.attacked:
         cells = {name: cell for name, cell in attacked.cells.items() if name not in controls}
         best = describe_best(phase, attacked.column, cells or attacked.cells)
-        parts.append(f"{attacked.words.capitalize()} {best}")
+        parts.append(f"{attacked.phrase.capitalize()} {best}")
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
@@ -69,11 +69,11 @@ def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
     """Return sentences that count the claims that hold, and the questions by answer."""
     claims, questions = split_questions(evaluated)
     sentences = _describe_verdicts(claims) if claims else []
-    words = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
+    answers = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
-        sentences.append(f"One question that no paper answers: {next(iter(words))}.")
+        sentences.append(f"One question that no paper answers: {next(iter(answers))}.")
     elif questions:
-        counts = ", ".join(f"{count} {word}" for word, count in words.items())
+        counts = ", ".join(f"{count} {word}" for word, count in answers.items())
         sentences.append(f"Of {len(questions)} questions that no paper answers: {counts}.")
     return keep_percent_on_line(" ".join(sentences))
 
@@ -117,11 +117,11 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
             )
         return "the router decides; how steady its choices are was not measured"
     if len(steady.cells) == 1:
-        return steady.words.format(format_method_value(steady, next(iter(steady.cells))))
+        return steady.phrase.format(format_method_value(steady, next(iter(steady.cells))))
     if leader := steady.leader:
-        value = steady.words.format(format_method_value(steady, leader))
+        value = steady.phrase.format(format_method_value(steady, leader))
         return f"the router of {leader} is the steadiest: {value}"
-    return steady.words.format(format_value_range(steady))
+    return steady.phrase.format(format_value_range(steady))
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
@@ -151,11 +151,11 @@ CONTROL = "trained on shuffled labels, or with routing that is not learned"
 
 
 def phase_section(
-    results: Results, phase: Phase, compared: ComparisonTable, asked: Collection[str] = ()
+    results: Results, phase: Phase, compared: ComparisonTable, papers: Collection[str] = ()
 ) -> Section:
     """Return a phase's section of the page: its main table, then a folded block per measurement.
 
-    asked: names of the papers whose claims the study tests.
+    papers: names of the papers whose claims the study tests.
     """
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
@@ -168,7 +168,7 @@ def phase_section(
             below=[describe_intervals(compared)],
             folded=True,
         ),
-        paper_tables_block(list(columns.values()), compared.cells, controls, asked),
+        paper_tables_block(list(columns.values()), compared.cells, controls, papers),
     ]
     displays = [
         display
@@ -196,7 +196,7 @@ def phase_section(
         place = block.title and f"{phase.name}-{place_slug(block.title).lower()}"
         shown.append(block._replace(finding=keep_percent_on_line(finding), id=place))
     title = phase_title(phase)
-    return Section(phase.name, title, title, (), shown)
+    return Section(phase.name, title, title, shown)
 
 
 def calculation_section(display: Display, phase: Phase, compared: ComparisonTable) -> Section:
@@ -205,7 +205,7 @@ def calculation_section(display: Display, phase: Phase, compared: ComparisonTabl
     values = Block("", grids=[metric_rows_table(shown, compared.cells)] if shown else [])
     blocks = [block for block in (values, *display.blocks(phase)) if not block.empty]
     title = display.title[0].upper() + display.title[1:]
-    return Section(place_slug(display.stage), title, title, (), blocks)
+    return Section(place_slug(display.stage), title, title, blocks)
 
 
 def with_guess(
@@ -267,7 +267,7 @@ def describe_marks(
     results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
     """Return sentences on what a mark in the table means; "" if no metric can be tested."""
-    used = used_tests(results, phase, compared.metrics)
+    used = used_tests(results, phase, compared)
     if not used:
         return ""
     tests = "; ".join(text for test, text in WORDS.items() if test in used)

@@ -16,7 +16,6 @@ from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRo
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
-from moecore.tasks.base import Task
 
 Facts = Mapping[str, Any]  # of ``AgeResult``, or of a part of it, as JSON has them
 NUMBERS = {
@@ -32,11 +31,6 @@ SEXES = {
 }
 PANELS = {"raw": "as predicted", "pooled": "corrected"}
 COLOURS = {"raw": drawing.PALETTE[1], "pooled": drawing.PALETTE[0]}
-
-
-def applies(task: Task) -> bool:
-    """Return whether a task predicts ages, whose calibration this module shows."""
-    return task.needs_classes("label_smoothing") is not None
 
 
 def figures(result: Found) -> Figures:
@@ -71,9 +65,9 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     ]
     block = Block("Predicted age", [text], [table_s1(phase)], pictures["age_scatter"])
     yield block._replace(below=refusals, about="mae_pooled")
-    drawn = pictures["pad_against_age"] + pictures["errors_by_group"]
+    gaps_and_errors = pictures["pad_against_age"] + pictures["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=drawn, about="corr_raw")
+    yield Block(title, pictures=gaps_and_errors, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> PageTable:
@@ -198,5 +192,10 @@ def _by_sex(axes: Axes, points: Facts, values: np.ndarray) -> None:
 
 
 PICTURES = Pictures(
-    "calibrate", figures, is_on_page=False, more=phase_blocks, kind=AgeCalibration, applies=applies
+    "calibrate",
+    figures,
+    is_on_page=False,
+    more=phase_blocks,
+    kind=AgeCalibration,
+    applies=lambda task: task.needs_classes("label_smoothing") is not None,
 )

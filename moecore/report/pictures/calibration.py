@@ -12,12 +12,6 @@ from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
-from moecore.tasks.base import Task
-
-
-def applies(task: Task) -> bool:
-    """Return whether a task predicts classes, whose calibration this module shows."""
-    return task.needs_classes("label_smoothing") is None
 
 
 def figures(result: Found) -> Figures:
@@ -57,10 +51,10 @@ def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> 
         columns = [bins[name] for name in ("confidence", "accuracy", "count")]
         points = np.array(columns, dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
-        look = drawing.line_look(index)
-        axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
+        line = drawing.line_look(index)
+        axes.plot(x, y, color=line["color"], linestyle=line["linestyle"], linewidth=1.2)
         areas = 14 + 180 * np.sqrt(counts / max(1, counts.sum()))
-        style = {"color": look["color"], "marker": look["marker"], "alpha": 0.75, "linewidths": 0}
+        style = {"color": line["color"], "marker": line["marker"], "alpha": 0.75, "linewidths": 0}
         axes.scatter(x, y, s=areas, label=label, **style)
     axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
     drawing.set_percent_axis(axes, "Accuracy")
@@ -77,5 +71,5 @@ PICTURES = Pictures(
     is_on_page=False,
     more=phase_blocks,
     kind=ClassCalibration,
-    applies=applies,
+    applies=lambda task: task.needs_classes("label_smoothing") is None,
 )

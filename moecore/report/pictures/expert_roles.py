@@ -7,14 +7,13 @@ import numpy as np
 from moecore.measure.routing_metrics import expert_roles
 from moecore.measure.values import Found
 from moecore.report.column import MetricColumns, column_context
-from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
+from moecore.report.figures.charts import NUMBERED, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import Figure
 from moecore.report.page.page_objects import Block, method_rows_table
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
 from moecore.report.tables.cells import cell_over_seeds
 
-NUMBERED = 20  # experts; with more, the table has only colours
 SURE = 0.05  # p-value below which a figure marks the information
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
@@ -74,9 +73,7 @@ def expert_pair_table(
 ) -> Figure:
     """Draw a heatmap of one share per pair of experts, (E, E'); shares ≥ ``minimum`` as text."""
     values = np.array(pairs, dtype=float)
-    texts = percent_annotations(values, minimum)
-    if max(values.shape) > NUMBERED:
-        texts = np.full(values.shape, "")
+    texts = percent_annotations(values, minimum, NUMBERED)
     rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
     return draw_heatmap(values, texts, Labels(title, rows, columns, *axes), (4.8, 4.7), caption)
 

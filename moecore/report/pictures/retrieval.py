@@ -7,7 +7,7 @@ from moecore.measure.exploring.expert_overlays import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.page.page_objects import Block, PageCell, PageTable, TableRow
+from moecore.report.page.page_objects import Block, PageTable, percent_grid
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 
@@ -16,7 +16,7 @@ def figures(result: Found) -> Figures:
     stored = result.facts.get("overlays")
     layers = result.facts["layers"]
     if stored is not None and (stored["grids"] or layers):
-        experts = next((len(words[0]["experts"]) for words in layers), 0)
+        experts = next((len(word_rows[0]["experts"]) for word_rows in layers), 0)
         overlays = Overlays.model_validate(stored)
         captions = result.facts["captions_read"]
         yield "images_and_words", image_and_caption_experts(overlays, captions, experts)
@@ -27,9 +27,9 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     results = phase.first(Retrieval)
     grids = []
     for method, result in results.items():
-        for number, words in enumerate(result.facts["layers"], 1):
+        for number, word_rows in enumerate(result.facts["layers"], 1):
             title = f"{method}, layer {number}"
-            grids.append(word_expert_table(words, f"{title}{phase.first_seed}", title))
+            grids.append(word_expert_table(word_rows, f"{title}{phase.first_seed}", title))
     first = next(iter(results.values()))
     text = (
         f"Gallery: {first.facts['images']:,} images. A tie counts as the share of its orders that "
@@ -42,19 +42,13 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     yield Block("Experts of patches and words", pictures=pictures)
 
 
-def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
+def word_expert_table(word_rows: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
     """Return a table of words × experts: percent of a word's occurrences with that first expert."""
-    experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
-    lines = [
-        TableRow(
-            PageCell(word["word"], small=f"{word['count']:,}"),
-            [PageCell(f"{100 * share:.0f}", share=share, value=share) for share in word["experts"]],
-        )
-        for word in words
-    ]
-    columns = ["word", *(f"expert {number}" for number in experts)]
+    shares = {word["word"]: word["experts"] for word in word_rows}
+    experts = len(next(iter(shares.values()), ()))
+    grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
     below = "First expert of each occurrence of the most frequent words, in percent."
-    return PageTable(columns, lines, title=title, below=below, small=True, short=short)
+    return grid._replace(title=title, below=below, short=short)
 
 
 PICTURES = Pictures("retrieval", figures, is_on_page=False, more=images_and_words)

@@ -35,34 +35,34 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
     epsilon = at.get("epsilon", 0.0)
     is_mean = isinstance(epsilon, str)
     radius = "" if is_mean else format_epsilon(float(epsilon))
-    words = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
+    texts = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
     label, note, name = metric.label, metric.note, metric.name
     if not note:
         note = "accuracy under attack" if score == "accuracy" else "mean error under attack"
         if attack == WORST and score == "accuracy":
-            words["title"] = "Worst case"
+            texts["title"] = "Worst case"
             note = "accuracy where an image counts only if no attack broke it"
         elif attack == WORST:
-            words["title"] = "{score}, worst case"
+            texts["title"] = "{score}, worst case"
             note = "largest error of each volume over all attacks"
         elif score != "accuracy":
-            words["title"] = f"{{score}}, {words['title']}"
+            texts["title"] = f"{{score}}, {texts['title']}"
         name = attacked_name(score, attack)
         if metric.detail:
             name += "_mean" if is_mean else f"_at_{place_slug(radius)}"
         if is_mean:
             label = "{title}, mean"
             note = f"{note}, mean over {epsilon}"
-    for place, word in words.items():
+    for place, word in texts.items():
         label, note = (text.replace(f"{{{place}}}", word) for text in (label, note))
-    name = name.replace("{attack}", attack).replace("{layer}", words["layer"])
+    name = name.replace("{attack}", attack).replace("{layer}", texts["layer"])
     return metric._replace(name=name, label=label, note=note)
 
 
 def attack_title(name: str) -> str:
     """Return an attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
-    words = name.replace("_", "-").split("-")
-    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
+    parts = name.replace("_", "-").split("-")
+    return " ".join(word.upper() if word in ACRONYMS else word for word in parts)
 
 
 def describe_attacks(phase: Phase, settings: Mapping[str, Attack]) -> str:

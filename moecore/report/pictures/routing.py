@@ -34,7 +34,12 @@ def figures(result: Found) -> Figures:
         yield "expert_load", expert_figures.expert_load(result.facts["load"])
     overlays = expert_overlays.Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
-        yield "expert_overlays", expert_figures.expert_overlays(overlays)
+        layers = {
+            f"MoE {number}": (map(expert_overlays.parse_expert_grid, layer), overlays.experts)
+            for number, layer in enumerate(overlays.grids, 1)
+        }
+        figure = expert_figures.draw_experts_of_patches(overlays.images(), layers, "Experts")
+        yield "expert_overlays", figure
 
 
 def loads_and_patches(phase: Phase) -> Iterator[Block]:

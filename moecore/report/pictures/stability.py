@@ -55,15 +55,15 @@ def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figure:
-    """Draw each patch's expert in one MoE layer, a row per σ; tinted where noise changed it."""
+def draw_noise_overlays(rows: Mapping[float, Overlays]) -> Figure:
+    """Draw each patch's expert in the last MoE layer, a row per σ; tinted where it changed."""
     clean = next(iter(rows.values()))
     tiles = []
     for row in rows.values():
         line = []
         for number, image in enumerate(row.images()):
-            grid = parse_expert_grid(row.grids[layer][number])
-            changed = grid != parse_expert_grid(clean.grids[layer][number])
+            grid = parse_expert_grid(row.grids[-1][number])
+            changed = grid != parse_expert_grid(clean.grids[-1][number])
             texts = np.where(grid < 0, "–", grid.astype(str))
             tint = drawing.patch_expert_colours(np.where(changed, 0, -1), (drawing.PALETTE[1],))
             line.append(drawing.Tile(drawing.displayable_image(image), tint, texts))

@@ -124,7 +124,7 @@ def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.
 
     shares: of each true class (row) predicted as each class (column).
     """
-    if len(classes) <= training_figures.NUMBERED:
+    if len(classes) <= charts.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return page_objects.percent_grid("True, predicted", rows, classes)
     lines = [

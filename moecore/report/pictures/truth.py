@@ -9,7 +9,7 @@ from moecore.measure.truth import PIXEL, Truth
 from moecore.measure.values import Found
 from moecore.report import results
 from moecore.report.column import CEILING, DENSE
-from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
+from moecore.report.figures import charts
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.page.page_objects import Block, Picture
 from moecore.report.study_results import Phase, list_without_none
@@ -17,22 +17,21 @@ from moecore.statistics.comparisons import Difference, headroom_recovered
 
 UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
 LIMITS = (0.0, 1.0)
-NUMBERED = 20  # kinds; with more, the table has only colours
 
 
 def figures(result: Found) -> results.Figures:
     """Yield (name, heatmap) per MoE layer: each expert's tokens by their true group, in percent."""
     for index, counts in enumerate(result.facts["counts"], 1):
         shares = row_shares(counts)
-        texts = percent_annotations(shares, 0.005)
-        if shares.shape[1] > NUMBERED:
-            texts = np.full(shares.shape, "")
+        texts = charts.percent_annotations(shares, 0.005, charts.NUMBERED)
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
-        labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
+        labels = charts.Labels(
+            f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind"
+        )
         caption = "Percent of each expert's tokens."
         if (unmatched := len(shares) - shares.shape[1]) > 0:
             caption += f" More experts than kinds: the last {unmatched} are matched to none."
-        yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+        yield f"truth_{index}", charts.draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
 def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
@@ -68,7 +67,7 @@ def purity_curves(phase: Phase) -> list[Picture]:
         phase,
         Trained,
         lambda result: dict(enumerate(outcome_of(result).purity, 1)),
-        ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
+        charts.ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
         caption,
         limits=LIMITS,
     )
@@ -77,7 +76,7 @@ def purity_curves(phase: Phase) -> list[Picture]:
             phase,
             Truth,
             lambda result, kind=kind: result.curve("changed_purity", kind),
-            ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
+            charts.ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
             caption,
             limits=LIMITS,
         )

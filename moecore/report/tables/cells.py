@@ -227,10 +227,8 @@ def interval_from_json(cell: Mapping[str, Any]) -> Interval:
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
 
 
-def markdown_table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---"
-) -> list[str]:
-    """Return the lines of a Markdown table; rule: "---:" aligns all columns but the first right."""
-    rules = ["---", *[rule] * (len(head) - 1)]
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    rules = ["---"] * len(head)
     texts = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, rules, *rows))
     return [f"| {text} |".replace("\n", " ") for text in texts]

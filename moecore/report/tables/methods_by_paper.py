@@ -1,19 +1,10 @@
-"""One row per method, one column per headline metric of each paper, as Markdown.
+"""Tables of the page: one row per method, one column per metric of a paper."""
 
-python -m moecore.report.tables.methods_by_paper [reports/compare.json]
-"""
+from collections.abc import Collection, Sequence
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.headline_quantities import HEADLINES
 from moecore.report.page import page_objects
-from moecore.report.tables.cells import Cells, markdown_table
-from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
+from moecore.report.tables.cells import Cells
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, REPORTED, SHORT, PaperModelNumbers
 
 # Columns before those of a paper: the score, and for the cost what it is of.
@@ -31,23 +22,20 @@ WORDS = (
 
 
 def paper_tables_block(
-    columns: Sequence[Column],
-    cells: Cells,
-    controls: Collection[str] = (),
-    asked: Collection[str] = (),
+    columns: Sequence[Column], cells: Cells, controls: Collection[str], papers: Collection[str]
 ) -> page_objects.Block:
     """Return a block with a table per paper with any of the metrics; one is shown at a time.
 
-    asked: names of the papers whose claims the study tests: only their numbers are shown.
+    papers: names of the papers whose claims the study tests: only their numbers are shown.
     """
     grids = [
-        table_of_paper(paper, columns, cells, controls, asked)
+        table_of_paper(paper, columns, cells, controls, papers)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
-    words = [WORDS] if any(grid.more for grid in grids) else []
+    texts = [WORDS] if any(grid.more for grid in grids) else []
     title = "Every method on the metrics of every paper"
-    return page_objects.Block(title, words, grids, choice=True, folded=True)
+    return page_objects.Block(title, texts, grids, choice=True, folded=True)
 
 
 def table_of_paper(
@@ -55,7 +43,7 @@ def table_of_paper(
     columns: Sequence[Column],
     cells: Cells,
     controls: Collection[str],
-    asked: Collection[str],
+    papers: Collection[str],
 ) -> page_objects.PageTable:
     """Return a paper's table: its metrics, methods that have any, numbers of ``asked`` papers."""
     of_paper = [column for column in columns if column.paper == paper and not column.detail]
@@ -69,7 +57,7 @@ def table_of_paper(
     models = [
         model
         for model in REPORTED
-        if model.paper == paper and model.printed_in in asked and model.values.keys() & metrics
+        if model.paper == paper and model.printed_in in papers and model.values.keys() & metrics
     ]
     below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper] if models else "")
     more = []
@@ -102,32 +90,3 @@ def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[st
         return [f"{model} {printed[model]}" for model in values]
     smallest, *_, largest = printed.values()
     return [f"{len(values)} models {smallest} to {largest}"]
-
-
-def headline_tables_as_markdown(compared: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table for each phase: means over seeds.
-
-    A metric that no method has is left out, one that a method lacks is a dash.
-    compared: reports/compare.json as ``moecore.stages.compare`` writes it.
-    """
-    methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
-    lines: list[str] = []
-    for phase in next(iter(methods.values())):
-        rows = {method: [f"`{method}`"] for method in methods}
-        head = ["method"]
-        for column in HEADLINES:
-            cells = {name: phases[phase].get(column.name) for name, phases in methods.items()}
-            if column.short and any(cells.values()):
-                head.append(column.short)
-                for method, cell in cells.items():
-                    rows[method].append(f"{cell['mean']:{column.digits}}" if cell else "–")
-        lines += ["", f"**{phase}**", "", *markdown_table(head, rows.values(), "---:")]
-    return lines
-
-
-if __name__ == "__main__":
-    try:
-        path = next(iter(sys.argv[1:]), "reports/compare.json")
-        print("\n".join(headline_tables_as_markdown(read_comparison(Path(path)))))
-    except UserError as error:
-        sys.exit(str(error))

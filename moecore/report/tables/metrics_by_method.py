@@ -1,6 +1,6 @@
 """The tables: a value with its interval for every method and metric, the best one marked."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -98,15 +98,14 @@ def best_by_disjoint_intervals(metric: Column, cells: Mapping[str, Cell]) -> str
     return first if beaten else None
 
 
-def used_tests(results: Results, phase: Phase, metrics: Sequence[Column]) -> set[str]:
-    """Return the tests that decided on marks of these metrics: keys of ``significance.WORDS``."""
+def used_tests(results: Results, phase: Phase, compared: ComparisonTable) -> set[str]:
+    """Return the tests that decided on a table's marks: keys of ``significance.WORDS``."""
     tests = set()
-    for metric in metrics:
-        cells = method_cells_over_seeds(metric, phase.models)
-        having = [name for name, cell in cells.items() if cell and name not in results.controls]
+    rows = {name: row for name, row in compared.cells.items() if name not in results.controls}
+    for metric in compared.metrics:
+        having = [phase.models[name] for name, row in rows.items() if row[metric.name]]
         if len(having) > 1:
-            seeds = [phase.models[name] for name in having]
-            tests.add(significance.possible_test(metric, seeds))
+            tests.add(significance.possible_test(metric, having))
     return tests - {""}
 
 

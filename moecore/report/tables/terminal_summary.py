@@ -69,8 +69,8 @@ def best_rows(
         return math.inf if cell is None else sign * cell["mean"]
 
     by_phase = [list(group) for _, group in groupby(rows, lambda row: row["phase"])]
-    most = max(1, limit // len(by_phase))
-    return [row for group in by_phase for row in sorted(group, key=rank)[:most]]
+    rows_per_phase = max(1, limit // len(by_phase))
+    return [row for group in by_phase for row in sorted(group, key=rank)[:rows_per_phase]]
 
 
 def claim_lines(
