@@ -277,10 +277,13 @@ def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]
 
     if SOCKET in os.environ:
         return environments
-    if sys.platform != "linux" or torch.cuda.device_count() or is_launching():
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return [environment | {"PATH": path} for environment in environments]
-    from moecore.pipeline.stage_fork_server import start_stage_server
+    shared = {}
+    commands = Path(sys.executable).parent
+    if sys.platform == "linux" and not torch.cuda.device_count() and not is_launching():
+        from moecore.pipeline.stage_fork_server import start_stage_server
 
-    forking = start_stage_server().environment()
-    return [environment | forking for environment in environments]
+        server = start_stage_server()
+        shared[SOCKET] = str(server / "socket")
+        commands = server / "bin"
+    shared["PATH"] = os.pathsep.join([str(commands), os.environ["PATH"]])
+    return [environment | shared for environment in environments]

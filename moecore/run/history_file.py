@@ -339,19 +339,15 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
     return frozenset(out["path"] for out in outs)
 
 
-def study_methods(study: Path) -> list[str]:
-    """Return the names under ``run.methods`` of params.yaml; [] if they cannot be read."""
-    try:
-        return list(load_yaml_document(study / "params.yaml").data["run"]["methods"])
-    except (UserError, KeyError, TypeError):
-        return []  # `moecore check` reports the errors of the file
+def open_study(study: Path) -> list[str]:
+    """Allow imports of the packages in a study's params.yaml, and return its ``run.methods``.
 
-
-def allow_study_packages(study: Path) -> None:
-    """Allow imports of the packages in a study's params.yaml; none if it is unreadable."""
+    Without a readable file there are none: `moecore check` reports its errors.
+    """
+    allow_packages((), ())
     try:
         document = load_yaml_document(study / "params.yaml")
-    except UserError:
-        allow_packages((), ())
-    else:
         allow_packages(document.packages, document.folders)
+        return list(document.data["run"]["methods"])
+    except (UserError, KeyError, TypeError):
+        return []
