@@ -68,9 +68,10 @@ def begin_project(
         write_texts(part, template_texts(name, is_of_user=True))
         file = "params.yaml"
         text = shipped_params_text(study)
+        stages: Sequence[str] = ()
         if data is not None:
             text = own_data.derive_params_text(data)
-            write_texts(part, own_data_dvc_texts())
+            stages = own_data.STAGES
         values = parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY
@@ -79,7 +80,7 @@ def begin_project(
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
             shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
-        texts = upgradable_project_texts(part, name, study)
+        texts = template_texts(name, is_of_user=False) | _dvc_texts(part, study, stages)
         write_texts(part, texts)
         project.write_answers(part, name, study, texts)
         if not any((above / ".git").exists() for above in folder.resolve().parents):
@@ -92,11 +93,6 @@ def begin_project(
             path.rename(folder / path.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def own_data_dvc_texts() -> dict[str, str]:
-    """Return path → text of the dvc.yaml of a project with a folder of pictures."""
-    return dvc.study_dvc_yaml_texts(dvc.stage_definitions(own_data.STAGES), {}, DVC_HEAD)
 
 
 def write_quick_look(place: Path) -> Path:
@@ -131,18 +127,18 @@ def shipped_params_text(study: str) -> str:
     return params_file.project_params_text(compose_shipped_question(study))
 
 
-def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
-    """Return path → text of the files that an upgrade writes again.
+def upgradable_project_texts(name: str, study: str) -> dict[str, str]:
+    """Return path → text of the files of the project here that an upgrade writes again.
 
-    folder: the project. Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version
-    has stay there, as its params.yaml has their settings.
+    Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version has stay there, as
+    its params.yaml has their settings.
     """
     stages: list[str] = []
-    for file in list_project_dvc_files(folder):
+    for file in list_project_dvc_files(HERE):
         data = load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
-    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study, ours)
+    return template_texts(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
@@ -204,7 +200,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     """Print how the project here changes and what runs again; write it if ``is_written``."""
     changes = _renamed_texts(answers)
     with _files_as(changes):  # an overlay must be valid to be read
-        texts = upgradable_project_texts(HERE, answers.name, answers.study)
+        texts = upgradable_project_texts(answers.name, answers.study)
         written, edited = _changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read(pyproject):

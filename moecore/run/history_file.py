@@ -80,14 +80,11 @@ def _run_git(*arguments: str) -> str | None:
     """Return git's output; None if git is missing, fails, or takes more than 10 s."""
     try:
         project = project_of(Path())  # a study's run folder is a git repository without code
-        done = subprocess.run(
-            ["git", *arguments], cwd=project, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            ["git", *arguments], cwd=project, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    if done.returncode != 0:
-        return None
-    return done.stdout.strip()
 
 
 HISTORY_FILE = "history.jsonl"

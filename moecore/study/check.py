@@ -103,10 +103,10 @@ def check_study_document(
 
 
 def check_and_describe_study(
-    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
+    path: str | Path = "params.yaml", also: ExtraCheck | None = None
 ) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
-    study, notes, untried = check_study(path, home, also)
+    study, notes, untried = check_study(path, also=also)
     trained = "nothing is trained"
     if study.run.methods:
         seeds = ", ".join(map(str, study.run.seeds))

@@ -235,7 +235,6 @@ def _move_run_keys(layer: Layer) -> Layer:
     """Return a question's layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
-    moved: dict[tuple, tuple[Document, tuple]] = {}
     added: dict[str, Any] = {}
     methods = sections.get("methods")
     names = None
@@ -251,9 +250,8 @@ def _move_run_keys(layer: Layer) -> Layer:
         match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
         if match and int(match[2]) - int(match[1]) < MAX_SEEDS:  # others are refused as run.seeds
             added["seeds"] = list(range(int(match[1]), int(match[2]) + 1))
-    moved |= {("run", key): (layer.document, (key,)) for key in added}
+    present = run if isinstance(run, dict) else {}
+    moved = {("run", key): (layer.document, (key,)) for key in added if key not in present}
     if added and isinstance(run, dict):
-        for key in run:
-            moved.pop(("run", key), None)
         sections["run"] = added | run
     return layer._replace(sections=sections, names=names, moved={**layer.moved, **moved})
