@@ -29,8 +29,8 @@ from moecore.nn.routers.told import Told, ToldRouter
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
 from moecore.study.check import check_study
-from moecore.study.data_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.document import Document, load_yaml_document
+from moecore.study.model_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide

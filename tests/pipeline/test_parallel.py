@@ -20,7 +20,6 @@ from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.pipeline.stage_client import SOCKET
-from moecore.pipeline.stage_display import StageDisplay
 from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
@@ -49,7 +48,7 @@ ABOVE = {
         "transfer@pretrain-0",
     },
 }
-QUIET = StageDisplay({}, 1, is_verbose=False)
+QUIET = parallel.StageDisplay({}, 1, is_verbose=False)
 BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teacher_router@prc-0"}
 
 
@@ -150,7 +149,9 @@ Traceback (most recent call last):
 @pytest.mark.parametrize("live", [True, False])
 def test_a_terminal_has_a_row_per_stage_and_a_log_a_prefix(live, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: live)
-    display = StageDisplay({"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False)
+    display = parallel.StageDisplay(
+        {"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False
+    )
     stage = ""
     tables = []
     for line in PRINTED.splitlines(keepends=True):
