@@ -170,15 +170,17 @@ class StageDisplay:
 
         now = time.monotonic()
         running = dict(self.begun)
-        left = 0.0
+        remaining = 0.0
         for stage in self.seconds.keys() - self.done:
-            left += max(0.0, (self.seconds[stage] or 0) - now + running.get(stage, now))
+            remaining += max(0.0, (self.seconds[stage] or 0) - now + running.get(stage, now))
         title = f"{len(self.done)} of {len(self.seconds)} stages done"
-        lines = [f"{title}, about {format_duration(left / self.jobs)} left" if left else title]
+        if remaining:
+            title += f", about {format_duration(remaining / self.jobs)} left"
+        lines = [title]
         for stage, begun in running.items():
             step, rest, values = self.progress.get(stage, ("", "", ""))
             spent = format_duration(now - begun)
-            lines.append(f"{stage_words(stage):<32} {spent:>7} {step:>11} {rest:>7}  {values}")
+            lines.append(f"{spell_stage(stage):<32} {spent:>7} {step:>11} {rest:>7}  {values}")
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 
@@ -195,17 +197,16 @@ def redraw_table(display: StageDisplay) -> Iterator[None]:
         yield
 
 
-def stage_words(stage: str) -> str:
+def spell_stage(stage: str) -> str:
     """Return a stage as words: ``explorer pretrain vmoe 0``, ``prepare pretrain``, ``compare``."""
     return re.sub("[@-]", " ", stage.removeprefix("measure@"))
 
 
 def print_line(stage: str, line: str) -> None:
-    """Print ``[pretrain vmoe 0] line``, without these words at the start of the line."""
-    words = stage_words(stage)
-    if words:
-        line = line.removeprefix("measure ").removeprefix(f"{words}: ")
-        line = f"[{words}] {line}"
+    """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
+    if title := spell_stage(stage):
+        line = line.removeprefix("measure ").removeprefix(f"{title}: ")
+        line = f"[{title}] {line}"
     print(f"{line}\n", end="", flush=True)
 
 

@@ -252,13 +252,13 @@ def _changed_texts(
         text = texts.get(path)
         if text == before:
             continue
-        known = answers.files.get(path)
+        written_hash = answers.files.get(path)
         current = None if before is None else project.hash_text(before)
         # `moecore study write` overwrites the files of an overlay
         is_free = Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
-        if is_free or known == current:
+        if is_free or written_hash == current:
             written[path] = text
-        elif text is None or project.hash_text(text) != known:
+        elif text is None or project.hash_text(text) != written_hash:
             edited[path] = text
     return written, edited
 

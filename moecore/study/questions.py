@@ -78,8 +78,8 @@ class QuestionFile:
         """Return the question's file, and the project's paper.yaml files whose claims it asks."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        asked = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
-        files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(asked)]
+        folders = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
+        files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(folders)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
     def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
