@@ -155,9 +155,13 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     return dvc.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
-def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
+    """Write path → text below ``folder``; None removes the file."""
     for path, text in texts.items():
-        write_whole(folder / path, text)
+        if text is None:
+            (folder / path).unlink(missing_ok=True)
+        else:
+            write_whole(folder / path, text)
 
 
 def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
@@ -219,8 +223,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     with _files_as(changes):
         print_plan()
     if is_written:
-        for path, text in changes.items():
-            _write(path, text)
+        write_texts(HERE, changes)
         project.write_answers(HERE, answers.name, answers.study, texts)
         print("written")
     else:
@@ -268,20 +271,11 @@ def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
     """Replace the files' texts while the block runs, and restore them afterwards."""
     before = {path: _read(Path(path)) for path in texts}
     try:
-        for path, text in texts.items():
-            _write(path, text)
+        write_texts(HERE, texts)
         yield
     finally:
-        for path, text in before.items():
-            _write(path, text)
+        write_texts(HERE, before)
 
 
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _write(path: str, text: str | None) -> None:
-    if text is None:
-        Path(path).unlink(missing_ok=True)
-    else:
-        write_whole(path, text)
