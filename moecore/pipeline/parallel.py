@@ -205,7 +205,7 @@ def spell_stage(stage: str) -> str:
 def print_line(stage: str, line: str) -> None:
     """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
     if title := spell_stage(stage):
-        line = line.removeprefix("measure ").removeprefix(f"{title}: ")
+        line = re.sub(rf"^(\w+ )?{title}: ", "", line)  # a script of several stages is named first
         line = f"[{title}] {line}"
     print(f"{line}\n", end="", flush=True)
 
