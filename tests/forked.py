@@ -18,18 +18,18 @@ from functools import cache
 from pathlib import Path
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.stage_fork_server import StageServerPaths, start_stage_server
+from moecore.pipeline.stage_fork_server import start_stage_server
 
 CLIENT = Path(__file__).with_name("command_client.py")
 
 
 @cache
-def server() -> StageServerPaths:
-    """The server of this test process, started at the first call."""
+def server() -> Path:
+    """The folder of the server of this test process, started at the first call."""
     with contextlib.chdir(ROOT):  # there Python finds the module
         started = start_stage_server("tests.command_server")
     for name in ("python", "dvc"):
-        command = started.commands / name
+        command = started / "bin" / name
         words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable, name])
         command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
         command.chmod(0o755)
@@ -42,7 +42,7 @@ class Stage:
     def __init__(self, folder: Path, words: Sequence[str], env: dict[str, str]) -> None:
         self.printed = [tempfile.TemporaryFile("w+") for _ in ("stdout", "stderr")]
         self.line = socket.socket(socket.AF_UNIX)
-        self.line.connect(str(server().socket))
+        self.line.connect(str(server() / "socket"))
         socket.send_fds(self.line, [b"."], [stream.fileno() for stream in self.printed])
         request = json.dumps([str(folder), [f"moecore.stages.{words[0]}", *words[1:]], env])
         self.line.sendall(f"{request}\n".encode())

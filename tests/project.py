@@ -221,8 +221,8 @@ class Project:
         }
         folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
         if self.forked:
-            folders.insert(0, str(forked.server().commands))
-            kept[SOCKET] = str(forked.server().socket)
+            folders.insert(0, str(forked.server() / "bin"))
+            kept[SOCKET] = str(forked.server() / "socket")
         return kept | {
             "PATH": os.pathsep.join(folders),
             "DVC_NO_ANALYTICS": "1",

@@ -123,7 +123,7 @@ def pilot_command(
     result = run_pilot(path, seeds)
     verdicts = pilot_verdicts(result)
     print_pilot(result, verdicts)
-    raise typer.Exit(0 if all(verdict.holds for verdict in verdicts) else 1)
+    raise typer.Exit(0 if all(verdicts.values()) else 1)
 
 
 @app.command("run")

@@ -44,7 +44,7 @@ from moecore.study.stages import ROWS
 
 CODE_STATE = Path(".state/code.sha256")
 COMPARE = "compare"  # the only script whose result is made by the room `report`
-NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
+NOT_READ_WHOLE = ("packages", "run", "data", "model", "methods", "claims", "questions")
 # Rooms whose code decides a result; an edit of other rooms reruns nothing
 DECIDING = ("core", "statistics", "tasks", "nn", "data", "attacks", "training", "measure", "brain")
 OUTSIDE = "outside"  # instead of a room: packages that params.yaml lists
@@ -172,12 +172,10 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
         parts = part_files(document.get(("methods", method)), root, "methods")
         model = part_files(params.get("model"), root, "model")
         yield f"methods/{method}.json", parts | model
+    for phase, source in (params.get("data") or {}).items():
+        yield f"sections/data.{phase}.json", part_files(source, root, "data")
     for key, section in params.items():
-        if key in (*NOT_READ_WHOLE, "model") and key != "data":
-            continue
-        if key == "data":
-            for phase, source in section.items():
-                yield f"sections/data.{phase}.json", part_files(source, root, key)
+        if key in NOT_READ_WHOLE:
             continue
         if key in allowed_packages() and isinstance(section, dict):
             for name, settings in section.items():

@@ -4,6 +4,10 @@ Small models leave cores idle: two processes of one thread each train them faste
 of two threads. With GPUs every job has one GPU, or one per rank. Each job is a ``dvc repro
 --single-item`` of a few stages in sequence, so DVC manages cache, lock file and run cache as usual;
 stages share only files.
+
+A terminal shows a redrawn table of the stages that run, else lines have a prefix. DVC's own lines
+are left out. In the table a stage's progress is a row; its other lines are printed at its end,
+indented ones only if it fails.
 """
 
 import os
@@ -11,10 +15,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
@@ -26,8 +33,8 @@ from moecore.pipeline.plan import (
 )
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
-from moecore.pipeline.stage_display import StageDisplay, redraw_table
 from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
+from moecore.run.progress import LINE_SECONDS, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's messages if two processes use the same path
@@ -39,6 +46,12 @@ OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.ya
 DvcJob = tuple[str, ...]  # stages that one process runs in sequence
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: for numpy's BLAS
+DVC_LINES = re.compile(
+    r"$|> |(Updating|Generating) lock file|Stage '.*' (didn't|is cached)|Data and pipelines are"
+    r"|To track the changes|\tgit add|To enable auto|\tdvc config|Use `dvc push`"
+)
+BEGUN = re.compile(r"Running stage '(?:.*:)?(.*)'")
+PROGRESS = re.compile(r".*: (\d+/\d+) \(\d+%\)(?:, ([\d:]+) left)?(?:, )?(.*)")
 
 
 def next_job_stages(
@@ -101,6 +114,100 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
     if not (method and seed.isdigit()) or "method" not in _row(stage).item:
         return None
     return method, seed, phase
+
+
+class StageDisplay:
+    """Displays the output of stages that run at the same time.
+
+    seconds: expected seconds, None if unknown, of all stages that will run.
+    """
+
+    def __init__(self, seconds: Mapping[str, float | None], jobs: int, is_verbose: bool) -> None:
+        self.seconds = seconds
+        self.jobs = jobs
+        self.is_verbose = is_verbose
+        self.is_live = sys.stdout.isatty() and not is_verbose
+        self.done: set[str] = set()
+        self.begun: dict[str, float] = {}  # running stage → its start on the monotonic clock
+        self.progress: dict[str, tuple[str, ...]] = {}  # running stage → step, time left, values
+        self.lines: dict[str, list[str]] = {}  # running stage → lines to print at its end
+
+    def add(self, stage: str, line: str) -> str:
+        """Display a line that DVC printed while ``stage`` ran; return the stage that now runs."""
+        line = line.rstrip()
+        if begun := BEGUN.match(line):
+            self.end(stage)
+            stage = begun[1]
+            self.begun[stage] = time.monotonic()
+            if not self.is_live and not self.is_verbose:
+                print_line(stage, "started")
+        if self.is_verbose:
+            print_line("", line)
+        elif begun or DVC_LINES.match(line):
+            pass
+        elif not self.is_live:
+            print_line(stage, line)
+        elif progress := PROGRESS.fullmatch(line):
+            self.progress[stage] = progress.groups("")
+        else:
+            self.lines.setdefault(stage, []).append(line)
+        return stage
+
+    def end(self, stage: str, is_failed: bool = False) -> None:
+        begun = self.begun.pop(stage, None)
+        self.progress.pop(stage, None)
+        for line in self.lines.pop(stage, ()):
+            if is_failed or not line[:1].isspace():
+                print_line(stage, line)
+        if begun is not None and not is_failed:
+            self.done.add(stage)
+            if not self.is_live and not self.is_verbose:
+                print_line(stage, f"done in {format_duration(time.monotonic() - begun)}")
+
+    def table(self) -> Any:
+        """Return a line per running stage, below what is done and the expected time left."""
+        from rich.text import Text
+
+        now = time.monotonic()
+        running = dict(self.begun)
+        remaining = 0.0
+        for stage in self.seconds.keys() - self.done:
+            remaining += max(0.0, (self.seconds[stage] or 0) - now + running.get(stage, now))
+        title = f"{len(self.done)} of {len(self.seconds)} stages done"
+        if remaining:
+            title += f", about {format_duration(remaining / self.jobs)} left"
+        lines = [title]
+        for stage, begun in running.items():
+            step, rest, values = self.progress.get(stage, ("", "", ""))
+            spent = format_duration(now - begun)
+            lines.append(f"{spell_stage(stage):<32} {spent:>7} {step:>11} {rest:>7}  {values}")
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def redraw_table(display: StageDisplay) -> Iterator[None]:
+    """Redraw the table below all printed lines, if the output is a terminal."""
+    if not display.is_live:
+        yield
+        return
+    from rich.live import Live
+
+    os.environ.setdefault(LINE_SECONDS, "1")
+    with Live(get_renderable=display.table, transient=True):
+        yield
+
+
+def spell_stage(stage: str) -> str:
+    """Return a stage as words: ``explorer pretrain vmoe 0``, ``prepare pretrain``, ``compare``."""
+    return re.sub("[@-]", " ", stage.removeprefix("measure@"))
+
+
+def print_line(stage: str, line: str) -> None:
+    """Print ``[pretrain vmoe 0] line``, without this title at the start of the line."""
+    if title := spell_stage(stage):
+        line = re.sub(rf"^(\w+ )?{title}: ", "", line)  # a script of several stages is named first
+        line = f"[{title}] {line}"
+    print(f"{line}\n", end="", flush=True)
 
 
 def run_job_stages(
@@ -277,10 +384,13 @@ def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]
 
     if SOCKET in os.environ:
         return environments
-    if sys.platform != "linux" or torch.cuda.device_count() or is_launching():
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return [environment | {"PATH": path} for environment in environments]
-    from moecore.pipeline.stage_fork_server import start_stage_server
+    shared = {}
+    commands = Path(sys.executable).parent
+    if sys.platform == "linux" and not torch.cuda.device_count() and not is_launching():
+        from moecore.pipeline.stage_fork_server import start_stage_server
 
-    forking = start_stage_server().environment()
-    return [environment | forking for environment in environments]
+        server = start_stage_server()
+        shared[SOCKET] = str(server / "socket")
+        commands = server / "bin"
+    shared["PATH"] = os.pathsep.join([str(commands), os.environ["PATH"]])
+    return [environment | shared for environment in environments]

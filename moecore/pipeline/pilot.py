@@ -8,7 +8,7 @@ are of validation images. Shapes: E experts, d width, n tokens.
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,8 @@ from moecore.nn.routers.told import Told, ToldRouter
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
 from moecore.study.check import check_study
-from moecore.study.data_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.document import Document, load_yaml_document
+from moecore.study.model_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card
 from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
@@ -88,11 +88,6 @@ class PilotResult(NamedTuple):
         """Return how much better, in ``unit``, the oracle's mean score is than another method's."""
         ahead = self.scale * (fmean(self.told.scores) - fmean(other.scores))
         return ahead if self.score.better == "higher" else -ahead
-
-
-class PilotCondition(NamedTuple):
-    holds: bool
-    line: str
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
@@ -243,8 +238,8 @@ def pilot_score_for_task(task: Task) -> Score:
     return task.score
 
 
-def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
-    """Return three conditions (holds, line): routing gains enough, has room to learn, is fast.
+def pilot_verdicts(result: PilotResult) -> dict[str, bool]:
+    """Return line → whether it holds: routing gains enough, has room to learn, is fast.
 
     Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
     seeds, pooled from the variances of all four.
@@ -252,20 +247,17 @@ def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition,
     told = result.told.name
     unit = result.unit
     scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))
-    room, gap = result.told_ahead_of(result.dense), result.told_ahead_of(result.learned)
+    room = result.told_ahead_of(result.dense)
+    gap = result.told_ahead_of(result.learned)
     slowest = max(max(row.seconds) for row in result.rows)
-    lines = (
-        f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {MIN_GAIN:g}",
-        f"{told} is {gap:.2f} {unit} better than a learned router; needed: more than "
-        f"{scatter:.2f}, the scatter of seeds",
-        f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}",
-    )
-    holds = (room >= MIN_GAIN, gap > scatter, slowest <= MAX_SECONDS)
-    first, second, third = map(PilotCondition, holds, lines)
-    return first, second, third
+    gain = f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {MIN_GAIN:g}"
+    learnable = f"{told} is {gap:.2f} {unit} better than a learned router; needed: more than "
+    learnable += f"{scatter:.2f}, the scatter of seeds"
+    length = f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}"
+    return {gain: room >= MIN_GAIN, learnable: gap > scatter, length: slowest <= MAX_SECONDS}
 
 
-def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None:
+def print_pilot(result: PilotResult, verdicts: Mapping[str, bool]) -> None:
     """Print the scores of every seed, the result of the fitted router, and the verdicts."""
     from rich.console import Console
     from rich.table import Table
@@ -282,13 +274,11 @@ def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None
     console.print(table)
     told = result.told.name
     ahead = result.told_ahead_of(result.begun)
-    lines = [f"{'yes' if verdict.holds else 'no':<3} {verdict.line}" for verdict in verdicts]
+    lines = [f"{'yes' if holds else 'no':<3} {line}" for line, holds in verdicts.items()]
     lines.append(
         f"A router that begins with {result.fitted:.1%} of tokens as {told} ends {abs(ahead):.2f} "
         f"{result.unit} {'below' if ahead > 0 else 'above'} it."
     )
-    lines.append(
-        "Worth a study." if all(verdict.holds for verdict in verdicts) else "Not worth a study."
-    )
+    lines.append("Worth a study." if all(verdicts.values()) else "Not worth a study.")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

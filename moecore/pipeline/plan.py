@@ -5,6 +5,7 @@ Also raw data that changed since they were prepared, which DVC does not notice.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from graphlib import TopologicalSorter
@@ -24,6 +25,7 @@ from moecore.study.stages import CODE_STAGE
 
 ALWAYS = "always changed"  # DVC's status of such a stage
 RUNS = "runs now"
+MISSING_INPUT = re.compile("dep .* deleted")  # of a stage's reasons
 COPYING = "numbers"  # a stage that only copies files
 SHOWN = 2  # reasons, and stages above, that are printed
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the raw folders
@@ -119,7 +121,8 @@ def plan_stages(
         if by_code is not None:
             above = [before for before in above if before != CODE_STAGE]
         # a stage above may make a missing input again as it was
-        is_certain = any(not (above and _is_missing_input(text)) for text in reasons.get(stage, ()))
+        texts = reasons.get(stage, ())
+        is_certain = not all(above and MISSING_INPUT.fullmatch(text) for text in texts)
         if stage not in reasons and above:
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
@@ -171,10 +174,6 @@ def _kind(stage: str) -> str:
     return stage.split("-")[0] if stage.startswith("measure@") else stage.split("@")[0]
 
 
-def _is_missing_input(reason: str) -> bool:
-    return reason.startswith("dep ") and reason.endswith(" deleted")
-
-
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
     """Yield DVC's status entries as text: ``seed modified``, ``dep artifacts/data modified``."""
     for entry in entries:
@@ -194,14 +193,11 @@ def past_seconds() -> dict[str, float]:
     for file in SECONDS.glob("*"):
         seconds[file.name] = float(file.read_text(encoding="utf-8"))
     for file in sorted(Path("artifacts/history").rglob(HISTORY_FILE)):
-        lines = read_lines(file.parent)
-        if not lines or "uid" not in lines[0] or lines[-1].get("status") != "FINISHED":
-            continue
-        header = lines[0]
-        item = [str(header[key]) for key in ("phase", "method", "seed") if header[key] is not None]
-        stage = f"{header['stage']}@{'-'.join(item)}" if item else header["stage"]
-        # unlike the last process, the history of a resumed run has all seconds
-        seconds[_stage_name(header["dvc_stage"] or stage)] = lines[-1]["seconds"]
+        lines = read_lines(file.parent) or [{}]
+        stage = lines[0].get("dvc_stage")
+        if stage and lines[-1].get("status") == "FINISHED":
+            # unlike the last process, the history of a resumed run has all seconds
+            seconds[_stage_name(stage)] = lines[-1]["seconds"]
     return seconds
 
 

@@ -12,7 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import distribution, version
 from pathlib import Path
 
@@ -96,14 +96,14 @@ def hold_project(path: Path = LOCK) -> Iterator[None]:
     holder = path.with_name(HOLDER)
 
     def describe_driver() -> str:
+        who = "another process is running the stages of this folder"
         mend = "wait for it, or end it and start again"
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
             driver = json.loads(holder.read_text(encoding="utf-8"))
-            who = f"process {driver['pid']} has been running the stages of this folder since "
-            return f"{path.parent}: {who}{driver['since']}; {mend} (`kill {driver['pid']}`)"
-        except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-            who = "another process is running the stages of this folder"
-            return f"{path.parent}: {who}; {mend}"
+            began = f"has been running the stages of this folder since {driver['since']}"
+            who = f"process {driver['pid']} {began}"
+            mend += f" (`kill {driver['pid']}`)"
+        return f"{path.parent}: {who}; {mend}"
 
     with hold_lock(path, describe_driver):
         write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})

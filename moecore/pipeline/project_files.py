@@ -18,7 +18,7 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED, list_project_dvc_files
-from moecore.pipeline import dvc, own_data, project
+from moecore.pipeline import derived_runs, dvc, project
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study import params_file
@@ -68,9 +68,10 @@ def begin_project(
         write_texts(part, template_texts(name, is_of_user=True))
         file = "params.yaml"
         text = shipped_params_text(study)
+        stages: Sequence[str] = ()
         if data is not None:
-            text = own_data.derive_params_text(data)
-            write_texts(part, own_data_dvc_texts())
+            text = derived_runs.derive_params_text(data)
+            stages = derived_runs.STAGES
         values = parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY
@@ -79,7 +80,7 @@ def begin_project(
         for package in values.get("packages", ()):
             home = find_shipped_question(study).path.parent / package
             shutil.copytree(home, part / "src" / package, ignore=NOT_SOURCE)
-        texts = upgradable_project_texts(part, name, study)
+        texts = template_texts(name, is_of_user=False) | _dvc_texts(part, study, stages)
         write_texts(part, texts)
         project.write_answers(part, name, study, texts)
         if not any((above / ".git").exists() for above in folder.resolve().parents):
@@ -92,11 +93,6 @@ def begin_project(
             path.rename(folder / path.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def own_data_dvc_texts() -> dict[str, str]:
-    """Return path → text of the dvc.yaml of a project with a folder of pictures."""
-    return dvc.study_dvc_yaml_texts(dvc.stage_definitions(own_data.STAGES), {}, DVC_HEAD)
 
 
 def write_quick_look(place: Path) -> Path:
@@ -131,18 +127,18 @@ def shipped_params_text(study: str) -> str:
     return params_file.project_params_text(compose_shipped_question(study))
 
 
-def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
-    """Return path → text of the files that an upgrade writes again.
+def upgradable_project_texts(name: str, study: str) -> dict[str, str]:
+    """Return path → text of the files of the project here that an upgrade writes again.
 
-    folder: the project. Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version
-    has stay there, as its params.yaml has their settings.
+    Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version has stay there, as
+    its params.yaml has their settings.
     """
     stages: list[str] = []
-    for file in list_project_dvc_files(folder):
+    for file in list_project_dvc_files(HERE):
         data = load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
-    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study, ours)
+    return template_texts(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
@@ -159,9 +155,13 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     return dvc.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
-def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
+    """Write path → text below ``folder``; None removes the file."""
     for path, text in texts.items():
-        write_whole(folder / path, text)
+        if text is None:
+            (folder / path).unlink(missing_ok=True)
+        else:
+            write_whole(folder / path, text)
 
 
 def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
@@ -204,7 +204,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     """Print how the project here changes and what runs again; write it if ``is_written``."""
     changes = _renamed_texts(answers)
     with _files_as(changes):  # an overlay must be valid to be read
-        texts = upgradable_project_texts(HERE, answers.name, answers.study)
+        texts = upgradable_project_texts(answers.name, answers.study)
         written, edited = _changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read(pyproject):
@@ -223,8 +223,7 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     with _files_as(changes):
         print_plan()
     if is_written:
-        for path, text in changes.items():
-            _write(path, text)
+        write_texts(HERE, changes)
         project.write_answers(HERE, answers.name, answers.study, texts)
         print("written")
     else:
@@ -256,13 +255,13 @@ def _changed_texts(
         text = texts.get(path)
         if text == before:
             continue
-        known = answers.files.get(path)
+        written_hash = answers.files.get(path)
         current = None if before is None else project.hash_text(before)
         # `moecore study write` overwrites the files of an overlay
         is_free = Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
-        if is_free or known == current:
+        if is_free or written_hash == current:
             written[path] = text
-        elif text is None or project.hash_text(text) != known:
+        elif text is None or project.hash_text(text) != written_hash:
             edited[path] = text
     return written, edited
 
@@ -272,20 +271,11 @@ def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
     """Replace the files' texts while the block runs, and restore them afterwards."""
     before = {path: _read(Path(path)) for path in texts}
     try:
-        for path, text in texts.items():
-            _write(path, text)
+        write_texts(HERE, texts)
         yield
     finally:
-        for path, text in before.items():
-            _write(path, text)
+        write_texts(HERE, before)
 
 
 def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _write(path: str, text: str | None) -> None:
-    if text is None:
-        Path(path).unlink(missing_ok=True)
-    else:
-        write_whole(path, text)

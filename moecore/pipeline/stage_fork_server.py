@@ -1,7 +1,7 @@
 """Stages as forked processes: ``python -m moecore.stages.x`` without its 3 s of imports.
 
 A server imports all stages once and forks a process per started stage. DVC starts stages through
-the command ``python`` in ``StageServerPaths.commands``, first in its PATH; such a process prints,
+the command ``python`` in the server's folder ``bin``, first in its PATH; such a process prints,
 exits and is killed like any other. Linux only, and without a GPU: CUDA does not survive a fork.
 """
 
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -29,7 +29,6 @@ from threadpoolctl import threadpool_limits
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
 from moecore.core.source_layout import STAGE_MODULES
-from moecore.pipeline.stage_client import SOCKET
 from moecore.run.inputs import remember_imported_sources
 from moecore.run.stage_entry import end_with_parent, run_stage
 
@@ -38,35 +37,25 @@ CLIENT = Path(__file__).with_name("stage_client.py")
 Stages = Mapping[str, Callable[..., None]]
 
 
-class StageServerPaths(NamedTuple):
-    """The socket of a server, and a folder with the command ``python`` that connects to it."""
+def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
+    """Start a server that ends with this process; UserError if it ends early.
 
-    socket: Path
-    commands: Path
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables with which DVC starts its stages on this server."""
-        path = os.pathsep.join([str(self.commands), os.environ["PATH"]])
-        return {"PATH": path, SOCKET: str(self.socket)}
-
-
-def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServerPaths:
-    """Start a server that ends with this process; return its paths. UserError if it ends early."""
+    Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
-    server = StageServerPaths(folder / "socket", folder / "bin")
-    server.commands.mkdir()
-    command = server.commands / "python"
+    path = folder / "socket"
+    command = folder / "bin/python"
+    command.parent.mkdir()
     client = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable])
     command.write_text(f'#!/bin/sh\nexec {client} "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(server.socket)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", module, str(path)], env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
-    while not server.socket.exists():  # no time limit: imports take minutes on a cold disk
+    while not path.exists():  # no time limit: imports take minutes on a cold disk
         if (code := process.poll()) is not None:
             end = f"exit code {code}" if code >= 0 else f"signal {-code}"
             shown = f"`{sys.executable} -m {module}`"
@@ -75,7 +64,7 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServ
                 f"server of stages: {shown} ended with {end} before it listened; {mend}"
             )
         time.sleep(0.02)
-    return server
+    return folder
 
 
 def serve_stages(path: str, stages: Stages) -> None:

@@ -133,8 +133,11 @@ def why_results_stay(question_round: Round) -> str:
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return f"this run has other settings, {changes[0]}{more}"
     ran = read_dvc_locks(folder)
-    seen = [*ran.get("compare", {}).get("deps", ()), *ran.get("numbers", {}).get("outs", ())]
-    hashes = {file["path"]: file.get("md5") for file in seen}
+    files_of_run = [
+        *ran.get("compare", {}).get("deps", ()),
+        *ran.get("numbers", {}).get("outs", ()),
+    ]
+    hashes = {file["path"]: file.get("md5") for file in files_of_run}
     for path in (Path("params.yaml"), NUMBERS, ITEMS):
         if hashes.get(str(path)) != files.file_checksum(folder / path, "md5"):
             reason = f"{path} is not what the stages compare and numbers saw"
@@ -147,8 +150,8 @@ def keep_results(question_round: Round) -> Path:
     if reason := why_results_stay(question_round):
         raise UserError(f"{question_round.results}: left as it is: {reason}")
     numbers = read_json(question_round.folder / NUMBERS)
-    asked = read_json(question_round.folder / ASKED_FILE)
-    files.write_json(question_round.results, {ASKED: asked} | numbers)
+    origin = read_json(question_round.folder / ASKED_FILE)
+    files.write_json(question_round.results, {ASKED: origin} | numbers)
     if not numbers.keys().isdisjoint(SECTIONS.values()):  # without claims there are no items
         with files.whole_file(question_round.results.with_suffix(ITEMS.suffix)) as temporary:
             shutil.copyfile(question_round.folder / ITEMS, temporary)

@@ -80,14 +80,11 @@ def _run_git(*arguments: str) -> str | None:
     """Return git's output; None if git is missing, fails, or takes more than 10 s."""
     try:
         project = project_of(Path())  # a study's run folder is a git repository without code
-        done = subprocess.run(
-            ["git", *arguments], cwd=project, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            ["git", *arguments], cwd=project, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    if done.returncode != 0:
-        return None
-    return done.stdout.strip()
 
 
 HISTORY_FILE = "history.jsonl"
@@ -339,19 +336,15 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
     return frozenset(out["path"] for out in outs)
 
 
-def study_methods(study: Path) -> list[str]:
-    """Return the names under ``run.methods`` of params.yaml; [] if they cannot be read."""
-    try:
-        return list(load_yaml_document(study / "params.yaml").data["run"]["methods"])
-    except (UserError, KeyError, TypeError):
-        return []  # `moecore check` reports the errors of the file
+def open_study(study: Path) -> list[str]:
+    """Allow imports of the packages in a study's params.yaml, and return its ``run.methods``.
 
-
-def allow_study_packages(study: Path) -> None:
-    """Allow imports of the packages in a study's params.yaml; none if it is unreadable."""
+    Without a readable file there are none: `moecore check` reports its errors.
+    """
+    allow_packages((), ())
     try:
         document = load_yaml_document(study / "params.yaml")
-    except UserError:
-        allow_packages((), ())
-    else:
         allow_packages(document.packages, document.folders)
+        return list(document.data["run"]["methods"])
+    except (UserError, KeyError, TypeError):
+        return []

@@ -61,8 +61,15 @@ class StageInputs:
         hash_files: from ``stage_hash_files``. item: values of the placeholders in keys of
         params.yaml, such as ``method``.
         """
-        self._code = StageCode(hash_files)
-        self._code.refuse_edits()
+        self._recorded = {  # source file → the hash under which DVC caches the stage's result
+            Path(name): digest for file in hash_files for name, digest in read_json(file).items()
+        }
+        self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
+        for file, (content, hashes) in _imported_by_server.items():
+            if file in self._recorded and self._recorded[file] not in hashes:
+                raise _edited_source(file)
+            self._verified[file] = content
+        self.refuse_edited_code()
         self._artifacts = [*artifacts, *hash_files]
         self._hashes = hash_inputs(self._artifacts)
         self._params = params
@@ -76,8 +83,16 @@ class StageInputs:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def refuse_edited_code(self) -> None:
-        """Raise UserError with the file if the code was edited after it was hashed."""
-        self._code.refuse_edits()
+        """Raise UserError with the file if code, and not only its formatting, was edited."""
+        for file, digest in self._recorded.items():
+            try:
+                content = file_checksum(locate_source(file))
+            except OSError:
+                raise _edited_source(file) from None
+            if self._verified.get(file) != content:
+                if digest not in _hashes_of(file):
+                    raise _edited_source(file)
+                self._verified[file] = content
 
     def refuse_edited_settings(self) -> None:
         """Raise UserError with the key if values of params.yaml have changed."""
@@ -304,33 +319,6 @@ def remember_imported_sources() -> None:
             package = Path(*name.split("."))
             file = package / path.name if path.name == "__init__.py" else package.with_suffix(".py")
             _imported_by_server[file] = file_checksum(path), _hashes_of(file)
-
-
-class StageCode:
-    """The source files of a stage, with the hashes under which DVC caches its result."""
-
-    def __init__(self, hash_files: Iterable[Path]) -> None:
-        """Read the recorded hashes from ``hash_files``, the stage's files of artifacts/code/."""
-        self._recorded = {
-            Path(name): digest for file in hash_files for name, digest in read_json(file).items()
-        }
-        self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
-        for file, (content, hashes) in _imported_by_server.items():
-            if file in self._recorded and self._recorded[file] not in hashes:
-                raise _edited_source(file)
-            self._verified[file] = content
-
-    def refuse_edits(self) -> None:
-        """Raise UserError with the file if code, and not only its formatting, was edited."""
-        for file, digest in self._recorded.items():
-            try:
-                content = file_checksum(locate_source(file))
-            except OSError:
-                raise _edited_source(file) from None
-            if self._verified.get(file) != content:
-                if digest not in _hashes_of(file):
-                    raise _edited_source(file)
-                self._verified[file] = content
 
 
 def _hashes_of(file: Path) -> tuple[str, str]:

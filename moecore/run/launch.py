@@ -81,9 +81,7 @@ def hand_stage_to_launcher() -> None:
     """Run this stage with the launcher and exit; in a launched process, only set the rank."""
     arguments = sys.orig_argv[1:]
     if LAUNCHED in os.environ:
-        os.environ.update(
-            rank_variables_from_slurm(os.environ) | thread_variables_from_slurm(os.environ)
-        )
+        os.environ.update(variables_from_slurm(os.environ))
     elif (
         arguments[:1] == ["-m"]
         and arguments[1].startswith(STAGE_MODULES)
@@ -139,22 +137,21 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"SLURM_KILL_BAD_EXIT": "1"} | variables
 
 
-def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, … of a SLURM task; {} outside SLURM, or for a single task."""
+def variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a SLURM task says: RANK, …, of several tasks; MOECORE_THREADS, … of its cores.
+
+    Variables that ``environment`` has are left out.
+    """
+    variables = {}
     size = int(environment.get("SLURM_NTASKS", "1"))
-    if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
-        return {}
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(size // int(environment["SLURM_NNODES"])),
-    }
-
-
-def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for one thread per core of a SLURM task; {} if unknown or already set."""
-    cores = environment.get("SLURM_CPUS_PER_TASK")
-    if cores is None or "MOECORE_THREADS" in environment:
-        return {}
-    return {"MOECORE_THREADS": cores, "OMP_NUM_THREADS": cores}
+    if size > 1 and "SLURM_PROCID" in environment and "RANK" not in environment:
+        variables = {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(size // int(environment["SLURM_NNODES"])),
+        }
+    if "SLURM_CPUS_PER_TASK" in environment and "MOECORE_THREADS" not in environment:
+        names = ("MOECORE_THREADS", "OMP_NUM_THREADS")
+        variables |= dict.fromkeys(names, environment["SLURM_CPUS_PER_TASK"])
+    return variables

@@ -7,12 +7,13 @@ With a file, gloo and NCCL listen on 127.0.0.1; torchrun listens on all interfac
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.run.stage_entry import MEETING, end_with_parent
@@ -30,27 +31,23 @@ def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         shared[MEETING] = str(Path(folder, "meeting"))
-        running: list[subprocess.Popen] = []
+        running: list[psutil.Popen] = []
         try:
             for rank in range(size):
                 environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command = [sys.executable, *arguments]
                 begin = set_parent_death_signal
-                running.append(subprocess.Popen(command, env=environment, preexec_fn=begin))
+                running.append(psutil.Popen(command, env=environment, preexec_fn=begin))
             return wait_for_exit_code(running)
         finally:
             for process in running:
                 process.terminate()
-            until = time.monotonic() + GRACE
-            for process in running:
-                try:
-                    process.wait(max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            for process in psutil.wait_procs(running, GRACE)[1]:  # those that still run
+                process.kill()
+                process.wait()
 
 
-def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
+def wait_for_exit_code(running: Sequence[psutil.Popen]) -> int:
     """Wait until a rank fails, and return its exit code, or until all succeed, and return 0."""
     while True:
         codes = [process.poll() for process in running]

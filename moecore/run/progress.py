@@ -40,7 +40,8 @@ class ProgressLines:
             seconds_per_step = (now - self.begun) / (step - self.first)
             remaining = f", {format_duration((self.total - step) * seconds_per_step)} left"
         note = f"\n  {self.note}" if self.note else ""
-        self.last = f"{self.title}: {done}{remaining}{format_values(values)}{note}"
+        shown = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
+        self.last = f"{self.title}: {done}{remaining}{shown}{note}"
         if now - self.printed >= self.wait:
             self.flush(now)
 
@@ -72,11 +73,6 @@ def report_progress(title: str, total: int) -> Iterator[ProgressLines]:
         bar.flush(time.monotonic())
         if bar.is_terminal:
             print(file=sys.stderr)
-
-
-def format_values(values: dict[str, float]) -> str:
-    """Return names and values as a text: ``, loss 0.1234, validation accuracy 0.5``."""
-    return "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
 
 
 def format_duration(seconds: float) -> str:

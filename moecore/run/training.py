@@ -123,28 +123,27 @@ def training_run(
 
     trains: whether several ranks share it; else the first rank does the work.
     """
-    item = [str(word) for word in (method, seed) if word is not None]
-    name = "/".join([stage, *item])
+    title = " ".join(str(word) for word in (stage, method, seed) if word is not None)
     monitor = read_params(MonitorSection).monitor
     if trains:
         ranks.join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    settings = [name, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
+    settings = [title, *(part.model_dump(mode="json") for part in (params, monitor) if part)]
     ranks.check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     ranks.check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     ranks.check_equal_across_ranks(
         "sources", package_source_hash() if ranks.has_process_group() else ""
     )
     if not ranks.current_ranks().first:
-        yield TrainingRun(None, Path(ranks.broadcast_text("")), name.replace("/", " "), monitor)
+        yield TrainingRun(None, Path(ranks.broadcast_text("")), title, monitor)
         return
     artifacts = [data.folder, *inputs]
     model = {"method": method, "seed": seed}
     with record_resumable(stage, params, artifacts, **model) as (run, work):
         run.dataset(data.card)
         ranks.broadcast_text(str(work.resolve()))
-        yield TrainingRun(run, work, name.replace("/", " "), monitor)
+        yield TrainingRun(run, work, title, monitor)
 
 
 def log_points_with_progress(

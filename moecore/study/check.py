@@ -19,7 +19,7 @@ from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
 from moecore.measure.calculation import Calculation
-from moecore.study import data_rules, model_rules, part_rules, trial_rules
+from moecore.study import model_rules, part_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
 from moecore.study.layers import count_existing_keys, list_folder_stages
 from moecore.study.settings import describe_field, line_position
@@ -72,13 +72,13 @@ def check_study_document(
     if study is None:
         raise UserError(cap_line_count(problems))
     untried: list[str] = []
-    with data_rules.chdir_to_stages(home):
+    with model_rules.chdir_to_stages(home):
         if faults := list(trial_rules.outside_source_misfits(study, untried)):
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
-        previews = data_rules.load_previews(study)
-    missing = format_misfits(document, data_rules.data_problems(previews, document.data))
+        previews = model_rules.load_previews(study)
+    missing = format_misfits(document, model_rules.data_problems(previews, document.data))
     misfits = [
-        *data_rules.misfits_with_pretrain_images(study, previews),
+        *model_rules.misfits_with_pretrain_images(study, previews),
         *part_rules.part_misfits(study, previews),
     ]
     misfits = [misfit for misfit in misfits if str(document.error(*misfit)) not in problems]
@@ -96,17 +96,17 @@ def check_study_document(
         raise UserError(cap_line_count(lines))
     notes = []
     for phase, preview in previews.items():
-        key = ".".join(data_rules.data_source_key_path(phase))
-        notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
+        key = ".".join(model_rules.data_source_key_path(phase))
+        notes.append(f"{key}: {model_rules.describe_planned_data(preview)}")
     notes += part_rules.list_notes(study, previews)
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
 def check_and_describe_study(
-    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
+    path: str | Path = "params.yaml", also: ExtraCheck | None = None
 ) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
-    study, notes, untried = check_study(path, home, also)
+    study, notes, untried = check_study(path, also=also)
     trained = "nothing is trained"
     if study.run.methods:
         seeds = ", ".join(map(str, study.run.seeds))

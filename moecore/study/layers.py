@@ -30,26 +30,27 @@ from moecore.study.document import (
     shorten_to_one_line,
     show_value,
 )
+from moecore.study.settings import Keys
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import Sections, Study, stage_by_section
 
 OVERLAY = "overlay.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
 FROM = "from"  # key of a method: the method that it is merged over
-Keys = tuple[str | int, ...]
 
 
 class Layer(NamedTuple):
     """The sections of one file, or of a part of it, and how they are merged over other layers.
 
-    names: the methods that remain, None for all. moved: keys of ``sections`` whose text is at
-    another key, such as run.seeds at seeds, or in another file, such as claims of a paper.
+    replaced: sections under ``whole``. names: the methods that remain, None for all. moved: keys of
+    ``sections`` whose text is at another key, such as run.seeds at seeds, or in another file, such
+    as claims of a paper.
     """
 
     document: Document
     sections: Mapping[str, Any]
     stages: tuple[str, ...] | None = None
-    whole: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
     moved: Mapping[Keys, tuple[Document, Keys]] = {}
 
@@ -139,8 +140,8 @@ def read_layer(
             hint = did_you_mean(key, allowed)
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
-    stages, whole = _read_list(document, "stages", SECTIONS), _read_list(document, "whole", names)
-    return Layer(document, sections, stages, whole or ())
+    stages = _read_list(document, "stages", SECTIONS)
+    return Layer(document, sections, stages, _read_list(document, "whole", names) or ())
 
 
 def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
@@ -148,8 +149,8 @@ def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
     values: dict[str, Any] = {}
     for layer in layers:
         for key, section in layer.sections.items():
-            is_whole = key in layer.whole
-            values[key] = section if is_whole else merge_settings(values.get(key), section)
+            is_replaced = key in layer.replaced
+            values[key] = section if is_replaced else merge_settings(values.get(key), section)
         values = {key: value for key, value in values.items() if value is not None}
         if isinstance(values.get("data"), dict):
             values["data"] = {
@@ -202,7 +203,7 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
     """Return method → its entries (layer, name), lowest first; UserError for an unknown name."""
     names: dict[str, str] = {}  # name → its place in a list
     for layer in layers:
-        if "methods" in layer.whole:
+        if "methods" in layer.replaced:
             names = {}
         if layer.names is not None:
             names = {
@@ -248,7 +249,7 @@ def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] =
 
 def layers_after_replacement(layers: Sequence[Layer], section: str | int) -> Sequence[Layer]:
     """Return the layers from the last one with ``section`` under ``whole``; all if none has it."""
-    starts = [at for at, layer in enumerate(layers) if section in layer.whole]
+    starts = [at for at, layer in enumerate(layers) if section in layer.replaced]
     return layers[starts[-1] :] if starts else layers
 
 

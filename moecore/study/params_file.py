@@ -143,6 +143,10 @@ def dump_inline_yaml(value: Any) -> str:
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.Representer = _TextRepresenter
     writer.representer.ignore_aliases = lambda *_: True
+    return _dump(writer, value)
+
+
+def _dump(writer: YAML, value: Any) -> str:
     stream = io.StringIO()
     writer.dump(value, stream)
     return stream.getvalue()
@@ -179,9 +183,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
             raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
         parse_yaml_document(value, f"-S {shorten_to_one_line(assignment, SHOWN_LETTERS)}")
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
-    stream = io.StringIO()
-    writer.dump(data, stream)
-    return stream.getvalue()
+    return _dump(writer, data)
 
 
 def round_trip_writer(text: str) -> YAML:
@@ -247,11 +249,7 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
             if comment is not None:
                 mapping.ca.items[step.name] = comment
             is_changed = True
-    if not is_changed:
-        return text
-    stream = io.StringIO()
-    writer.dump(data, stream)
-    return stream.getvalue()
+    return _dump(writer, data) if is_changed else text
 
 
 def _mappings_at(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:

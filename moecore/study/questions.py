@@ -78,8 +78,8 @@ class QuestionFile:
         """Return the question's file, and the project's paper.yaml files whose claims it asks."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        asked = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
-        files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(asked)]
+        folders = (papers.split_asked(entry)[0] for part in parts for entry in part.get(ASKS) or ())
+        files = [papers.find_paper_file(self.root, folder) for folder in dict.fromkeys(folders)]
         return [self.path, *(file for file in files if self.root in file.parents)]
 
     def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
@@ -235,7 +235,6 @@ def _move_run_keys(layer: Layer) -> Layer:
     """Return a question's layer with its ``seeds`` and names of ``methods`` copied into ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
-    moved: dict[tuple, tuple[Document, tuple]] = {}
     added: dict[str, Any] = {}
     methods = sections.get("methods")
     names = None
@@ -251,9 +250,8 @@ def _move_run_keys(layer: Layer) -> Layer:
         match = SEEDS.fullmatch(seeds) if isinstance(seeds, str) else None
         if match and int(match[2]) - int(match[1]) < MAX_SEEDS:  # others are refused as run.seeds
             added["seeds"] = list(range(int(match[1]), int(match[2]) + 1))
-    moved |= {("run", key): (layer.document, (key,)) for key in added}
+    present = run if isinstance(run, dict) else {}
+    moved = {("run", key): (layer.document, (key,)) for key in added if key not in present}
     if added and isinstance(run, dict):
-        for key in run:
-            moved.pop(("run", key), None)
         sections["run"] = added | run
     return layer._replace(sections=sections, names=names, moved={**layer.moved, **moved})

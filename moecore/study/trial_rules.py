@@ -29,6 +29,7 @@ from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
 from moecore.study.part_rules import find_section_settings, walk_settings
+from moecore.study.settings import Keys
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing import check_helpers
@@ -44,8 +45,6 @@ OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
     Regularizer: testing.check_regularizer,
     Calibrator: testing.check_calibrator,
 }
-
-Keys = tuple[str | int, ...]
 
 
 def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:

@@ -195,8 +195,7 @@ class StudyImporter:
         self.study = study
         self.histories = histories
         self.sent = sent
-        self.methods = records.study_methods(study)
-        records.allow_study_packages(study)
+        self.methods = records.open_study(study)
         self.locked = records.paths_in_dvc_locks(study)
         self.experiment = mlflow_connection.get_experiment(
             client, mlflow_connection.experiment_name(study)
@@ -212,26 +211,25 @@ class StudyImporter:
     def import_all(self) -> Counter[str]:
         """Import new lines, return counts of runs; after a kill, the next import continues."""
         shown = set()  # ids of current parents
-        # seed → changed runs of its dense model, complete after all headlines relative to it
-        dense = {}
+        ended: list[StoredRun] = []  # since the last import
+        dense = set()  # seeds whose dense model has changed: headlines are relative to it
         for generation in group_by_method_and_seed(self.histories.values()):
             parent = self._find_parent(generation)
             if not self.methods or generation.method in (*self.methods, SHARED):
                 shown.add(parent.id)
             runs = [self._import_history(run, generation, parent) for run in generation.histories]
-            ended = [run for run in runs if run is not None]
+            changed = [run for run in runs if run is not None]
+            ended += changed
+            if generation.method == DENSE and changed:
+                dense.add(generation.seed)
             current = [run for run in generation.histories if not generation.is_outdated(run)]
             finished = (run.item for run in current if run.run_state()[0] == "FINISHED")
             self.items[generation.method, generation.seed] = frozenset(finished)
-            if generation.method != SHARED and (ended or generation.seed in dense):
+            if generation.method != SHARED and (changed or generation.seed in dense):
                 self._send_headline(generation, parent)
             states = [history.run_state() for history in current]
             parent.set_state(*max(states, key=lambda state: (state[0] == "RUNNING", state[1])))
-            if generation.method == DENSE and ended:
-                dense[generation.seed] = ended
-            else:
-                mark_complete(ended)
-        mark_complete([run for ended in dense.values() for run in ended])
+        mark_complete(ended)
         self._retire_runs(shown)
         viewed = [run for run in self.parents.values() if run.tags[CURRENT] != "false"]
         save_view(self.client, self.experiment, viewed)
@@ -249,8 +247,8 @@ class StudyImporter:
             and all(run.tags.get(name, uid) == uid for name, uid in training_tags.items())
         ]
         if fitting:  # with the most equal trainings, and of these the newest
-            ranks = [(len(run.tags.keys() & training_tags.keys()), run.started) for run in fitting]
-            parent = fitting[ranks.index(max(ranks))]
+            shared = training_tags.keys()
+            parent = max(fitting, key=lambda run: (len(run.tags.keys() & shared), run.started))
         else:
             method, seed = generation.method, generation.seed
             name = "data and teachers"
@@ -291,21 +289,21 @@ class StudyImporter:
         current = parent is newest and history.has_ended
         current = current and (self.locked is None or path in self.locked)
         tags = {CURRENT: str(current).lower(), PARENT: parent.id if parent else None}
-        is_complete = run is not None and run.tags.get(COMPLETE) == "true"
-        if run is not None and parent is not None and run.tags.get(PARENT) != parent.id:
-            is_complete = False  # the new parent needs the lines, too
-            self.sent.pop(run.id, None)
+        done = "updated"
         if run is None:
+            done = "runs added"
             parts = [header["stage"], header["phase"], header["method"]]
             if header["seed"] is not None:
                 parts.append(f"seed {header['seed']}")
             name = " ".join(part for part in parts if part is not None)
             run = self._create_run(name, header["t"], header_tags(header) | tags)
             self.runs[header["uid"]] = run
-            self._send_lines(history, run, parent)
-            self.counts["runs added"] += 1
-        elif not is_complete:
-            self.counts["updated"] += self._send_lines(history, run, parent)
+        is_complete = run.tags.get(COMPLETE) == "true"
+        if parent is not None and run.tags.get(PARENT) != parent.id:
+            is_complete = False  # the new parent needs the lines, too
+            self.sent.pop(run.id, None)
+        if not is_complete:
+            self.counts[done] += self._send_lines(history, run, parent)
         run.set_tags(tags)
         stored_run.set_alias(self.client, run, current)
         self.counts["current"] += current
@@ -368,9 +366,10 @@ class StudyImporter:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place = join_below_root(self.study, folder)
             experiment = self.experiment.experiment_id
+            header = history.header
             try:
                 # A training's model belongs to the parent, whose row shows it by stage.
-                stage = history.header["stage"]
+                stage = header["stage"]
                 owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
                 model_id = stored_run.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or the model is too old
@@ -378,8 +377,7 @@ class StudyImporter:
                 return
             for owner in (run, parent) if parent else (run,):
                 owner.add_model(model_id)
-            header = history.header
-            parts = (self.experiment.name, header["method"], header["stage"], header["seed"])
+            parts = (self.experiment.name, header["method"], stage, header["seed"])
             name = ".".join(str(part) for part in parts if part is not None)
             stored_run.register_model(self.client, name, model_id, run)
             run.set_tags({MODEL: str(place)})

@@ -20,7 +20,6 @@ from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.pipeline.stage_client import SOCKET
-from moecore.pipeline.stage_display import StageDisplay
 from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
@@ -49,7 +48,7 @@ ABOVE = {
         "transfer@pretrain-0",
     },
 }
-QUIET = StageDisplay({}, 1, is_verbose=False)
+QUIET = parallel.StageDisplay({}, 1, is_verbose=False)
 BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teacher_router@prc-0"}
 
 
@@ -150,7 +149,9 @@ Traceback (most recent call last):
 @pytest.mark.parametrize("live", [True, False])
 def test_a_terminal_has_a_row_per_stage_and_a_log_a_prefix(live, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: live)
-    display = StageDisplay({"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False)
+    display = parallel.StageDisplay(
+        {"pretrain@vmoe-0": 9.0, "compare": 120.0}, jobs=2, is_verbose=False
+    )
     stage = ""
     tables = []
     for line in PRINTED.splitlines(keepends=True):
@@ -242,7 +243,7 @@ def test_a_server_of_stages_may_take_long_to_import(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", count(0, 3600).__next__)
     listens = "time.sleep(0.1); open(sys.argv[1], 'w').close(); time.sleep(60)"
     server = start_stage_server(write_server(tmp_path, monkeypatch, listens))
-    assert server.socket.exists()
+    assert (server / "socket").exists()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_a_stage_whose_server_ends_has_failed(tmp_path, answer):
 
 def test_nothing_computes_before_a_fork():
     """A process with several threads must not fork: their locks would stay taken for ever."""
-    socket = str(forked.server().socket)
+    socket = str(forked.server() / "socket")
     # The first of them; the others are its forks, each waiting for a stage.
     server = min(
         int(name) for name in os.listdir("/proc") if name.isdigit() and served(name, socket)
@@ -380,9 +381,10 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
 @pytest.fixture
 def forking(monkeypatch) -> None:
     """The jobs of this process fork DVC, as those of a project do."""
-    monkeypatch.setattr(sys, "executable", str(forked.server().commands / "python"))
-    for name, value in forked.server().environment().items():
-        monkeypatch.setenv(name, value)
+    commands = forked.server() / "bin"
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
+    monkeypatch.setenv(SOCKET, str(forked.server() / "socket"))
 
 
 APART = """\

@@ -3,7 +3,7 @@
 import json
 import re
 
-from moecore.pipeline.stage_display import stage_words
+from moecore.pipeline.parallel import spell_stage
 
 METHODS = ("dense", "vmoe", "tgr")
 MEASUREMENTS = ("invariance", "lipschitz", "cost")
@@ -34,7 +34,7 @@ def test_everything_ran_once_and_then_nothing_runs(finished, shared):
         "compare",
         "numbers",
     }
-    assert sorted(ran) == sorted(map(stage_words, expected))
+    assert sorted(ran) == sorted(map(spell_stage, expected))
     assert finished.repro() == ["code"]
 
 

@@ -20,8 +20,8 @@ from moecore.report.results import read_results
 from moecore.report.tables import metrics_by_method
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.data_rules import load_previews
 from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.model_rules import load_previews
 from moecore.study.sections import Selection
 from moecore.study.settings import extract_declared_settings
 from moecore.study.stages import MEASURED_STAGES

@@ -20,7 +20,6 @@ from moecore.pipeline.dvc import dvc_entry
 from moecore.run import history_file, inputs
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import (
-    StageCode,
     StageInputs,
     hash_source_file,
     refuse_changed_document,
@@ -123,10 +122,10 @@ def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_p
     file, other = Path(CODE), Path("moecore/training/loop.py")
     hashes = {path.as_posix(): hash_source_file(path) for path in (file, other)}
     write_json(tmp_path / "hashes.json", hashes)
-    StageCode([tmp_path / "hashes.json"]).refuse_edits()
+    StageInputs(None, (), [tmp_path / "hashes.json"])
     write_json(tmp_path / "hashes.json", hashes | {file.as_posix(): "of a later edit"})
     with pytest.raises(UserError, match=f"{CODE}: was edited"):
-        StageCode([tmp_path / "hashes.json"])
+        StageInputs(None, (), [tmp_path / "hashes.json"])
 
 
 def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, tmp_path):

@@ -27,9 +27,8 @@ from moecore.pipeline import parallel
 from moecore.run.launch import (
     launch_command,
     launch_environment,
-    rank_variables_from_slurm,
     run_launcher,
-    thread_variables_from_slurm,
+    variables_from_slurm,
 )
 from tests.project import PARAMS, Project
 
@@ -191,18 +190,17 @@ def test_what_is_started(monkeypatch):
 
 def test_a_task_of_slurm_knows_its_rank():
     task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
-    assert rank_variables_from_slurm(task) == {
+    assert variables_from_slurm(task) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }
-    assert rank_variables_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
-    assert rank_variables_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
-    assert thread_variables_from_slurm(task) == {}
+    assert variables_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
+    assert variables_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
     four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
-    assert thread_variables_from_slurm(task | {"SLURM_CPUS_PER_TASK": "4"}) == four
-    assert thread_variables_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
+    assert variables_from_slurm({"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert variables_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_the_exit_code_is_the_launchers(tmp_path, monkeypatch):

@@ -27,8 +27,7 @@ from moecore.nn.meta_device import meta_device_context
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.check import check_study
-from moecore.study.data_rules import load_previews
-from moecore.study.model_rules import image_spec
+from moecore.study.model_rules import image_spec, load_previews
 from moecore.study.questions import QuestionFile
 from moecore.study.study import Study
 from moecore.training.guide import build_guide
