@@ -291,9 +291,7 @@ TRAINING_STAGES = tuple(stage.name for stage in ROWS if stage.trains)
 MODEL_STAGES = tuple(stage.name for stage in ROWS if stage.trains or stage.is_phase)
 MEASURED_STAGES = tuple(stage.name for stage in ROWS if stage.each == "measured model")
 SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase} are named by ``run``
-    stage.name: tuple(
-        dict.fromkeys(key.partition(".")[0] for key in stage.reads if key[0] != "{")
-    )
+    stage.name: tuple(dict.fromkeys(key.partition(".")[0] for key in stage.reads if key[0] != "{"))
     for stage in ROWS
     if stage.reads
 }
