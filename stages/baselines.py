@@ -23,7 +23,7 @@ class Params(Config):
     baselines: Baselines
 
 
-def baselines(phase: Phase) -> None:
+def fit_baselines(phase: Phase) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
@@ -32,11 +32,11 @@ def baselines(phase: Phase) -> None:
         data = Prepared.open(folder)
         shots = params.training.get("shots")
         with threadpool_limits(1):  # the last digits do not depend on the machine's cores
-            found = measure_baselines(data, params.baselines, shots, params.seeds[0], parts.part)
-        run.result(found)
-    if isinstance(found, Skipped):
-        print(f"baselines {phase}: skipped, {found.skipped}", file=sys.stderr)
+            result = measure_baselines(data, params.baselines, shots, params.seeds[0], parts.part)
+        run.result(result)
+    if isinstance(result, Skipped):
+        print(f"baselines {phase}: skipped, {result.skipped}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    run_stage(baselines)
+    run_stage(fit_baselines)

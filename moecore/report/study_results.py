@@ -69,8 +69,8 @@ class Phase(NamedTuple):
     @property
     def baselines(self) -> dict[str, Value]:
         """Classifier on pixels → its test score; {} where none was fitted."""
-        found = self.together.get(Baselines, Found(values=()))
-        return {str(value.at["classifier"]): value for value in found.all("baseline")}
+        fitted = self.together.get(Baselines, Found(values=()))
+        return {str(value.at["classifier"]): value for value in fitted.all("baseline")}
 
     def results(self, kind: type[MeasuredPart]) -> list[Found]:
         return list_without_none(model.of(kind) for model in self.every)
