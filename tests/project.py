@@ -81,6 +81,7 @@ robustness:
   epsilons: [0.05]
   attacks: [{kind: fgsm}, {kind: pgd, steps: 2}]
   audit: {images: 16, steps: 2}
+baselines: {images: 200}
 transfer: {attack: {kind: pgd, steps: 2}, images: 16}
 routing:
   {images: 32, augmentations: [flip], augmentation_images: 16,

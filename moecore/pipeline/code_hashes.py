@@ -132,7 +132,7 @@ def hash_settings(document: Document) -> dict[str, str]:
     sources = document.data.get("data")
     methods = run.get("methods")
     measured = [*(run.get("measurements") or ()), *(run.get("calculations") or ())]
-    items = {"key": sources, "method": methods, "what": measured}
+    items = {"key": sources, "method": methods, "what": measured, "phase": run.get("phases")}
     hashes = {}
     for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]

@@ -13,6 +13,7 @@ from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import list_allowed_modules
 from moecore.data.card import parse_card_task
 from moecore.measure import base
+from moecore.measure.baselines import Baselines
 from moecore.measure.calculation import NO_TASK
 from moecore.measure.transfer import Transfer
 from moecore.measure.values import Chart, Found
@@ -238,11 +239,13 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
         for method in run.methods
     }
     together: dict[type[Config], Config] = {}
-    if "transfer" in stages:
-        path = root / MEASURED / "transfer" / name / f"{run.seeds[0]}.json"
-        matrix = base.read_result(path, Found, "transfer")
-        if not isinstance(matrix, base.Skipped):
-            together[Transfer] = matrix
+    files = {Transfer: f"transfer/{name}/{run.seeds[0]}.json", Baselines: f"baselines/{name}.json"}
+    for kind, file in files.items():
+        stage = file.partition("/")[0]
+        if stage in stages:
+            result = base.read_result(root / MEASURED / file, Found, stage)
+            if not isinstance(result, base.Skipped):
+                together[kind] = result
     return Phase(name, card, task, models, together)
 
 

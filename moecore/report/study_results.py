@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredPart
+from moecore.measure.baselines import Baselines
 from moecore.measure.trained import Trained, outcome_of
-from moecore.measure.values import Found
+from moecore.measure.values import Found, Value
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE
@@ -64,6 +65,12 @@ class Phase(NamedTuple):
     @property
     def every(self) -> list[Measured]:
         return [model for seeds in self.models.values() for model in seeds.values()]
+
+    @property
+    def baselines(self) -> dict[str, Value]:
+        """Classifier on pixels → its test score; {} where none was fitted."""
+        fitted = self.together.get(Baselines, Found(values=()))
+        return {str(value.at["classifier"]): value for value in fitted.all("baseline")}
 
     def results(self, kind: type[MeasuredPart]) -> list[Found]:
         return list_without_none(model.of(kind) for model in self.every)

@@ -15,6 +15,7 @@ EACH = {  # the matrix of DVC: the stage runs once per item
     "data": {"key": "${data}"},  # not a matrix but a foreach
     "seed": {"seed": SEEDS},
     "model": {"method": METHODS, "seed": SEEDS},
+    "phase": {"phase": PHASES_RUN},
     "phase and seed": {"phase": PHASES_RUN, "seed": SEEDS},
     "measured model": {"phase": PHASES_RUN, "method": METHODS, "seed": SEEDS},
     "measurement": {
@@ -182,6 +183,14 @@ ROWS = (
         usual=False,
     ),
     Stage(
+        "baselines",
+        "Logistic regression and nearest neighbours on the pixels that a phase trains on",
+        each="phase",
+        keys=("run.seeds", "{phase}", "baselines"),
+        after=(DATA,),
+        settings="moecore.measure.baselines.Baselines",
+    ),
+    Stage(
         "calibrate",
         "Fit the calibration on the validation split, measure it on the test split",
         each="measured model",
@@ -281,10 +290,8 @@ REDUCING_PHASES = tuple(name for name in PHASES if not STAGES[name].trains)  # t
 TRAINING_STAGES = tuple(stage.name for stage in ROWS if stage.trains)
 MODEL_STAGES = tuple(stage.name for stage in ROWS if stage.trains or stage.is_phase)
 MEASURED_STAGES = tuple(stage.name for stage in ROWS if stage.each == "measured model")
-SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by ``run``
-    stage.name: tuple(
-        dict.fromkeys(key.partition(".")[0] for key in stage.reads if key != "{what}")
-    )
+SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase} are named by ``run``
+    stage.name: tuple(dict.fromkeys(key.partition(".")[0] for key in stage.reads if key[0] != "{"))
     for stage in ROWS
     if stage.reads
 }

@@ -30,6 +30,7 @@ def test_everything_ran_once_and_then_nothing_runs(finished, shared):
             for method in METHODS
         ),
         *(f"measure@{what}-finetune-{method}-0" for what in MEASUREMENTS for method in METHODS),
+        "baselines@finetune",
         "transfer@finetune-0",
         "compare",
         "numbers",

@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
+from moecore.measure.baselines import LOGISTIC, Baselines
 from moecore.measure.trained import Trained, collect_outcome_values
-from moecore.report.page.sections import with_guess
+from moecore.measure.values import Found, Value
+from moecore.report.page.sections import with_reference_rows
 from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.first_sentence import find_guess, first_sentence
-from moecore.report.tables.metrics_by_method import build_table
+from moecore.report.tables.metrics_by_method import build_table, compare_methods
+from moecore.report.tables.terminal_summary import headline_rows
 from moecore.tasks.base import Task
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.next_token import NextToken
@@ -76,9 +79,19 @@ def test_a_guess_is_the_best_constant_answer_and_ends_the_table():
     (phase,) = results.phases.values()
     table = build_table(results, phase)
     column = next(column for column in table.metrics if column.name == "test_accuracy")
-    grid = with_guess(phase, [column], table.cells, ())
+    linear = Value(metric="baseline", at={"classifier": LOGISTIC}, value=0.25, low=0.2, high=0.3)
+    fitted = Found(values=(linear,), facts={"images": 4000})
+    phase = phase._replace(together={Baselines: fitted})
+    grid = with_reference_rows(phase, [column], table.cells, ())
     assert [line.items[0].note for line in grid.lines] == ["not shown to beat a guess", ""]
-    assert [line.items[0].text for line in grid.foot] == ["16.7 %"]
+    assert [line.items[0].text for line in grid.foot] == ["16.7 %", "25.0 %"]
+    assert grid.foot[1].items[0].small == "20.0 – 30.0"
+    assert grid.foot[1].head.note == "on the pixels of 4,000 training images"
+    results = results._replace(phases={"pretrain": phase})
+    assert first_sentence(results).endswith("; logistic regression on pixels reaches 25.0 %.")
+    compared = compare_methods(results)
+    assert compared["baselines"]["pretrain"][LOGISTIC]["mean"] == 0.25
+    assert [row["method"] for row in headline_rows(compared)] == ["tgr", "vmoe"]
     counts = {"test": dict.fromkeys(generated.CLASSES, 100) | {"Coat": 400}}
     phase = phase._replace(card={**CARD, "counts": counts, "images": {"test": 600}})
     assert find_guess(phase) == (400 / 900, "always Coat, the most frequent class")

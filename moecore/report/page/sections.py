@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from moecore.measure.baselines import Baselines
 from moecore.measure.values import place_slug
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import EvaluatedClaim, split_questions
@@ -40,6 +41,7 @@ from moecore.report.tables.first_sentence import beats_guess, describe_best, fin
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
 from moecore.statistics.comparisons import BOTH
+from moecore.statistics.intervals import Interval
 from moecore.study.stages import STAGES
 
 VERDICTS = {
@@ -161,7 +163,7 @@ def phase_section(
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
     blocks = [
-        Block("", grids=[with_guess(phase, first, compared.cells, controls)]),
+        Block("", grids=[with_reference_rows(phase, first, compared.cells, controls)]),
         Block(
             "How to read this table",
             marks=describe_marks(results, phase, compared, controls),
@@ -208,30 +210,41 @@ def calculation_section(display: Display, phase: Phase, compared: ComparisonTabl
     return Section(place_slug(display.stage), title, title, blocks)
 
 
-def with_guess(
+def with_reference_rows(
     phase: Phase, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
-    """Return the table of methods with a guess below, and what is not shown to beat it."""
+    """Return the table of methods, with a guess and classifiers on pixels below.
+
+    Methods that are not shown to beat the guess have a note.
+    """
     grid = method_rows_table(columns, cells, controls)
     guess = find_guess(phase)
     score = f"test_{score_slug(phase.task.score)}"
     place = next((place for place, column in enumerate(columns) if column.name == score), None)
-    if guess is None or place is None:
+    if place is None:
         return grid
     having = cells_by_method(score, cells)
     lines = []
     for line, row in zip(grid.lines, cells.values(), strict=True):
         cells_of_line = list(line.items)
-        if (cell := row[score]) and not beats_guess(cell, guess, columns[place].better):
+        cell = row[score]
+        if guess and cell and not beats_guess(cell, guess, columns[place].better):
             note = "not shown to beat a guess"
             cells_of_line[place] = cells_of_line[place]._replace(note=note)
         lines.append(line._replace(items=cells_of_line))
     number_format = NumberFormat.of(
         columns[place].form, (cell.interval for cell in having.values())
     )
-    items = [NONE] * len(columns)
-    items[place] = PageCell(number_format.value(guess.value))
-    foot = [TableRow(PageCell("guess", note=guess.words), items)]
+    compared = [(PageCell("guess", note=guess.words), Interval(guess.value))] if guess else []
+    for name, value in phase.baselines.items():
+        images = phase.together[Baselines].facts["images"]
+        note = f"on the pixels of {images:,} training images"
+        compared.append((PageCell(name, note=note), value.interval))
+    foot = []
+    for head, interval in compared:
+        items = [NONE] * len(columns)
+        items[place] = PageCell(number_format.value(interval.value), number_format.limits(interval))
+        foot.append(TableRow(head, items))
     return grid._replace(lines=lines, foot=foot)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from moecore.measure.baselines import LOGISTIC
 from moecore.report.claims.significance import LEVEL, differences_from
 from moecore.report.column import Column, score_slug
 from moecore.report.study_results import Phase, Results
@@ -53,6 +54,9 @@ def first_sentence(results: Results) -> str:
     guess = find_guess(phase)
     if guess and not any(beats_guess(cell, guess, column.better) for cell in cells.values()):
         finding += f"; no method is shown to beat a guess ({guess.words})"
+    if linear := phase.baselines.get(LOGISTIC):
+        number_format = NumberFormat.of(column.form, [linear.interval])
+        finding += f"; {LOGISTIC} on pixels reaches {number_format.value(linear.value)}"
     return f"{subject}: {finding}."
 
 

@@ -26,7 +26,9 @@ from moecore.tasks.regression import Regression
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 # entries of compare.json that are no methods
-NO_METHODS = ("asked", "claims", "questions", "data", "calculations", "first_sentence")
+NO_METHODS = (
+    *("asked", "baselines", "calculations", "claims", "data", "first_sentence", "questions"),
+)
 
 
 class ComparisonTable(NamedTuple):
@@ -113,6 +115,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """Return compare.json without claims: method → phase → metric → mean, interval and seeds.
 
     Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
+    ``baselines``: phase → classifier on pixels → its test score;
     ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
     labels have a unit; ``calculations``: name → metric → value.
     """
@@ -135,6 +138,16 @@ def compare_methods(results: Results) -> dict[str, Any]:
     }
     if facts:
         compared["data"] = facts
+    baselines = {
+        name: {
+            classifier: cell_to_json(Cell(value.interval, "wilson", 1), phase.task.score.form)
+            for classifier, value in phase.baselines.items()
+        }
+        for name, phase in results.phases.items()
+        if phase.baselines
+    }
+    if baselines:
+        compared["baselines"] = baselines
     for name, phase in results.phases.items():
         for metric in phase_result_columns(phase):
             all_cells = method_cells_over_seeds(metric, phase.models)

@@ -1,0 +1,148 @@
+"""Classifiers on the pixels of flat images, which a method is worth little if it does not beat.
+
+Logistic regression on standardised pixels, whose penalty the validation images choose, and the
+nearest neighbours. N images of P pixel values.
+"""
+
+import math
+import warnings
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.nn.functional import adaptive_avg_pool2d
+
+from moecore.data.layouts.images import JpegImages
+from moecore.data.loader import few_shot_indices
+from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
+from moecore.measure.base import MeasuredPart, Skipped
+from moecore.measure.values import SCORE, Found, Metric, PartStore, Values
+
+LOGISTIC = "logistic regression"
+NEIGHBOURS = 5
+ITERATIONS = 100  # of L-BFGS, at most
+CHUNK = 1000  # images that are shrunk together
+
+METRICS = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
+
+
+class Baselines(MeasuredPart):
+    """Settings: how much of the data the classifiers see, and the penalties to choose from."""
+
+    metrics = METRICS
+
+    images: int = Field(
+        10_000,
+        ge=100,
+        description="Training images, and validation images, at most; evenly spaced in the split.",
+    )
+    pixels: int = Field(
+        3072, ge=16, description="Values per image, to which larger images are averaged."
+    )
+    penalties: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (10.0, 100.0, 1000.0),
+        min_length=1,
+        description="Of half the squared weights, added to the sum of the training losses.",
+    )
+
+
+class PixelValues(NamedTuple):
+    """Images of a split as vectors, float32 (N, P) from 0 to 1, and their classes (N,)."""
+
+    values: np.ndarray
+    labels: np.ndarray
+
+
+def measure_baselines(
+    data: Prepared, settings: Baselines, shots: int | None, seed: int, parts: PartStore
+) -> Found | Skipped:
+    """Fit on the images that a phase trains on, and score the test split.
+
+    Args:
+        data: Prepared data; other than flat images with one class each are skipped.
+        settings: Caps, and penalties that the validation images choose from.
+        shots: Training images per class of the phase, drawn by ``seed``; None: all.
+        seed: Of the training whose images are taken.
+        parts: Store of finished pieces; each classifier is one.
+
+    Returns:
+        ``baseline`` by classifier; facts: ``images`` fitted on, ``penalty``. Or the reason why not.
+    """
+    if data.train.images.ndim != 4:
+        return Skipped(skipped="the classifiers are of flat images, and these data are not")
+    if reason := data.task.needs_classes("one_class"):
+        return Skipped(skipped=f"the classifiers give an image one class, and {reason}")
+    learned = np.arange(len(data.train.labels))
+    if shots is not None:
+        learned = few_shot_indices(data.task, data.train.labels, shots, seed).numpy()
+    learned = learned[evenly_spaced_indices(len(learned), settings.images)]
+    checked = evenly_spaced_indices(len(data.validation.labels), settings.images)
+    channels = data.card["channels"]  # without that of the truth
+    train = read_pixel_values(data.train, learned, channels, settings.pixels)
+    validation = read_pixel_values(data.validation, checked, channels, settings.pixels)
+    every = np.arange(len(data.test.labels))
+    test = read_pixel_values(data.test, every, channels, settings.pixels)
+
+    def put_logistic(out: Values) -> None:
+        classifier, penalty = fit_logistic_regression(train, validation, settings.penalties)
+        out.facts["penalty"] = penalty
+        _put_hits(out, LOGISTIC, classifier, test)
+
+    def put_neighbours(out: Values) -> None:
+        from sklearn.neighbors import KNeighborsClassifier  # slow to import
+
+        number = min(NEIGHBOURS, len(learned))
+        classifier = KNeighborsClassifier(number, algorithm="brute").fit(*train)
+        _put_hits(out, f"{number} nearest neighbours", classifier, test)
+
+    out = Values(METRICS, data.task, parts)
+    out.people = data.test.people
+    out.piece("logistic regression", put_logistic)
+    out.piece("nearest neighbours", put_neighbours)
+    out.facts["images"] = len(learned)
+    return out.found()
+
+
+def read_pixel_values(split: Split, rows: np.ndarray, channels: int, limit: int) -> PixelValues:
+    """Return images ``rows`` of a split, averaged over areas to at most ``limit`` values each."""
+    height, width = split.images.shape[-2:]
+    shrink = min(1.0, math.sqrt(limit / (channels * height * width)))
+    size = max(1, int(height * shrink)), max(1, int(width * shrink))
+    values = np.empty((len(rows), channels * size[0] * size[1]), np.float32)
+    for start in range(0, len(rows), CHUNK):
+        chunk: np.ndarray | JpegImages = split.images[rows[start : start + CHUNK]]
+        pixels = torch.from_numpy(np.array(chunk)[:, :channels]) / 255
+        if size != (height, width):
+            pixels = adaptive_avg_pool2d(pixels, size)
+        values[start : start + CHUNK] = pixels.flatten(1).numpy()
+    return PixelValues(values, np.array(split.labels)[rows])
+
+
+def fit_logistic_regression(
+    train: PixelValues, validation: PixelValues, penalties: tuple[float, ...]
+) -> tuple[Any, float]:
+    """Return a scikit-learn classifier with the penalty that is best on validation; ties: larger.
+
+    Pixels are standardised by the training images.
+    """
+    from sklearn.exceptions import ConvergenceWarning  # slow to import
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    fits = []
+    for penalty in sorted(penalties, reverse=True):
+        regression = LogisticRegression(C=1 / penalty, tol=1e-3, max_iter=ITERATIONS)
+        with warnings.catch_warnings():
+            # Late steps change the score by less than its interval.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            classifier = make_pipeline(StandardScaler(), regression).fit(*train)
+        fits.append((classifier.score(*validation), classifier, penalty))
+    _, classifier, penalty = max(fits, key=lambda fit: fit[0])
+    return classifier, penalty
+
+
+def _put_hits(out: Values, name: str, classifier: Any, test: PixelValues) -> None:
+    hits = classifier.predict(test.values) == test.labels
+    out.put("baseline", hits.astype(np.float64), classifier=name)

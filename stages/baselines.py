@@ -1,0 +1,42 @@
+"""``moecore.stages.baselines PHASE``: classifiers on the pixels that a phase trains on."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from threadpoolctl import threadpool_limits
+
+from moecore.core.config import Config
+from moecore.core.files import KeptParts
+from moecore.data.prepared import Prepared
+from moecore.measure.base import Skipped
+from moecore.measure.baselines import Baselines, measure_baselines
+from moecore.run.run_record import record_resumable
+from moecore.run.stage_entry import run_stage
+from moecore.study.sections import Phase
+from moecore.study.settings import ParamsKeyTemplate, read_params
+
+
+class Params(Config):
+    seeds: Annotated[tuple[int, ...], ParamsKeyTemplate("run.seeds")]
+    training: Annotated[dict[str, Any], ParamsKeyTemplate("{data}")]  # may have ``shots``
+    baselines: Baselines
+
+
+def fit_baselines(phase: Phase) -> None:
+    """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
+    params = read_params(Params, data=phase)
+    folder = Path("artifacts/data", phase)
+    with record_resumable("baselines", params, [folder], phase=phase) as (run, work):
+        parts = KeptParts(work, run.inputs)
+        data = Prepared.open(folder)
+        shots = params.training.get("shots")
+        with threadpool_limits(1):  # the last digits do not depend on the machine's cores
+            result = measure_baselines(data, params.baselines, shots, params.seeds[0], parts.part)
+        run.result(result)
+    if isinstance(result, Skipped):
+        print(f"baselines {phase}: skipped, {result.skipped}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_stage(fit_baselines)

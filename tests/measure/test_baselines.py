@@ -1,0 +1,57 @@
+"""Classifiers on pixels: what they reach by hand, and that test images choose nothing."""
+
+import numpy as np
+import pytest
+
+from moecore.data.prepared import Prepared, Split
+from moecore.measure.base import Skipped, read_result
+from moecore.measure.baselines import LOGISTIC, Baselines, measure_baselines, read_pixel_values
+from moecore.measure.values import Found
+from moecore.stages import baselines as stage
+from moecore.tasks.classification import Classification
+from moecore.tasks.regression import Regression
+from tests.measure.subjects import compute_without_cache, in_run
+
+CLASSES = Classification(classes=("a", "b"))
+AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
+SETTINGS = Baselines(penalties=(0.01, 1e6))
+TRAIN = {0: 0, 10: 0, 20: 0, 30: 0, 200: 1, 210: 1}  # pixel → class
+
+
+def split(points: dict[int, int], axes: int = 4) -> Split:
+    pixels = np.array([*points], np.uint8)
+    return Split(pixels.reshape(-1, *[1] * (axes - 1)), np.array([*points.values()]))
+
+
+def measure(validation, test, shots=None, axes=4, task=CLASSES):
+    splits = [split(points, axes) for points in (TRAIN, validation, test)]
+    data = Prepared({"task": task.model_dump(mode="json"), "channels": 1}, *splits)
+    return measure_baselines(data, SETTINGS, shots, 0, compute_without_cache)
+
+
+def test_scores_by_hand_and_validation_alone_chooses():
+    """Five of six neighbours are of class 0 three times or more; 10⁶ leaves the intercept alone."""
+    found = measure({5: 0, 250: 1}, {1: 0, 254: 1})
+    values = {value.at["classifier"]: value for value in found.all("baseline")}
+    assert values[LOGISTIC].array.tolist() == [1, 1]
+    assert values["5 nearest neighbours"].array.tolist() == [1, 0]
+    assert found.facts == {"penalty": 0.01, "images": 6}
+    assert measure({5: 0, 250: 1}, {1: 0, 254: 0}).facts["penalty"] == 0.01
+    assert measure({5: 0, 250: 0}, {1: 0, 254: 1}).facts["penalty"] == 1e6
+    assert measure({5: 0, 250: 1}, {1: 0, 254: 1}, shots=2).facts["images"] == 4
+
+
+def test_large_images_are_averaged_without_the_channel_of_the_truth():
+    images = np.stack([np.arange(16), np.full(16, 9)]).astype(np.uint8).reshape(1, 2, 4, 4)
+    found = read_pixel_values(Split(images, np.array([1])), np.array([0]), 1, 4)
+    assert (found.values * 255).tolist() == [pytest.approx([2.5, 4.5, 10.5, 12.5])]
+
+
+def test_other_data_are_skipped_with_the_reason(run, monkeypatch):
+    assert "flat images" in measure(TRAIN, TRAIN, axes=3).skipped  # as of a text
+    assert "these labels are real numbers" in measure(TRAIN, TRAIN, task=AGES).skipped
+    selected = {"methods": [], "seeds": [0], "phases": ["pretrain"]}
+    in_run(monkeypatch, run[0], run=selected, pretrain={}, baselines={})
+    stage.fit_baselines("pretrain")
+    found = read_result("artifacts/measured/baselines/pretrain.json", Found, "baselines")
+    assert not isinstance(found, Skipped) and len(found.values) == 2
