@@ -267,21 +267,30 @@ def _choose(allowed: Mapping[str, T], name: str, place: str) -> T:
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
-def choose_answerable_comparisons(
-    comparisons: Iterable[AnyComparison], run: Selection, results: Results
-) -> list[AnyComparison]:
-    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
-    answerable = []
-    waiting = []
+def split_answerable_comparisons(
+    comparisons: Iterable[AnyComparison], run: Selection
+) -> tuple[list[AnyComparison], list[AnyComparison]]:
+    """Return claims and questions whose methods, phase and seeds are in ``run``, and the others."""
+    answerable: list[AnyComparison] = []
+    waiting: list[AnyComparison] = []
     for comparison in comparisons:
         methods = {comparison.method, comparison.against}
         has_models = methods <= set(run.methods) and comparison.phase in run.phases
         has_seeds = len(run.seeds) > 1 or not isinstance(comparison, Claim)
         is_calculated = methods <= set(run.calculations)
-        if not is_calculated and not (has_models and has_seeds):
-            waiting.append(comparison)
-        # ``moecore check`` does not foresee every missing metric.
-        elif missing := describe_method_without_metric(comparison, results):
+        chosen = answerable if is_calculated or (has_models and has_seeds) else waiting
+        chosen.append(comparison)
+    return answerable, waiting
+
+
+def choose_answerable_comparisons(
+    comparisons: Iterable[AnyComparison], run: Selection, results: Results
+) -> list[AnyComparison]:
+    """Return the claims and questions that ``results`` answer; explain the others on stderr."""
+    complete, waiting = split_answerable_comparisons(comparisons, run)
+    answerable = []
+    for comparison in complete:  # ``moecore check`` does not foresee every missing metric
+        if missing := describe_method_without_metric(comparison, results):
             text = f"{comparison.words}, {comparison.phase}: {missing}"
             print(f"not answered: {text}", file=sys.stderr)
         else:
