@@ -20,9 +20,8 @@ from typing import Any
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, file_checksum, read_json, whole_file, write_whole
-from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
-from moecore.pipeline.pull import CHECKSUM, MODEL_CARDS, REMOTE, archive_name
-from moecore.study.stages import CODE_STAGE
+from moecore.pipeline.plan import list_stale_stages
+from moecore.pipeline.pull import MODEL_CARDS, REMOTE, archive_name
 
 FILES = ("params.yaml", "dvc.lock", "steps/*/dvc.lock", "reports/index.html")
 FILES += ("reports/explorer.html", "reports/compare.json", "reports/items.safetensors")
@@ -33,10 +32,8 @@ def pack_run(folder: Path, out: Path) -> Path:
     """Write the archive of a finished run to the folder ``out``; return it; UserError if stale."""
     target = out.resolve() / archive_name(folder)
     with tempfile.TemporaryDirectory() as scratch, chdir(folder):
-        pipeline = query_pipeline_status()
-        planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline))
-        if stale := [item.stage for item in planned if item.stage != CODE_STAGE]:
-            problem = f"{len(stale)} stages that would run, first {stale[0]}"
+        if stale := list_stale_stages():
+            problem = f"{len(stale)} stages that would run, first {stale[0].stage}"
             raise UserError.at(folder, found=problem, allowed=NEVER_RUN)
         with Repo(config={"remote": {"release": {"url": scratch}}}) as repo:
             repo.push(remote="release")
@@ -49,7 +46,7 @@ def pack_run(folder: Path, out: Path) -> Path:
                 card = Path(scratch) / "card.md"
                 card.write_text(text, encoding="utf-8")
                 archive.add(card, f"{MODEL_CARDS}/{name}.md")
-    write_whole(f"{target}{CHECKSUM}", f"{file_checksum(target)}  {target.name}\n")
+    write_whole(f"{target}.sha256", f"{file_checksum(target)}  {target.name}\n")
     return target
 
 
