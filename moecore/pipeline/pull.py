@@ -66,8 +66,8 @@ def find_releases(source: str | None) -> str:
     if place := source or os.environ.get(RELEASES):
         return place if "://" in place else Path(place).expanduser().resolve().as_uri()
     origin = run_git(Path(), "config", "--get", "remote.origin.url")
-    if found := re.search(r"github\.com[:/](.+?)(?:\.git)?/?$", origin):
-        return f"https://github.com/{found[1]}/releases/download/v{version('moecore')}"
+    if repository := re.search(r"github\.com[:/](.+?)(?:\.git)?/?$", origin):
+        return f"https://github.com/{repository[1]}/releases/download/v{version('moecore')}"
     raise UserError.at("pull", found="no remote", allowed=ALLOWED)
 
 
@@ -83,8 +83,8 @@ def fetch_archive(url: str, scratch: Path) -> Path:
     except (OSError, HTTPException, ValueError) as error:
         raise UserError.at(url, found=str(error).strip("<>"), allowed=ALLOWED) from None
     expected = checksum.read_text(encoding="utf-8", errors="replace").partition(" ")[0]
-    if (found := file_checksum(archive)) != expected:
-        raise UserError.at(url, found=f"a damaged file, sha256 {found}", allowed=expected)
+    if (digest := file_checksum(archive)) != expected:
+        raise UserError.at(url, found=f"a damaged file, sha256 {digest}", allowed=expected)
     return archive
 
 
