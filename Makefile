@@ -10,11 +10,16 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
+.PHONY: repro release full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
 	moecore sync
+
+release: repro                   ## the archives of `moecore pull` in dist/: the run of params.yaml, and that of `moecore quick`
+	moecore quick
+	python -m tools.release
+	python -m tools.release .runs/ours.quick
 
 full: setup data                 ## the same with pipelines/ours/trained_longer.yaml, which trains longer
 	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))
@@ -84,4 +89,4 @@ notebook: setup                  ## docs/first_steps.ipynb in Jupyter Lab on 127
 	jupyter lab --ip 127.0.0.1 docs/first_steps.ipynb
 
 clean:                           ## delete what can be made again and git does not track, but not DVC's cache
-	rm -rf {.,.runs/*}/{artifacts,.state,dvc_plots} {.,.runs/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site
+	rm -rf {.,.runs/*}/{artifacts,.state,dvc_plots} {.,.runs/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site dist

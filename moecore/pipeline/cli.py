@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from moecore.core.files import UserError, write_json
 from moecore.pipeline.command_group import CommandGroup
+from moecore.pipeline.pull import pull_command
 
 gc.set_threshold(50_000)  # with Python's 700, a sixth of `moecore check` would look for garbage
 HERE = Path()
@@ -46,16 +47,10 @@ OPTIONS: dict[str, Any] = {
 study_app = typer.Typer(help="The questions below pipelines/.", **OPTIONS)
 claims_app = typer.Typer(help="The papers' claims, over all studies.", **OPTIONS)
 lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **OPTIONS)
-
-
-def _build_app() -> typer.Typer:
-    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
-    for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
-        program.add_typer(group, name=name)
-    return program
-
-
-app = _build_app()
+app = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
+app.add_typer(study_app, name="study")
+app.add_typer(claims_app, name="claims")
+app.add_typer(lens_app, name="lens")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -193,6 +188,9 @@ def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
         with chdir(folder):
             _run_stages(jobs, None, verbose)
         print_result(folder)
+
+
+app.command("pull")(pull_command)
 
 
 @app.command("new")

@@ -10,7 +10,7 @@ from moecore.core.files import UserError, explain_file_errors
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 
 PANELS = {  # of the help
-    "Start": ("quick", "new", "check", "schema", "upgrade"),
+    "Start": ("quick", "pull", "new", "check", "schema", "upgrade"),
     "Run": ("plan", "run", "pilot"),
     "Look": ("ui", "sync"),
     "Use a model": ("predict", "export", "lens"),

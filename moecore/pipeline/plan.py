@@ -201,11 +201,16 @@ def past_seconds() -> dict[str, float]:
     return seconds
 
 
-def print_plan() -> None:
-    """Print the stages that would run, their sum, and what runs only if outputs change."""
+def list_stale_stages() -> list[PlannedStage]:
+    """Return the stages of this folder that would run, but for the stage ``code``."""
     pipeline = query_pipeline_status(is_locked=False)
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
-    heavy = [item for item in planned if item.stage != CODE_STAGE]
+    return [item for item in planned if item.stage != CODE_STAGE]
+
+
+def print_plan() -> None:
+    """Print the stages that would run, their sum, and what runs only if outputs change."""
+    heavy = list_stale_stages()
     if not heavy:
         print("Nothing would run: everything is up to date.")
         return

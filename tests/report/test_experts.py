@@ -172,7 +172,12 @@ def test_worth_and_regret_of_a_model():
 def test_what_the_explorer_knows_of_experts():
     """Of 4 experts 0 is chosen with 2 three times as often as with 1, 3 never; by hand."""
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert explorer_page.list_partners(together, 3) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
+    assert explorer_page.list_partners(together, 3) == [
+        [(2, 0.75), (1, 0.25)],
+        [(0, 1)],
+        [(0, 1)],
+        [],
+    ]
     assert explorer_page.match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
     losses = intervals.Interval(0.02, -0.01, 0.05), intervals.Interval(-0.01, -0.04, 0.02)
     assert explorer_page.worth_words(losses, IMAGE.task.score) == [

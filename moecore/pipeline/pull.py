@@ -1,0 +1,134 @@
+"""``moecore pull``: a finished run from an archive that ``python -m tools.release`` wrote."""
+
+import os
+import re
+import shutil
+import tarfile
+from contextlib import chdir
+from http.client import HTTPException
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+from urllib.request import urlretrieve
+
+import typer
+from typer import Argument, Option
+
+from moecore.core.files import UserError, file_checksum, whole_folder, write_whole
+
+RELEASES = "MOECORE_RELEASES"  # the environment variable that names the place of the archives
+REMOTE = "remote"  # the folder of DVC's objects in an archive
+MODEL_CARDS = "artifacts/model_cards"
+ALLOWED = f"--from with a URL, an archive or its folder, or the same in ${RELEASES}"
+SOURCE = "an archive, or the URL or folder that has it; left out: the releases of git's origin"
+
+
+def pull_command(
+    name: Annotated[str | None, Argument(help="quick, or a question; left out: this run")] = None,
+    source: Annotated[str | None, Option("--from", metavar="PLACE", help=SOURCE)] = None,
+    force: Annotated[bool, Option("--force", help="replace the outputs of another run")] = False,
+) -> None:
+    """Download a finished run (models, page, explorer) from a release, to look at or go on from."""
+    from moecore.pipeline.plan import list_stale_stages
+    from moecore.pipeline.project import hold_project
+    from moecore.pipeline.study_runs import write_run_folder
+    from moecore.report.tables.terminal_summary import print_end
+    from moecore.study.document import load_yaml_document
+    from moecore.study.questions import find_question
+
+    url = find_releases(source)
+    folder = Path()
+    if name is not None:
+        question_round = find_question(folder, name).round(None)
+        write_run_folder(question_round)
+        folder = question_round.folder
+    with chdir(folder):
+        load_yaml_document("params.yaml")  # fails before anything is written, outside a project
+        with hold_project(), whole_folder(".state/pull") as scratch:
+            pull_outputs(unpack_run(fetch_archive(url, scratch)), force)
+        shutil.rmtree(".state/pull")
+        number = len(list_stale_stages())
+    print_end(folder / "reports/compare.json")
+    typer.echo(f"pulled; stages that would run: {number} (`moecore plan`)")
+
+
+def archive_name(folder: Path) -> str:
+    """Return the file name of a run's archive, with ``default`` or the run's name below .runs/."""
+    home = folder.resolve()
+    name = home.name if home.parent.name == ".runs" else "default"
+    return f"moecore-run-{name}-{version('moecore')}.tar"
+
+
+def find_releases(source: str | None) -> str:
+    """Return the URL of --from, else $MOECORE_RELEASES, else git's origin; UserError without."""
+    from moecore.report.claims.result_evidence import run_git
+
+    if place := source or os.environ.get(RELEASES):
+        return place if "://" in place else Path(place).expanduser().resolve().as_uri()
+    origin = run_git(Path(), "config", "--get", "remote.origin.url")
+    if repository := re.search(r"github\.com[:/](.+?)(?:\.git)?/?$", origin):
+        return f"https://github.com/{repository[1]}/releases/download/v{version('moecore')}"
+    raise UserError.at("pull", found="no remote", allowed=ALLOWED)
+
+
+def fetch_archive(url: str, scratch: Path) -> Path:
+    """Return a copy of an archive, which has the sha256 that the file beside it says."""
+    if not url.endswith(".tar"):
+        url = f"{url.rstrip('/')}/{archive_name(Path())}"
+    archive = scratch / "run.tar"
+    checksum = scratch / "run.tar.sha256"
+    try:
+        urlretrieve(f"{url}.sha256", checksum)
+        urlretrieve(url, archive)
+    except (OSError, HTTPException, ValueError) as error:
+        raise UserError.at(url, found=str(error).strip("<>"), allowed=ALLOWED) from None
+    expected = checksum.read_text(encoding="utf-8", errors="replace").partition(" ")[0]
+    if (digest := file_checksum(archive)) != expected:
+        raise UserError.at(url, found=f"a damaged file, sha256 {digest}", allowed=expected)
+    return archive
+
+
+def unpack_run(archive: Path) -> Path:
+    """Unpack an archive, and return its folder; UserError for other settings than params.yaml's."""
+    from moecore.study.document import load_yaml_document
+    from moecore.study.params_file import list_changes
+
+    run = archive.with_name("run")
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(run, filter="data")
+    except tarfile.TarError as error:
+        raise UserError.at("pull", found=error, allowed="an archive of a run") from None
+    ours = load_yaml_document("params.yaml").data
+    if change := next(list_changes(ours, load_yaml_document(str(run / "params.yaml")).data), None):
+        problem = f"an archive of other settings, {change} in it"
+        raise UserError.at("params.yaml", found=problem, allowed="the settings of the archive")
+    return run
+
+
+def pull_outputs(run: Path, is_forced: bool) -> None:
+    """Pull an unpacked run's outputs with DVC; copy its reports and model cards.
+
+    Raises UserError, and changes nothing, if another run's dvc.lock or outputs that are in no
+    cache would be lost; is_forced: replace them.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    locks = [path.relative_to(run) for path in (run / "dvc.lock", *run.glob("steps/*/dvc.lock"))]
+    missing = [lock for lock in locks if not lock.is_file() or not lock.stat().st_size]
+    for lock in locks:
+        is_equal = lock in missing or lock.read_bytes() == (run / lock).read_bytes()
+        if not is_equal and not is_forced:
+            raise UserError.at(lock, found="another run", allowed="--force, to replace its outputs")
+    try:
+        for lock in locks:
+            write_whole(lock, (run / lock).read_bytes())
+        with Repo(config={"remote": {"release": {"url": str((run / REMOTE).resolve())}}}) as repo:
+            repo.pull(remote="release", force=is_forced)
+    except DvcException as error:
+        for lock in missing:
+            lock.unlink()
+        raise UserError(f"dvc: {' '.join(str(error).split())}") from None
+    for path in [*run.glob("reports/*"), *run.glob(f"{MODEL_CARDS}/*.md")]:
+        write_whole(path.relative_to(run), path.read_bytes())
