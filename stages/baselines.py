@@ -1,6 +1,5 @@
 """``moecore.stages.baselines PHASE``: classifiers on the pixels that a phase trains on."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +8,6 @@ from threadpoolctl import threadpool_limits
 from moecore.core.config import Config
 from moecore.core.files import KeptParts
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped
 from moecore.measure.baselines import Baselines, measure_baselines
 from moecore.run.run_record import record_resumable
 from moecore.run.stage_entry import run_stage
@@ -34,8 +32,6 @@ def fit_baselines(phase: Phase) -> None:
         with threadpool_limits(1):  # the last digits do not depend on the machine's cores
             result = measure_baselines(data, params.baselines, shots, params.seeds[0], parts.part)
         run.result(result)
-    if isinstance(result, Skipped):
-        print(f"baselines {phase}: skipped, {result.skipped}", file=sys.stderr)
 
 
 if __name__ == "__main__":

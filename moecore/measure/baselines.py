@@ -24,13 +24,11 @@ NEIGHBOURS = 5
 ITERATIONS = 100  # of L-BFGS, at most
 CHUNK = 1000  # images that are shrunk together
 
-METRICS = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
-
 
 class Baselines(MeasuredPart):
     """Settings: how much of the data the classifiers see, and the penalties to choose from."""
 
-    metrics = METRICS
+    metrics = {"baseline": Metric("{score} of {}", SCORE, SCORE, over="classifier", items="hits")}
 
     images: int = Field(
         10_000,
@@ -96,7 +94,7 @@ def measure_baselines(
         classifier = KNeighborsClassifier(number, algorithm="brute").fit(*train)
         _put_hits(out, f"{number} nearest neighbours", classifier, test)
 
-    out = Values(METRICS, data.task, parts)
+    out = Values(settings.metrics, data.task, parts)
     out.people = data.test.people
     out.piece("logistic regression", put_logistic)
     out.piece("nearest neighbours", put_neighbours)

@@ -13,10 +13,7 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Regularizer):
-    """``balance`` · CV² of mean probs + ``entropy`` · mean token entropy, of the teacher's routers.
-
-    Summed over layers. The teacher itself is frozen, so that only these routers learn by it.
-    """
+    """``balance`` · CV² of mean probs + ``entropy`` · token entropy, of the teacher's routers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"
