@@ -21,7 +21,7 @@ class Params(Config):
     baselines: Baselines
 
 
-def fit_baselines(phase: Phase) -> None:
+def baselines(phase: Phase) -> None:
     """Fit the classifiers on the images that the first seed of ``phase`` trains on."""
     params = read_params(Params, data=phase)
     folder = Path("artifacts/data", phase)
@@ -35,4 +35,4 @@ def fit_baselines(phase: Phase) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(fit_baselines)
+    run_stage(baselines)

@@ -52,6 +52,6 @@ def test_other_data_are_skipped_with_the_reason(run, monkeypatch):
     assert "these labels are real numbers" in measure(TRAIN, TRAIN, task=AGES).skipped
     selected = {"methods": [], "seeds": [0], "phases": ["pretrain"]}
     in_run(monkeypatch, run[0], run=selected, pretrain={}, baselines={})
-    stage.fit_baselines("pretrain")
+    stage.baselines("pretrain")
     found = read_result("artifacts/measured/baselines/pretrain.json", Found, "baselines")
     assert not isinstance(found, Skipped) and len(found.values) == 2
