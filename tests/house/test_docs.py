@@ -47,7 +47,7 @@ def test_every_kind_has_an_entry():
 def test_an_entry_names_its_file_and_every_file_exists():
     for entry in METHODS.split("\n### ")[1:]:
         title = entry.splitlines()[0]
-        named = re.findall(r"`((?:moecore|stages|benchmarks)/[\w/.]+)`", entry)
+        named = re.findall(r"`((?:moecore|stages|benchmarks|pipelines)/[\w/.]+)`", entry)
         assert named, f"{title}: no file"
         lost = [path for path in named if not (ROOT / path).is_file()]
         assert not lost, f"{title}: {lost}"
