@@ -23,8 +23,17 @@ import moecore
 from moecore.core.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")
-SUFFIXES = (".md", ".png", ".css", ".js", ".ipynb", ".cff", ".yaml", "LICENSE")
+FOLDERS = (
+    ".",
+    "docs",
+    "docs/site",
+    "docs/tutorials",
+    "pipelines",
+    "pipelines/*",
+    "pipelines/*/*",
+    "benchmarks",
+)
+SUFFIXES = (".md", ".py", ".png", ".css", ".js", ".ipynb", ".cff", ".yaml", "LICENSE")
 NOTEBOOK = "docs/first_steps.ipynb"
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 LIST_BELOW_TEXT = re.compile(r"^(?!\s*(?:[-|]|\d+\.) )(.*\S.*\n)(?=(?:-|1\.) )", re.MULTILINE)

@@ -48,7 +48,7 @@ HEAD = """\
 
 `import moecore` offers these names and loads none of them before it is used; everything else may
 change without notice. Settings of parts (routers, experts, …) are keyword arguments;
-[methods.md](methods.md) has their equations. The [site](../mkdocs.yml) (`make docs`) adds
+[methods.md](methods.md) has their equations. The site (`make docs`) adds
 signatures, arguments and errors to this page, which `python -m tools.public_names` writes.
 """
 CONTRACTS = """\

@@ -1,6 +1,5 @@
 """The command ``moecore``: thin functions that import the code they call."""
 
-import gc
 import os
 import sys
 from contextlib import chdir
@@ -15,7 +14,6 @@ from moecore.core.files import UserError, write_json
 from moecore.pipeline.command_group import CommandGroup
 from moecore.pipeline.pull import pull_command
 
-gc.set_threshold(50_000)  # with Python's 700, a sixth of `moecore check` would look for garbage
 HERE = Path()
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -47,10 +45,17 @@ OPTIONS: dict[str, Any] = {
 study_app = typer.Typer(help="The questions below pipelines/.", **OPTIONS)
 claims_app = typer.Typer(help="The papers' claims, over all studies.", **OPTIONS)
 lens_app = typer.Typer(help="Routing of any model: record it, and look at it.", **OPTIONS)
-app = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
-app.add_typer(study_app, name="study")
-app.add_typer(claims_app, name="claims")
-app.add_typer(lens_app, name="lens")
+
+
+def _build_app() -> typer.Typer:
+    program = typer.Typer(help="Sparse vision mixture-of-experts models.", **OPTIONS)
+    for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
+        program.add_typer(group, name=name)
+    program.command("pull")(pull_command)
+    return program
+
+
+app = _build_app()
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -188,9 +193,6 @@ def quick_command(jobs: JobCount = None, verbose: IsVerbose = False) -> None:
         with chdir(folder):
             _run_stages(jobs, None, verbose)
         print_result(folder)
-
-
-app.command("pull")(pull_command)
 
 
 @app.command("new")

@@ -82,8 +82,9 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
-def code_inputs(document: Document, root: Path = ROOT) -> str:
-    """Return a sha256 of all that the stage ``code`` reads, except raw data."""
+def code_inputs(document: Document, root: Path | None = None) -> str:
+    """Return a sha256 of all that the stage ``code`` reads, except raw data; root: of the code."""
+    root = root or ROOT
     allow_packages(document.packages, document.folders)
     outside = []
     for name in allowed_packages():

@@ -1,5 +1,6 @@
 """A group of the command ``moecore``: how its help is ordered, and how its errors are printed."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl(list(zip(names, helps, strict=True)))
 
     def invoke(self, ctx: Any) -> Any:
+        gc.set_threshold(50_000)  # with 700, a sixth of `moecore check` would look for garbage
         try:
             refuse_other_checkout()
             if Path(PROJECT_ANSWERS).is_file():

@@ -291,10 +291,9 @@ class MetricColumns(NamedTuple):
 
         def items(result: Found) -> np.ndarray | None:
             arrays = [value.array for value in find_values(result, key, metric, at)]
-            present = list_without_none(arrays)
-            if present and len(present) == len(arrays):
-                return np.mean(present, axis=0)
-            return None
+            if not arrays or any(array is None for array in arrays):
+                return None
+            return np.mean(list_without_none(arrays), axis=0)
 
         def is_bound(result: Found) -> bool:
             value = read_value(result)

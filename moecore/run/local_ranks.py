@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -41,7 +42,8 @@ def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
             return wait_for_exit_code(running)
         finally:
             for process in running:
-                process.terminate()
+                with suppress(psutil.NoSuchProcess):  # it has ended
+                    process.terminate()
             for process in psutil.wait_procs(running, GRACE)[1]:  # those that still run
                 process.kill()
                 process.wait()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,7 @@ def iterate_training(
     optimizer = build_optimizer(job.model, settings, job.routers)
     per_epoch = job.updates(settings)
     steps = total_steps(job, settings)
-    saved = 0
-    note: dict[str, Any] = {}
-    if checkpoint:
-        saved, note = checkpoint.load(job.learners, optimizer)
+    saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
     precision = broadcast_text(note.get("dtype", probed))  # the checkpoint's, or the first rank's
     dtype = getattr(torch, precision)

@@ -32,8 +32,6 @@ from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
-from moecore.report.pictures import ages as ages_page
-from moecore.report.pictures import calibration as calibration_page
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
 from moecore.tasks import class_task
@@ -102,7 +100,6 @@ def test_one_temperature_is_fitted_to_all_cells(tmp_path):
     assert result.interval("score_before") == result.interval("score_after")
     assert result.interval("nll_after") != result.interval("nll_before")
     assert sum(result.facts["bins"]["after"]["count"]) == 4 * result.facts["test_images"] == 120
-    assert calibration_page.applies(data.task) and not ages_page.applies(data.task)
 
 
 def test_the_test_split_before_and_after(made):

@@ -77,6 +77,7 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
     out, err = capsys.readouterr()
     assert len(out.split()) == 5
     assert err.splitlines() == [
+        f"how good this model is was not measured: there is no {trained}/score.json",
         "the most probable word each time, seed 0",
         "not in the vocabulary, read as <unk>: unheard, words",
         f"{page}: every word with its experts",
@@ -133,7 +134,7 @@ def test_bad_prompts_and_models_are_refused(trained, tmp_path):
 
 def test_the_page_fits(browser, trained, tmp_path):
     page = tmp_path / "page.html"
-    continue_file(trained, prompt(tmp_path), page, Sampling(words=40))
+    continue_file(trained, prompt(tmp_path), page, Sampling(new_words=40))
     with opened(browser, page, 390, "dark") as shown:
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert shown.locator("h2").count() == 2

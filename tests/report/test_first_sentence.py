@@ -71,7 +71,7 @@ def test_controls_are_named_and_not_compared():
     found = study(settings=CONTROL, vmoe=SECOND, tgr=FIRST, told=FIRST)
     start = "2 methods on Fashion-MNIST (vmoe and tgr; not compared: told; 3 seeds): "
     assert first_sentence(found) == f"{start}{LEAD}."
-    assert first_sentence(Results({})) == "Nothing was trained."
+    assert first_sentence(Results({})) == "Nothing was trained; calculated: nothing."
 
 
 def test_a_guess_is_the_best_constant_answer_and_ends_the_table():

@@ -82,7 +82,7 @@ def test_dense_alone_and_several_seeds(tmp_path):
     dense = render_report(results(tmp_path / "dense", {"dense": False}, phases=["pretrain"]))
     assert_self_contained(dense)
     assert "Which expert" not in dense and "Load CV²" not in dense and "Routing change" not in dense
-    assert "no expert is chosen" in dense and re.search("dense gets [0-9.]+.% ", dense)
+    assert "no expert is chosen" in dense and re.search("the accuracy of dense is [0-9.]+.%", dense)
     many = render_report(results(tmp_path / "many", seeds=[0, 1, 2], phases=["finetune"]))
     assert_self_contained(many)
     assert "Student" in many and "Wilson" not in many

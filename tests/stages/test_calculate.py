@@ -103,7 +103,7 @@ def test_it_keeps_its_promises(folder):
         ("calculations: [my_lab.bound]", "calculations: [my_lab.brightness]", "has no settings"),
         ("calculations:", "measurements:", "found my_lab.bound; allowed: in run.calculations"),
         ("[my_lab.bound]", "[bound]", "found 'bound'; allowed: package.module of a listed"),
-        ("power_2", "power_3", "found 'power_3', did you mean 'power_1'?; allowed in my_lab.bound"),
+        ("power_2", "power_3", "found 'power_3', did you mean 'power_2'?; allowed in my_lab.bound"),
         ("against: my_lab.bound", "against: other", "found 'other'"),
         ("questions:", "sizes: {}\nquestions:", "which is the calculation paper_models.sizes of"),
     ],

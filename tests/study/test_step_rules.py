@@ -126,7 +126,7 @@ def test_what_parts_of_ones_own_say_has_its_place(folder):
     forget_package()
     write_my_lab(folder, cosine=cosine.replace("    def build(", LUCKY), calm=calm)
     (folder / "params.yaml").write_text(PARAMS.replace("number: 4", "number: 3"))
-    assert check_study().notes[1:] == ("methods.mine.router.k: one expert is few",)
+    assert check_study().notes[1] == "methods.mine.router.k: one expert is few"
 
 
 @pytest.mark.parametrize(

@@ -205,10 +205,7 @@ def _difference_in_widest_study(row: MethodRow, metric: str, studies: Studies) -
 
 
 def _time_in_widest_study(row: MethodRow, studies: Studies) -> str:
-    """Return step time / that of ``row.against`` as text: ``1.20 × [study](link)``, or ``–``.
-
-    Of several studies with both times, the one with the most seeds counts.
-    """
+    """Return the ratio of step times as text, ``1.20 × [study](link)``, of most seeds; or ``–``."""
     candidates = []
     for study, compared in studies.items():
         ours = _pretrained_cell(compared, row.method, STEP_TIME)

@@ -95,7 +95,7 @@ def empty_figure(width: float, height: float, caption: str = "", raster: bool = 
     """Return an empty StyledFigure of this size in inches on the Agg canvas; needs no closing."""
     from moecore.report.figures.styled_figure import StyledFigure
 
-    return StyledFigure((width, height), caption, raster)
+    return StyledFigure((width, height), caption, raster, STYLE)
 
 
 def line_look(index: int) -> dict[str, Any]:

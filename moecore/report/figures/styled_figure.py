@@ -6,18 +6,17 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moecore.report.figures.drawing import STYLE
-
 
 class StyledFigure(Figure):
-    """A figure that is always drawn in ``STYLE``, because ticks are made and coloured only then."""
+    """A figure that is always drawn in one ``style``, as ticks are made and coloured only then."""
 
-    def __init__(self, size: tuple[float, float], caption: str, raster: bool) -> None:
+    def __init__(self, size: tuple[float, float], caption: str, raster: bool, style: Any) -> None:
         super().__init__(figsize=size)
         FigureCanvasAgg(self)
+        self.style = style
         self.caption = caption
         self.raster = raster  # made of images: smaller as PNG than as SVG
 
     def draw(self, renderer: Any) -> None:
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(self.style):
             super().draw(renderer)

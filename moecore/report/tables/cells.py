@@ -142,8 +142,8 @@ def pluralize(count: int, word: str) -> str:
 
 def join_names(names: Sequence[str]) -> str:
     """Return the names as one text: ``a, b and c``."""
-    if len(names) == 1:
-        return names[0]
+    if len(names) < 2:
+        return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -13,7 +13,7 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Regularizer):
-    """``balance`` · CV² of mean probs + ``entropy`` · token entropy, of the teacher's routers."""
+    """CV² of mean probs times ``balance`` + token entropy times ``entropy``, of teacher routers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
     added_by: ClassVar[str] = "teacher_router: {fit: joint}"

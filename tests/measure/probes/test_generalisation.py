@@ -211,18 +211,18 @@ def test_what_is_left_is_what_the_model_sees():
 
 
 @pytest.fixture(scope="module")
-def cohort(tmp_path_factory) -> Prepared:
+def balls_cohort(tmp_path_factory) -> Prepared:
     return balls(tmp_path_factory.mktemp("balls"))
 
 
-def measured(cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
+def measured(balls_cohort, tissues=TISSUES, batch: int = 3, **model) -> RegionExperts:
     settings = RegionGeneralisationSettings(volumes=6)
-    subject = MeasuredModel(ByBrightness(**model), cohort, regions=tissues)
+    subject = MeasuredModel(ByBrightness(**model), balls_cohort, regions=tissues)
     return measure_generalisation(subject, settings, (20, 90), 0, batch)
 
 
-def test_experts_that_know_their_tissue(cohort):
-    found = measured(cohort)
+def test_experts_that_know_their_tissue(balls_cohort):
+    found = measured(balls_cohort)
     assert found.other is None, "the balls have 16³ voxels"
     isolated, whole = found.test.isolated, found.test.complete
     assert isolated.agreement.value == 1 and isolated.over_chance.low > 0.5
@@ -232,16 +232,16 @@ def test_experts_that_know_their_tissue(cohort):
     assert len(found.mixtures) == 6 * 3
     assert {key[:2] for key in found.mixtures} == set(permutations(TISSUES, 2))
     assert found.mixed.cubes == sum(one.cubes for one in found.mixtures.values())
-    assert found == measured(cohort, batch=4)
+    assert found == measured(balls_cohort, batch=4)
 
 
-def test_the_order_of_names_is_the_order_of_experts(cohort):
+def test_the_order_of_names_is_the_order_of_experts(balls_cohort):
     turned = ("csf", "wm")
     greys = (GREY["csf"], GREY["wm"])
-    found = measured(cohort, turned, greys=greys)
+    found = measured(balls_cohort, turned, greys=greys)
     assert found.test.isolated.agreement.value == 1
     assert {key[:2] for key in found.mixtures} == set(permutations(turned))
-    one = measured(cohort, ("csf",), greys=greys)
+    one = measured(balls_cohort, ("csf",), greys=greys)
     assert one.mixed is None and one.mixtures == {}
 
 
@@ -264,23 +264,23 @@ def test_people_of_the_other_generator():
     assert FIRST_SEED > 1_000_000 * 400, "above the seeds of every cohort"
 
 
-def test_who_is_not_tried_and_why(cohort):
+def test_who_is_not_tried_and_why(balls_cohort):
     settings = CohortChecks()
 
     def tried(subject: MeasuredModel) -> tuple[set[str], dict[str, str]]:
-        out = Values(settings.metrics, cohort.task, compute_without_cache)
+        out = Values(settings.metrics, balls_cohort.task, compute_without_cache)
         out.facts["not_checked"] = {}
         put_region_experts(subject, settings, out)
         return {value.metric for value in out.values}, out.facts["not_checked"]
 
-    dense = MeasuredModel(ByBrightness(), cohort)
+    dense = MeasuredModel(ByBrightness(), balls_cohort)
     metrics, reasons = tried(dense)
     assert not metrics and "no region experts" in reasons["generalisation"]
     named = dense._replace(regions=TISSUES)
     metrics, reasons = tried(named)
     assert list(reasons) == ["other generator"]
     assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < metrics
-    bare = SimpleNamespace(card=cohort.card | {"regions": []})
+    bare = SimpleNamespace(card=balls_cohort.card | {"regions": []})
     metrics, reasons = tried(named._replace(data=bare))
     assert not metrics and "no tissue maps" in reasons["generalisation"]
 
