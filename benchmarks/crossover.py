@@ -23,7 +23,7 @@ from benchmarks.peers import torch_dtype
 from benchmarks.timing import LEAST, Ratio, take_turns
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.kernels import expert_loop
+from moecore.nn.kernels import cpu_expert_loop
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.training.runtime import tune_runtime
 
@@ -55,15 +55,15 @@ def step(way: Experts, size: Size, dtype: torch.dtype, grouped: bool = True) -> 
     leaves = [rows, *experts.parameters()]
 
     def run() -> None:
-        usual = expert_loop.MANY_EXPERTS
+        usual = cpu_expert_loop.MANY_EXPERTS
         if not grouped:
-            expert_loop.MANY_EXPERTS = NEVER
+            cpu_expert_loop.MANY_EXPERTS = NEVER
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32):
             outputs = way(
                 rows, experts.up, experts.up_bias, experts.down, experts.down_bias, plan.offsets
             )
         torch.autograd.grad(outputs, leaves, towards)
-        expert_loop.MANY_EXPERTS = usual
+        cpu_expert_loop.MANY_EXPERTS = usual
 
     return run
 

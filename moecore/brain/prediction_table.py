@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from moecore.core.arrays_as_text import spreadsheet_cell
 from moecore.core.config import Config
-from moecore.core.encoded_values import spreadsheet_cell
 from moecore.core.files import UserError, write_csv
 from moecore.data.prepared import Prepared
 from moecore.measure.calibrators.base import FittedCalibrator

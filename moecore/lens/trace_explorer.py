@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.encoded_values import encode_concatenated_arrays
+from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace

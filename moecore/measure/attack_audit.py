@@ -21,7 +21,7 @@ from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.exploring.expert_overlays import EncodedPicture, encode_thumbnails
+from moecore.measure.exploring.expert_overlays import EncodedImages, encode_thumbnails
 from moecore.nn.layers.lipschitz_lemma import soften_model
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval, bootstrap_mean
@@ -86,7 +86,7 @@ class AttackedPictures(Config):
     """A few images attacked at one epsilon."""
 
     epsilon: float
-    pictures: EncodedPicture  # (N, C, h, w)
+    pictures: EncodedImages  # (N, C, h, w)
 
 
 class AttackedGallery(Config):

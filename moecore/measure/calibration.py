@@ -243,7 +243,7 @@ class ClassCalibration(ModelCalibration):
         data = subject.data
         model = cast(LanguageTransformer, subject.model)
         validation = final_tokens(model, data.validation, self.settings.batch, FITTED)
-        fitted = calibrator.fit_slope(validation.nll_slope, tolerance=1e-7)
+        fitted = calibrator.fit_by_derivative(validation.nll_slope, tolerance=1e-7)
         self._write_fit(fitted, out)
         test = final_tokens(model, data.test, self.settings.batch)
         before, after = test.answers(1.0, fitted.temperature)

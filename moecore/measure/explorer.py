@@ -11,15 +11,15 @@ from pydantic import Field
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
+from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.core.config import Config, Misfits, Surroundings
-from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import changed_images
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring import expert_gallery
-from moecore.measure.exploring.expert_overlays import EncodedPicture, encode_thumbnails
+from moecore.measure.exploring.expert_overlays import EncodedImages, encode_thumbnails
 from moecore.measure.routing_metrics.epochs import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics.two_view_agreement import (
     Preset,
@@ -130,7 +130,7 @@ class ShownVariant(Config):
 
     kind: changed_images.Kind
     label: str
-    picture: EncodedPicture | None  # None for changed volumes
+    picture: EncodedImages | None  # None for changed volumes
     origins: str | None  # packed uint16 (N, P): patch of the clean image, 65535 for none
     trace: ImageTraces
 

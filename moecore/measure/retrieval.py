@@ -187,8 +187,8 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     by_name: dict[str, list[float]] = {}
     for record in concat_records(records):
-        numbers, frequent_words = summarize_caption_routing(record, tokens, tokenizer)
-        out.facts["layers"].append(frequent_words)
+        numbers, words_from_count = summarize_caption_routing(record, tokens, tokenizer)
+        out.facts["layers"].append(words_from_count)
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     for name, numbers in by_name.items():

@@ -318,9 +318,9 @@ class Routing(Measurement):
         records = self.record_routing(subject, indices, out)
         out.people = test.people_at(indices)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
-        put_means(layers, by_image, "{}", out)
+        put_averages(layers, by_image, "{}", out)
         for number, (layer, items) in enumerate(zip(layers, by_image, strict=True), 1):
-            put_means([layer], [items], "{}_layer", out, layer=number)
+            put_averages([layer], [items], "{}_layer", out, layer=number)
         put_augmented(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
@@ -389,7 +389,7 @@ def routing_metrics_by_layer(
     return layers, by_image
 
 
-def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
+def put_averages(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
     """Put the mean over ``layers`` of each metric that all have, as ``key.format(metric)``."""
     items = mean_items_over_layers(by_image)
     for name, mean in layer_metrics.average_layers(layers).items():

@@ -17,8 +17,8 @@ import torch
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
+from moecore.core.arrays_as_text import decode_float_array, encode_exact, pack_numbers
 from moecore.core.config import Config
-from moecore.core.encoded_values import decode_float_array, encode_exact, pack_numbers
 from moecore.core.files import to_jsonable
 from moecore.statistics.comparisons import linearize_by_person
 from moecore.statistics.intervals import Interval, bootstrap_mean, mean_share

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.tasks.base import Task
 

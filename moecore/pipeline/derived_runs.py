@@ -64,7 +64,7 @@ def derive_params_text(folder: Path) -> str:
         problem = f"{sizes.min()} pictures"
         allowed = f"{MIN_PER_CLASS} or more per class; add some, or remove the folder"
         raise UserError.at(train / classes[sizes.argmin()], found=problem, allowed=allowed)
-    side, channels = _read_sample(files.paths)
+    side, channels = _median_side_and_channels(files.paths)
     number = len(files.paths)
     size = min(max(round(side / PATCHES) * PATCHES, MIN_SIZE), MAX_SIZE)
     # Every class needs a picture in each split
@@ -96,7 +96,7 @@ def derive_params_text(folder: Path) -> str:
     )
 
 
-def _read_sample(paths: list[Path]) -> tuple[float, int]:
+def _median_side_and_channels(paths: list[Path]) -> tuple[float, int]:
     """Return the median shorter side in pixels, and 1 channel if all are grey, else 3."""
     sides = []
     channels = 1

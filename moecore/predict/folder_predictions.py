@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.brain import prediction_table
+from moecore.core.arrays_as_text import spreadsheet_cell
 from moecore.core.config import read_json_settings
-from moecore.core.encoded_values import spreadsheet_cell
 from moecore.core.files import UserError, file_checksum, join_below_root, write_csv, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.files.decode import BACKGROUND

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moecore.core.arrays_as_text import encode_exact
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_exact
 from moecore.measure.base import Estimate, MeasuredPart, Skipped, read_result
 from moecore.measure.values import Found, Metric, OnPage, Value
 from moecore.report.results import Draw, Pictures

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 
-from moecore.core.encoded_values import pack_numbers
+from moecore.core.arrays_as_text import pack_numbers
 from moecore.statistics.intervals import (
     Interval,
     People,

@@ -108,7 +108,7 @@ class Regression(Task):
         return "these labels are real numbers"
 
 
-class AgeFit(TypedDict):
+class AgeBias(TypedDict):
     """The fit of predictions ŷ to labels y (ERMoE, table S1)."""
 
     mae: float  # mean |ŷ − y|
@@ -117,7 +117,7 @@ class AgeFit(TypedDict):
     intercept: float  # a
 
 
-def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
+def age_fit(prediction: Tensor, labels: Tensor) -> AgeBias:
     """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y.
 
     A constant error has correlation 0. Raises UserError for labels that do not vary: they define no
@@ -140,7 +140,7 @@ def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
     if error_spread > MIN_VARIATION**2 * spread:
         corr = float(covariation / (spread * error_spread).sqrt())
     intercept = float(errors.mean() - excess * labels.mean())
-    return AgeFit(mae=float(errors.abs().mean()), corr=corr, slope=1 + excess, intercept=intercept)
+    return AgeBias(mae=float(errors.abs().mean()), corr=corr, slope=1 + excess, intercept=intercept)
 
 
 def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:

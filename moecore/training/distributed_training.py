@@ -144,7 +144,7 @@ def check_rank_batches(model: nn.Module, batch: int) -> None:
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():
-        group = getattr(module, "training_group", 1)
+        group = getattr(module, "coupled_in_training", 1)
         if (batch // size) % group:
             raise UserError(
                 f"group_size is {group}, and each of {size} ranks has {batch // size} images; "

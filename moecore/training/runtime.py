@@ -80,7 +80,7 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
             )
     torch.set_num_threads(threads)
     allocator = _keep_large_blocks() if device == "cpu" else "cuda caching"
-    precision, error = _matmul_precision(device)
+    precision, error = _choose_matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
     compiled = compile_policy(device)
@@ -133,7 +133,7 @@ def _keep_large_blocks() -> str:
     return "glibc"
 
 
-def _matmul_precision(device: str) -> tuple[str, float]:
+def _choose_matmul_precision(device: str) -> tuple[str, float]:
     """Set the fastest fp32 precision that does not round to bf16; return its name and error."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(256, 256, generator=generator) for _ in range(2))

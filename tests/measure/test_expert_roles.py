@@ -378,7 +378,7 @@ def test_labels_of_words_and_cubes(tmp_path):
         SimpleNamespace(image=SimpleNamespace(truth=None, task=task)),
         SimpleNamespace(card={}, folder=tmp_path),
     )
-    labels = information.token_labels_by_kind(
+    labels = information.token_labels_by_name(
         subject, np.arange(10), words, TokenLayout(0, (4,), (4,))
     )
     assert labels["word"].unique().tolist() == [-1, 0, 4]

@@ -18,8 +18,8 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.lipschitz import Lipschitz, put_slopes
 from moecore.measure.theory.output_lipschitz_slopes import (
     ImagePairSlope,
-    bisect_pair,
     find_steepest_pair,
+    halve_to_steeper,
     layer_tokens,
     lemma_terms_by_layer,
     project_to_l2_ball,
@@ -284,7 +284,7 @@ def test_the_jump_is_the_change_between_ends_that_choose_differently():
         line = lambda x: torch.cat([x, -x], 1)
         model = Function(line, lambda x, border=border: x[:, 0] > border).double()
         flat = ImagePairSlope(*ends, torch.zeros(1, dtype=torch.float64))
-        pair, crossed, jump = bisect_pair(model, flat, 0)
+        pair, crossed, jump = halve_to_steeper(model, flat, 0)
         assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
         assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
 
@@ -299,7 +299,7 @@ def test_halving_never_lowers_the_ratio(seed):
     direction = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     direction = nn.functional.normalize(direction).view_as(images)
     pair = find_steepest_pair(model.double(), images, direction, 0.3, 3)
-    ratios = [bisect_pair(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
+    ratios = [halve_to_steeper(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
     torch.testing.assert_close(ratios[0], pair.ratio)
     assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
     for end in (pair.first, pair.second):

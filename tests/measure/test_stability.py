@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moecore.attacks.attack_setup import Target
-from moecore.core.encoded_values import decode_compressed_text
+from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions import add_noise, standard_normal_noise

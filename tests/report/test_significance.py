@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.special import stdtr
 
+from moecore.core.arrays_as_text import encode_exact
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_exact
 from moecore.core.files import UserError
 from moecore.measure.robustness import Robustness
 from moecore.measure.trained import Trained

@@ -18,8 +18,8 @@ from PIL import Image
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
+from moecore.core.arrays_as_text import spreadsheet_cell
 from moecore.core.config import read_json_settings
-from moecore.core.encoded_values import spreadsheet_cell
 from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from moecore.core.encoded_values import decode_float_array, pack_numbers
+from moecore.core.arrays_as_text import decode_float_array, pack_numbers
 from moecore.statistics import comparisons as compare
 from moecore.statistics import intervals
 from moecore.tasks.image_text import ImageText

@@ -12,7 +12,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
 from moecore.core.outside_packages import import_extra
-from moecore.data.text.words import frequent_words, lower_words, read_words
+from moecore.data.text.words import lower_words, read_words, words_from_count
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -120,7 +120,7 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """Return a tokenizer of all words of the captions, the most frequent first."""
-        frequent = frequent_words(map(lower_words, training), minimum=1)
+        frequent = words_from_count(map(lower_words, training), minimum=1)
         return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 

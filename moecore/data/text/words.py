@@ -70,11 +70,11 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return ``<eos>``, ``<unk>`` and words that occur ``minimum`` times or more in ``train``."""
-    frequent = frequent_words(train, minimum)
+    frequent = words_from_count(train, minimum)
     return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
-def frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
+def words_from_count(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return words that occur ``minimum`` times or more, most frequent first, ties alphabetical."""
     counts = Counter(word for line in lines for word in line)
     frequent = [word for word, number in counts.items() if number >= minimum]

@@ -23,7 +23,7 @@ from moecore.data.views import warping
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 
 
-def make_random_volume_views(
+def make_random_volume_views_and_affines(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
     """Return one random view of each volume, fp32, and its affine fp32 (B, 4, 4)."""

@@ -64,11 +64,11 @@ class Temperature(Calibrator):
         _check_logits(predictions, labels)
         logits = predictions.detach().double().cpu()
         labels = labels.long().cpu()
-        return self.fit_slope(
+        return self.fit_by_derivative(
             lambda beta: float(nll_derivative_by_row(logits, labels, beta).mean())
         )
 
-    def fit_slope(
+    def fit_by_derivative(
         self, slope_at: Callable[[float], float], tolerance: float = 1e-12
     ) -> FittedTemperature:
         """Return the temperature with the smallest NLL from its slope dNLL/dβ at β = 1/T.

@@ -17,7 +17,7 @@ from moecore.data.prepared import Split
 from moecore.data.text.tokenizers import Tokenizer
 from moecore.measure.exploring.expert_overlays import (
     CROP,
-    EncodedPicture,
+    EncodedImages,
     encode_thumbnails,
     patch_crop,
 )
@@ -61,8 +61,8 @@ class LayerGallery(Config):
     experts: tuple[ExpertProfile, ...]
     # (E, 1, *grid) of the finest layer: share of the patches at each place that chose the expert,
     # divided by its peak; None for a text
-    places: EncodedPicture | None
-    crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None without crops
+    places: EncodedImages | None
+    crops: EncodedImages | None  # (crops, C, h, w), expert by expert; None without crops
 
 
 class ExpertUseByImage(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from moecore.core.arrays_as_text import decode_compressed_text, encode_concatenated_arrays
 from moecore.core.config import Config
-from moecore.core.encoded_values import decode_compressed_text, encode_concatenated_arrays
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
@@ -23,25 +23,25 @@ CROP = 24  # the same for a patch with its surroundings
 MODES = {2: "area", 3: "trilinear"}  # by number of axes
 
 
-class EncodedPicture(Config):
+class EncodedImages(Config):
     """Images or volumes with one byte per pixel; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # encoded by ``core.encoded_values.encode_concatenated_arrays``
+    pixels: str  # encoded by ``core.arrays_as_text.encode_concatenated_arrays``
 
     def array(self) -> np.ndarray:
         """Return the pixels, uint8 of this shape."""
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
-def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
+def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedImages:
     """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
     size = pixels.shape[2:]
     if max(size) > side:
         small = [max(1, round(length * side / max(size))) for length in size]
         pixels = interpolate(pixels, small, mode=MODES[len(size)])
     data = np.rint(pixels.clamp(0, 1).numpy() * 255).astype(np.uint8)
-    return EncodedPicture(shape=data.shape, pixels=encode_concatenated_arrays(data))
+    return EncodedImages(shape=data.shape, pixels=encode_concatenated_arrays(data))
 
 
 def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
@@ -86,7 +86,7 @@ class Overlays(Config):
 class MatchedCrops(Config):
     """Two random crops of one image; corresponding patches have the same number (PRC, figure 4)."""
 
-    views: EncodedPicture  # (2, C, h, w), the crop of higher resolution first
+    views: EncodedImages  # (2, C, h, w), the crop of higher resolution first
     numbers: tuple[tuple[str, ...], tuple[str, ...]]
     """Rows of text as in Overlays: the index of the patch in the second view, "-": no partner."""
 

@@ -25,7 +25,7 @@ RARE = 10  # words that occur less often in the texts are ignored
 TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
-def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
+def class_label_of_images(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
     """Return {"class": (N, 1)} if each image has one class, else {}; labels: the task's, (N, …)."""
     members = subject.model.image.task.by_class(labels)
     if members is None or not torch.equal(members[0], torch.arange(len(labels))):
@@ -33,7 +33,7 @@ def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Te
     return {"class": members[1].unsqueeze(-1)}
 
 
-def token_labels_by_kind(
+def token_labels_by_name(
     subject: MeasuredModel, indices: np.ndarray, images: np.ndarray, layout: TokenLayout
 ) -> dict[str, Tensor]:
     """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown.

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.arrays_as_text import encode_concatenated_arrays
 from moecore.core.config import Config
-from moecore.core.encoded_values import encode_concatenated_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
@@ -230,9 +230,9 @@ def put_roles(
     ]
     scores = selection_scores(subject.model, list(early), records)
     labels = torch.from_numpy(np.array(test.labels[indices]))
-    classes = expert_information.image_labels_by_kind(subject, labels)
+    classes = expert_information.class_label_of_images(subject, labels)
     labels_on_grid = {
-        layout: classes | expert_information.token_labels_by_kind(subject, indices, images, layout)
+        layout: classes | expert_information.token_labels_by_name(subject, indices, images, layout)
         for layout in dict.fromkeys(subject.model.layouts)
     }
     layers: list[RolesLayer] = []

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from moecore.core.arrays_as_text import decode_compressed_text
 from moecore.core.config import Config
-from moecore.core.encoded_values import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.alternative_choices import find_own_model

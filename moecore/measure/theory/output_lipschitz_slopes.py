@@ -149,7 +149,7 @@ def slopes_at(
             )
             local, direction = top_singular_pair(jacobians)
             best = find_steepest_pair(exact, pixels, direction.view_as(pixels), radius, steps)
-            pair, crossed, jump = bisect_pair(exact, best, halvings)
+            pair, crossed, jump = halve_to_steeper(exact, best, halvings)
             margin = margin_slope(jacobians, targets.to(pixels.device))
             chunks.append((local, margin, pair.ratio, crossed, jump))
     return LipschitzSlopes(*(torch.cat(field).cpu() for field in zip(*chunks, strict=True)))
@@ -204,7 +204,7 @@ def find_steepest_pair(
     return best
 
 
-def bisect_pair(
+def halve_to_steeper(
     model: Model, pair: ImagePairSlope, halvings: int
 ) -> tuple[ImagePairSlope, Tensor, Tensor]:
     """Return the pair after halvings to its steeper half, ``crossed`` (B,) bool, and ``jump`` (B,).

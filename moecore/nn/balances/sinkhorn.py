@@ -50,7 +50,7 @@ class SinkhornPlanner(BalanceModule):
         self.config = config
 
     @property
-    def training_group(self) -> int:
+    def coupled_in_training(self) -> int:
         """Images that share a plan."""
         return self.config.group_size
 

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moecore.core.torch_internals import GROUPED_MM
-from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
+from moecore.nn.kernels.cpu_expert_loop import ExpertLoop, ExpertMlpLoop
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data

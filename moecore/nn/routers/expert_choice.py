@@ -63,7 +63,7 @@ class ExpertChoiceRouter(nn.Module):
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
     @property
-    def training_group(self) -> int:
+    def coupled_in_training(self) -> int:
         """Images per group, among whose tokens an expert chooses in training."""
         return self.config.group_size
 

@@ -273,7 +273,7 @@ class NoisyTopKRouter(nn.Module):
         return self.config.group_size
 
     @property
-    def training_group(self) -> int:
+    def coupled_in_training(self) -> int:
         """Images per group whose routing depends on each other in training; 1: independent."""
         if self.config.capacity_factor is None:
             return 1

@@ -289,7 +289,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
             {
                 "title": f"[{name}]({folder}/README.md): {title}",
                 "verdicts": _count_verdicts(judged),
-                "table": _table_of(of_folder, studies),
+                "table": _question_table(of_folder, studies),
             }
         )
     answered, answers_page = answer_readers(root, studies, answers)
@@ -330,7 +330,7 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
     return MARKED.sub(table, readme)
 
 
-def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
+def _question_table(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
     """Return the Markdown lines of a folder's table: question, answer, and command to run it."""
     rows = []
     for question in questions:

@@ -131,7 +131,7 @@ def errors_by_group(groups: Mapping[str, Sequence[Facts]], facts: Facts) -> Figu
     figure = drawing.empty_figure(1.2 + 0.62 * sum(widths), 3.5, caption)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
-        _draw_groups(axes, rows)
+        _draw_group_errors(axes, rows)
         axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
     return add_title_and_legend(figure, panels, "Error by group", "MAE, years", facts)
 
@@ -148,7 +148,7 @@ def add_title_and_legend(
     return figure
 
 
-def _draw_groups(axes: Axes, rows: Sequence[Facts]) -> None:
+def _draw_group_errors(axes: Axes, rows: Sequence[Facts]) -> None:
     for shift, variant in ((-0.15, "raw"), (0.15, "pooled")):
         colour = COLOURS[variant]
         for place, row in enumerate(rows):

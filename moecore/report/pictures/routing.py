@@ -42,7 +42,7 @@ def figures(result: Found) -> Figures:
         yield "expert_overlays", figure
 
 
-def loads_and_patches(phase: Phase) -> Iterator[Block]:
+def blocks_above(phase: Phase) -> Iterator[Block]:
     """Yield blocks: experts' load, experts of patches, matched crops, agreement with a teacher."""
     by_name = pictures_by_name(phase, Routing, figures)
     yield Block("Load of the experts", pictures=by_name["expert_load"], about="load_cv2")
@@ -96,4 +96,4 @@ def time_over_k(phase: Phase) -> Iterator[Block]:
     yield Block("Step time over k", pictures=pictures)
 
 
-PICTURES = Pictures("routing", figures, is_on_page=False, above=loads_and_patches, more=time_over_k)
+PICTURES = Pictures("routing", figures, is_on_page=False, above=blocks_above, more=time_over_k)

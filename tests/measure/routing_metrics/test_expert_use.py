@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moecore.core.encoded_values import decode_float_array
+from moecore.core.arrays_as_text import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import (
     ModelOutput,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.nn.kernels import expert_loop, grouped
-from moecore.nn.kernels.expert_loop import ExpertGroup, ExpertGroups
+from moecore.nn.kernels import cpu_expert_loop, grouped
+from moecore.nn.kernels.cpu_expert_loop import ExpertGroup, ExpertGroups
 from moecore.nn.kernels.grouped import can_group, grouped_linear, grouped_mlp
 
 
@@ -21,7 +21,7 @@ def way(request, monkeypatch):
     """
     looped = request.param in ("loop", "groups")
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
-    monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
+    monkeypatch.setattr(cpu_expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
     if request.param == "tiles":
         monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
         monkeypatch.setattr(grouped, "can_group", lambda rows, weight: False)
@@ -201,8 +201,8 @@ def test_second_derivatives_of_an_mlp(way):
 def test_groups_by_hand(monkeypatch):
     # Groups of two of eight inputs. Of the first both have rows: they share 2 slots each. The third
     # and fourth have 33 and none: too many for slots that cost nothing. The last have none.
-    monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1)
-    monkeypatch.setattr(expert_loop, "GROUP_WEIGHTS", 16)
+    monkeypatch.setattr(cpu_expert_loop, "MANY_EXPERTS", 1)
+    monkeypatch.setattr(cpu_expert_loop, "GROUP_WEIGHTS", 16)
     plan = ExpertGroups(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     first = ExpertGroup(slice(0, 2), slice(0, 3), 2)
     assert plan.groups == [first, ExpertGroup(2, slice(3, 36), 33)] and plan.idle == [3, 4, 5]
