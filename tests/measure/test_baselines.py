@@ -23,10 +23,10 @@ def split(points: dict[int, int], axes: int = 4) -> Split:
     return Split(pixels.reshape(-1, *[1] * (axes - 1)), np.array([*points.values()]))
 
 
-def measure(validation, test, shots=None, axes=4, task=CLASSES):
+def measure(validation, test, shots=None, axes=4, task=CLASSES, seed=0):
     splits = [split(points, axes) for points in (TRAIN, validation, test)]
     data = Prepared({"task": task.model_dump(mode="json"), "channels": 1}, *splits)
-    return measure_baselines(data, SETTINGS, shots, 0, compute_without_cache)
+    return measure_baselines(data, SETTINGS, shots, seed, compute_without_cache)
 
 
 def test_scores_by_hand_and_validation_alone_chooses():
@@ -38,7 +38,16 @@ def test_scores_by_hand_and_validation_alone_chooses():
     assert found.facts == {"penalty": 0.01, "images": 6}
     assert measure({5: 0, 250: 1}, {1: 0, 254: 0}).facts["penalty"] == 0.01
     assert measure({5: 0, 250: 0}, {1: 0, 254: 1}).facts["penalty"] == 1e6
+    assert measure({5: 0, 6: 0}, {1: 0, 254: 1}).facts["penalty"] == 1e6  # the larger of two equals
     assert measure({5: 0, 250: 1}, {1: 0, 254: 1}, shots=2).facts["images"] == 4
+
+
+def test_the_seed_draws_the_images_of_each_class():
+    """Images between one of class 0, from 0 to 30, and one of class 1, 200 or 210."""
+    between = dict.fromkeys(range(98, 122), 0)
+    drawn = [measure({5: 0, 250: 1}, between, shots=1, seed=seed) for seed in range(6)]
+    hits = {found.all("baseline")[0].array.tobytes() for found in drawn}
+    assert len(hits) > 1
 
 
 def test_large_images_are_averaged_without_the_channel_of_the_truth():

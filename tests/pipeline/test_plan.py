@@ -66,6 +66,10 @@ def test_changes_flow_downstream_in_order():
     status["compare"] = [{"changed deps": {"artifacts/a": "deleted"}}]
     *_, compare = plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "train@c": 6.0})
     assert compare == ("compare", ("dep artifacts/a deleted",), None, False)
+    # no stage that would run makes it
+    del status["train@a"]
+    *_, compare = plan_stages(DvcStatus(status, EDGES), {})
+    assert compare == ("compare", ("dep artifacts/a deleted",), None, True)
 
 
 def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
