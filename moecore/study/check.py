@@ -326,7 +326,8 @@ def _repeated_claims(sections: dict) -> Misfits:
         phase = claim.get("phase", "pretrain")
         ours = [metric, claim.get("method")]
         theirs = [claim.get("against_metric") or metric, claim.get("against")]
-        fact = repr((claim.get("paper"), phase, sorted([ours, theirs], key=repr)))
+        is_direction = claim.get("margin") is None  # "slightly higher" is a direction and a size
+        fact = repr((claim.get("paper"), phase, sorted([ours, theirs], key=repr), is_direction))
         if (same := first.setdefault(fact, index)) != index:
             text = f"found the two numbers of claims[{same}]; allowed: each fact once"
             yield ("claims", index, "metric"), text

@@ -49,6 +49,14 @@ class ComputedPair(Config):
     metrics: tuple[str, ...]
 
 
+class WithdrawnClaim(Config):
+    """A claim that is not judged any more."""
+
+    says: str
+    found: str = Field(description="its last verdict and numbers")
+    why: str
+
+
 class PaperTable(Config):
     """One table, figure or sentence of a paper."""
 
@@ -56,6 +64,7 @@ class PaperTable(Config):
     shows: str
     paper: str = Field("", description="the paper's own numbers")
     claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
+    withdrawn: tuple[WithdrawnClaim, ...] = Field((), description="claims of earlier versions")
     columns: tuple[UnjudgedMetrics, ...] = Field((), description="metrics without a claim")
     computed: tuple[ComputedPair, ...] = Field((), description="numbers of calculations")
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import describe_refusal
@@ -19,6 +19,7 @@ else:
     Phase = Literal[PHASES]  # the names in this tuple
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")
+WHOLE_SENTENCE = re.compile(r'(k ?=|[^a-z…]).*[.?!]|(figure|table) [^"]+: ".+"', re.DOTALL)
 MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
 
 
@@ -85,6 +86,11 @@ class Comparison(Config):
         gt=0,
         description="With equivalent and no_worse: the largest difference that counts as none.",
     )
+    beside: float | None = Field(
+        None,
+        gt=0,
+        description="With a margin: the effect beside which it is small, at least three times it.",
+    )
     why: str = Field("", description="Why this margin.")
     phase: Phase = Field("pretrain", description="Which models are compared.")
 
@@ -95,6 +101,9 @@ class Comparison(Config):
             allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
             pair = f"margin {self.margin}, better {self.better}"
             raise ValueError(describe_refusal(found=pair, allowed=allowed))
+        if self.margin and self.beside and 2.999999 * self.margin > self.beside:
+            margin = f"margin {self.margin:g} beside an effect of {self.beside:g}"
+            raise ValueError(describe_refusal(found=margin, allowed="a third of it, or less"))
         if self.against_metric == self.metric:
             metric = f"against_metric {self.metric}, the metric itself"
             raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
@@ -126,15 +135,30 @@ class Claim(Comparison):
         min_length=1, description="Place in the paper: table 4; figure 3, left; §5.1; the text."
     )
     says: str = Field(min_length=1, description="The claim in plain words.")
-    quote: str = Field(min_length=1, description="The paper's sentence, word for word.")
+    quote: str = Field(
+        min_length=1,
+        description='The paper\'s whole sentence, word for word, or a cell: table 4, E = 8: "…".',
+    )
     effect: float | None = Field(
         None,
         allow_inf_nan=False,
         description="What the paper prints as method − against, in the metric's unit; 1 pp: 0.01.",
     )
 
+    @field_validator("quote")
+    @classmethod
+    def _whole_sentence(cls, quote: str) -> str:
+        if not WHOLE_SENTENCE.fullmatch(quote):
+            end = f"a quote that stops inside a sentence: … {quote[-30:]}"
+            allowed = 'whole sentences, up to their ".", "?" or "!", or table N, …: "the cell"'
+            raise ValueError(describe_refusal(found=end, allowed=allowed))
+        return quote
+
     @model_validator(mode="after")
-    def _effect_on_the_claimed_side(self) -> Self:
+    def _has_effects_that_fit(self) -> Self:
+        if self.margin and not self.beside:
+            allowed = "the effect beside which it is small, as the paper prints it: beside: 0.1"
+            raise ValueError(describe_refusal(found="a margin alone", allowed=allowed))
         side = {"higher": 1, "lower": -1}.get(self.better)
         if side and self.effect is not None and side * self.effect <= 0:
             sign = ">" if side > 0 else "<"

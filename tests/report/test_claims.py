@@ -34,7 +34,7 @@ from moecore.report.study_results import Measured, Phase, Results
 from moecore.report.tables.metrics_by_method import compare_methods, expected_metrics
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.statistics import comparisons
-from moecore.study.papers import PIPELINES, ComputedPair, load_papers
+from moecore.study.papers import PIPELINES, ComputedPair, PaperTable, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import Claim, Question, answer_settings_digest, has_changed_settings
 from moecore.study.study import read_study
@@ -86,7 +86,8 @@ def flat_claims(evaluated) -> dict:
 def claim(**changes) -> Claim:
     text = {"source": "table 4", "says": "Views agree.", "quote": "Views agree more."}
     sides = {"method": "prc", "against": "vmoe", "metric": "match_top1", "better": "higher"}
-    return Claim(**{"paper": "PRC"} | text | sides | changes)
+    beside = {"beside": 10.0} if "margin" in changes else {}
+    return Claim(**{"paper": "PRC"} | text | sides | beside | changes)
 
 
 def test_the_difference_is_paired_by_seed():
@@ -178,13 +179,14 @@ def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
     assert row.excludes in claim_lines(flat_claims([one]))[0]
 
 
-def test_a_claim_that_holds_excludes_nothing():
+def test_a_claim_may_hold_and_exclude_the_size_that_the_paper_prints():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])  # 0.1 ± 0.025
-    sure, other = evaluate_claims([claim(effect=0.5), claim(better="lower", effect=-0.5)], shown)
-    assert build_claim_row(claim_entry(sure)).excludes == ""
-    assert build_claim_row(claim_entry(other)).excludes == "excludes the paper's −50.00 pp"
-    taken_away = claim_entry(sure) | {"verdict_holm": "open"}
-    assert build_claim_row(taken_away).excludes == "excludes the paper's +50.00 pp"
+    asked = [claim(effect=0.08), claim(effect=0.5), claim(better="lower", effect=-0.5)]
+    near, far, other = map(claim_entry, evaluate_claims(asked, shown))
+    assert [entry["verdict"] for entry in (near, far, other)] == ["holds", "holds", "differs"]
+    assert build_claim_row(near).excludes == ""
+    assert build_claim_row(far).excludes == "excludes the paper's +50.00 pp"
+    assert build_claim_row(other).excludes == "excludes the paper's −50.00 pp"
 
 
 def test_holm_counts_the_claims_of_one_paper():
@@ -291,12 +293,24 @@ def test_questions_are_answered_in_a_table_of_their_own():
         ({"effect": -0.1}, "found effect -0.1, better higher"),
         ({"effect": 0.1, "better": "lower"}, "found effect 0.1, better lower"),
         ({"source": ""}, "at least 1 character"),
+        ({"quote": "Views agree more"}, "stops inside a sentence: … Views agree more; allowed"),
+        ({"quote": "agree more than theirs."}, "stops inside a sentence"),
+        ({"quote": "… agree more."}, "stops inside a sentence"),
+        ({"better": "no_worse", "margin": 0.1, "beside": None}, "found a margin alone"),
+        ({"better": "no_worse", "margin": 0.1, "beside": 0.29}, "0.1 beside an effect of 0.29"),
         ({"against_metric": "match_top1"}, "the metric itself"),
     ],
 )
 def test_what_is_no_claim(given, expected):
     with pytest.raises(ValidationError, match=expected):
         claim(**given)
+
+
+def test_a_quote_is_whole_sentences_or_a_cell_and_a_margin_at_most_a_third_of_an_effect():
+    claim(quote="Views agree more. And so on (Eq. 6)?")
+    claim(quote="k = 1 is less, and k = 2 best.")
+    claim(quote='table 4, E = 8: "VMoE 77.39%"')
+    claim(better="equivalent", margin=0.1, beside=0.3)
 
 
 def test_without_an_interval_a_claim_is_open():
@@ -450,10 +464,24 @@ def test_a_study_that_was_run(tmp_path):
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
+    wider = claim(source="table 3", better="equivalent", margin=0.2)
+    now = [asked.model_dump(exclude_none=True) for asked in (claim(), wider)]
+    changed = small_project(tmp_path / "changed", compared, claims=now)
+    assert "| equivalent; asked after the run |" in row_of(changed, "table 3")
+    late = small_project(tmp_path / "late", compared | {"asked": {"late": True}})
+    assert "asked after" not in four and "at 80 % power); asked after" in row_of(late, "table 4")
     for entry in (*compared["claims"].values(), *compared["questions"].values()):
         del entry["asked"]  # of an older version
     older = small_project(tmp_path / "older", compared)
     assert "not run yet with this claim" in row_of(older, "table 4")
+
+
+def test_a_withdrawn_claim_stays_in_its_table():
+    withdrawn = {"says": "It was faster.", "found": "differed: −2", "why": "another data set"}
+    row = PaperTable(number="table 1", shows="times", withdrawn=[withdrawn])
+    _, (cells,) = pages.paper_item_state_and_rows(row, [], {}, {})
+    assert cells[:2] == ["table 1", "times"]
+    assert cells[3:] == ["It was faster.", "differed: −2", "withdrawn: another data set", ""]
 
 
 def test_a_result_without_variances_decides_nothing(tmp_path):

@@ -16,6 +16,7 @@ from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.pages import Answer
+from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
@@ -59,6 +60,22 @@ def test_numbers_of_seeds_are_kept_too(tmp_path):
     assert result_evidence.verify_kept_items(path) == len(ASKED)
     path.with_suffix(".safetensors").unlink()
     assert result_evidence.verify_kept_items(path) == 0
+
+
+def test_a_claim_that_was_not_asked_follows_from_items_kept_for_others(tmp_path):
+    shown = drawn_items(4)
+    path = write_result(tmp_path / "one.json", shown)
+    numbers = read_json(path) | compare_methods(shown)
+    turned = claim(method="vmoe", against="prc", better="lower")
+    entry = result_evidence.compare_kept_items(path, numbers, turned)
+    (asked,) = evaluate_claims([turned], shown)
+    expected = claim_entry(asked)
+    for key in ("mean", "low", "high", "variances", "freedoms", "seeds", "items"):
+        assert entry["difference"][key] == pytest.approx(expected["difference"][key])
+    assert entry["method"]["mean"] == expected["method"]["mean"] < entry["against"]["mean"]
+    assert result_evidence.compare_kept_items(path, numbers, claim(method="tgr")) == {}
+    path.with_suffix(".safetensors").unlink()
+    assert result_evidence.compare_kept_items(path, numbers, turned) == {}
 
 
 def test_items_of_another_result_are_refused(tmp_path):
@@ -200,15 +217,16 @@ def test_a_question_is_older_than_its_answer(asked):
     one = ask(asked, claim(), lower)
     assert result_evidence.committed_at(asked, path) is None, "it was edited since"
     with_both = commit(asked)
-    assert dates(one) == [(False, False), (True, True)], "another direction, asked later"
+    assert dates(one) == [(False, False), (True, False)], "another direction, asked later"
     both = ask(asked, lower)
     numbers = read_json(one.results)
+    (name,) = numbers["claims"]
+    numbers["claims"][name]["asked"]["better"] = "lower"  # as if it had run with this one
     for wrong in ({"commit": None}, {"commit": with_both, "answered": with_both}):
         write_json(one.results, numbers | {"asked": record | wrong})
         assert dates(both) == [(True, bool(wrong["commit"]))], "in no commit, or with its answer"
     write_json(one.results, numbers | {"asked": record | {"late": True}})
     assert dates(both) == [(True, False)], "it is known to be late"
-    (name,) = numbers["claims"]
     third = commit(asked)
     entries = {name: {"commit": third, "file": str(path)}}
     write_json(one.results, numbers | {"asked": record | {"entries": entries}})
@@ -246,4 +264,4 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     content["better"] = "lower"
     write_whole(path, json.dumps(paper | {"tables": [table]}))
     assert result_evidence.committed_at(asked, *files) is None, "the paper's file was edited since"
-    assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, True)], "another direction"
+    assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, False)], "the page says so"

@@ -129,7 +129,7 @@ title: Mine
 short: Mine
 tables:
   - {number: table 1, shows: it, claims: {faster: {method: fast, against: vmoe, better: higher,
-      metric: test_accuracy, effect: 0.1, phase: finetune, says: a, quote: b}}}
+      metric: test_accuracy, effect: 0.1, phase: finetune, says: a, quote: B.}}}
 """
 
 
@@ -149,7 +149,7 @@ def test_claims_of_a_paper_are_written_out(ask, place):
     assert installed["paper"] == "TGR" and installed["source"] == "table 4"
     assert installed["effect"] == 0.0042 and "8 experts" in installed["quote"]
     faster = {"paper": "Mine", "source": "table 1", "metric": "test_accuracy", "effect": 0.1}
-    faster |= {"phase": "finetune", "better": "higher", "says": "a", "quote": "b"}
+    faster |= {"phase": "finetune", "better": "higher", "says": "a", "quote": "B."}
     assert own == faster | {"method": "vmoe", "against": "dense"}
     (other,) = values(question, "other")["claims"]
     assert other == faster | {"method": "fast", "against": "vmoe"}

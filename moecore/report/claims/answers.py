@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.report.claims import evaluation
+from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
 from moecore.statistics.comparisons import POWER, SEEDS, Difference, VarianceSource
@@ -96,16 +96,19 @@ def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
 def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
     composed = study.compose()
     declared = extract_declared_settings(DeclaredClaims, composed.document)
-    entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
-    measured = {
-        sections.compared_quantity_key(entry["asked"]): entry
-        for entry in entries
+    entries = compared.get("claims", {}) | compared.get("questions", {})
+    entries = {
+        name: entry
+        for name, entry in entries.items()
         if entry.keys() >= {"asked", "form"}  # older versions wrote less
         and ("interval" not in entry["difference"] or "variances" in entry["difference"])
     }
+    measured = {sections.compared_quantity_key(entry["asked"]): entry for entry in entries.values()}
+    asked_before = result_evidence.forms_asked_before(entries, compared.get("asked") or {})
     state = "not run yet with this claim" if compared else "not run yet"
     for claim in (*declared.claims, *declared.questions):
-        entry = measured.get(sections.compared_quantity_key(claim.model_dump()), {})
+        entry = measured.get(sections.compared_quantity_key(claim.model_dump()))
+        entry = entry or result_evidence.compare_kept_items(study.results, compared, claim)
         data = composed.document.data
         changed = sections.has_changed_settings(entry.get("settings"), data, claim)
         good = ""
@@ -115,6 +118,7 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
             good = metrics[claim.metric].better
         if entry:
             entry = judge_again(entry, claim, good)
+            entry["late"] = result_evidence.verdict_key(claim.model_dump()) not in asked_before
         yield Answer(study.name, study.command, claim, entry, state, changed, good)
 
 
@@ -144,7 +148,7 @@ def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
 
 def _fact_key(claim: sections.Claim | sections.Question) -> tuple[Any, ...]:
     assert isinstance(claim, sections.Claim), "a question is no fact of a paper"
-    return claim.paper, claim.source, claim.quote, claim.better, claim.effect
+    return claim.paper, claim.source, claim.quote, claim.metric, claim.better, claim.effect
 
 
 class RequiredSampleSizes(NamedTuple):

@@ -141,8 +141,8 @@ def find_answers(
 ) -> list[Answer]:
     """Return the answer to each evidence of question ``index``; UserError if one has no result."""
     by_comparison: dict[tuple[str, ...], Answer] = {}
-    for answer in answers:
-        if answer.entry:  # of a claim and a question about the same numbers the claim counts
+    for answer in sorted(answers, key=lambda answer: answer.claim.margin is not None):
+        if answer.entry:  # of several about the same numbers a direction counts, then a claim
             by_comparison.setdefault((answer.study, *_comparison_key(answer.claim)), answer)
     cited = []
     for number, evidence in enumerate(question.evidence):

@@ -26,8 +26,8 @@ HOW = (
     "margin. “With Holm”: the verdict with Holm's correction over the claims of the same paper in "
     "this study; docs/claims.md corrects over all studies. For an open claim the table has the "
     "smallest difference that this design detects with 80 % power at 5 %: (t(0.975) + t(0.8)) · "
-    "standard error. For a claim that does not hold, it says if the interval excludes the effect "
-    "that the paper prints. Data and model sizes differ from the papers'."
+    "standard error. It also says if the interval excludes the effect that the paper prints: a "
+    "claim may hold, and be smaller or larger here. Data and model sizes differ from the papers'."
 )
 EFFECT_PLACES = {"share": 2}  # decimals of what a paper prints
 TITLE = "What the papers claim"
@@ -49,7 +49,7 @@ class ClaimRow(NamedTuple):
     counts: str  # 3 seeds, 170 items
     detectable: str  # for an open verdict: the smallest detectable difference
     effect: str  # the difference that the paper prints
-    excludes: str  # set if the interval excludes the effect of a claim that does not hold
+    excludes: str  # set if the interval excludes the effect that the paper prints
 
     def holm_note(self, verdict_texts: Mapping[str, str]) -> str:
         """Return "open with Holm's correction" if the correction changes the verdict, else ""."""
@@ -81,8 +81,7 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     if (printed := entry["asked"].get("effect")) is not None:
         effect = NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(printed)
         low, high = interval.limits or (printed, printed)
-        verdict = entry.get("verdict_holm") or entry["verdict"]
-        if verdict != "holds" and not low <= printed <= high:
+        if not low <= printed <= high:
             excludes = f"excludes the paper's {effect}"
     return ClaimRow(
         entry["verdict"],

@@ -188,6 +188,10 @@ def paper_item_state_and_rows(
     lines += [
         ["″", "", "", text, "", "computed", f"`{commands[study]}`"] for text, study in computed
     ]
+    lines += [
+        ["″", "", "", claim.says, claim.found, f"withdrawn: {claim.why}", ""]
+        for claim in row.withdrawn
+    ]
     if lines:
         lines[0][:3] = start
     return state, lines or [[*start, measured, "", verdict, shown]]
@@ -228,6 +232,8 @@ def describe_answer(answer: Answer) -> AnswerTexts:
         verdict += f"; {holm}"
     if row.excludes:
         verdict += f"; {row.excludes}"
+    if answer.entry.get("late"):
+        verdict += "; asked after the run"
     if answer.changed:
         verdict += " ‡"
     effect = row.effect and f"the paper: {row.effect}"

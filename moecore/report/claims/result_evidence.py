@@ -103,6 +103,38 @@ def verify_kept_items(results: Path) -> int:
     return number
 
 
+def compare_kept_items(
+    results: Path, numbers: Mapping[str, Any], claim: Comparison
+) -> dict[str, Any]:
+    """Return a claim's numbers as compare.json has them, from items kept for others; {}: not kept.
+
+    The claim was asked after the run. results: the JSON of a round, which has ``numbers``.
+    """
+    path = results.with_suffix(ITEMS.suffix)
+    if not path.is_file():
+        return {}
+    names = _value_names(claim.model_dump())
+    items = {
+        name: entry["difference"].get("items", 0)
+        for section in evaluation.SECTIONS.values()
+        for entry in numbers.get(section, {}).values()
+        for name in _value_names(entry["asked"])
+    }
+    tensors, _ = read_tensors(path)
+    if not set(names) <= items.keys() & tensors.keys():
+        return {}
+    ours, theirs = (_unpack_values(tensors, name, items[name]) for name in names)
+    difference = crossed_or_paired_difference(ours, theirs)
+    difference = evaluation.drop_zero_width_interval(difference)
+    metrics = (claim.metric, claim.against_metric or claim.metric)
+    sides = [
+        numbers[method][claim.phase][metric]
+        for method, metric in zip((claim.method, claim.against), metrics, strict=True)
+    ]
+    cells = {"method": sides[0], "against": sides[1], "form": sides[0]["form"]}
+    return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
+
+
 def _value_names(comparison: Mapping[str, Any]) -> tuple[str, str]:
     """Return the names of the two sides' tensors, ``phase/metric/method``."""
     phase, metric = comparison["phase"], comparison["metric"]
@@ -180,7 +212,7 @@ class DatedQuestion(NamedTuple):
     asked: str  # "" for no commit
     answered: str
     is_late: bool  # asked in no commit before the answer
-    is_refused: bool  # late, not recorded as late, and answered with the present settings
+    is_refused: bool  # late, neither recorded nor printed as late, with the present settings
 
     @property
     def line(self) -> str:
@@ -232,7 +264,9 @@ def date_questions(study: Round) -> list[DatedQuestion]:
         dates = {"answered": answered} | record | record.get("entries", {}).get(name, {})
         is_late = not _is_asked_before(root, dates, question)
         claim = Comparison.model_validate({key: question[key] for key in DEFAULTS})
+        was = DEFAULTS | entry["asked"]  # of another form: said where it is printed
         is_new = is_late and dates.get("commit") and not dates.get("late")
+        is_new = is_new and verdict_key(was) == verdict_key(question)
         is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, claim)
         dated.append(
             DatedQuestion(
@@ -252,7 +286,7 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
     answered = record["answered"]
     if not commit or commit == answered:
         return False
-    if _verdict_key(question) not in _read_questions(root, commit, record["file"]):
+    if verdict_key(question) not in _read_questions(root, commit, record["file"]):
         return False
     ended = _start_git(root, ("merge-base", "--is-ancestor", commit, answered or "HEAD"))
     return ended is not None and ended.returncode == 0
@@ -260,13 +294,13 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
 
 @lru_cache
 def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
-    """Return the keys (``_verdict_key``) of all claims and questions in a file of a commit."""
+    """Return the keys (``verdict_key``) of all claims and questions in a file of a commit."""
     data = _read_committed(root, commit, file)
     parts = [data, *(data.get("rounds") or ())]
     references = [reference for part in parts for reference in part.get(papers.ASKS) or ()]
     named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, references)]
     written = [comparison for part in parts for comparison in _list_comparisons(part)]
-    return frozenset(map(_verdict_key, named + written))
+    return frozenset(map(verdict_key, named + written))
 
 
 def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -293,7 +327,22 @@ def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (DEFAULTS | comparison for comparison in data.get(section) or ())
 
 
-def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
+def forms_asked_before(
+    entries: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]
+) -> set[tuple[Any, ...]]:
+    """Return ``verdict_key`` of a result's claims and questions that are not recorded as late.
+
+    entries: name → numbers; record: what the result has under ``ASKED``.
+    """
+    dates = record.get("entries", {})
+    return {
+        verdict_key(DEFAULTS | entry["asked"])
+        for name, entry in entries.items()
+        if not dates.get(name, record).get("late")
+    }
+
+
+def verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*compared_quantity_key(question), question["better"], question["margin"])
 
 
