@@ -177,14 +177,12 @@ def paper_item_state_and_rows(
         state = verdict = "not run yet"
     else:
         state = verdict = "no study yet"
-    measured = ""
-    if values:
-        measured = "; ".join(f"{printed.phase}, {text}" for printed, text in values)
-        verdict = "no claim"
-        named = [printed.study for printed, _ in values]
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
-    shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
+    lines += [
+        ["″", "", "", f"{printed.phase}, {text}", "", "no claim", f"`{commands[printed.study]}`"]
+        for printed, text in values
+    ]
     lines += [
         ["″", "", "", text, "", "computed", f"`{commands[study]}`"] for text, study in computed
     ]
@@ -194,7 +192,8 @@ def paper_item_state_and_rows(
     ]
     if lines:
         lines[0][:3] = start
-    return state, lines or [[*start, measured, "", verdict, shown]]
+    shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
+    return state, lines or [[*start, "", "", verdict, shown]]
 
 
 class AnswerTexts(NamedTuple):
