@@ -10,9 +10,18 @@ RENAMED = {"pages": "parts"}  # public name of the last minor version → new na
 
 if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code_hashes.py
     from moecore import attacks as attacks
+    from moecore import backbones as backbones
+    from moecore import balances as balances
+    from moecore import calibrators as calibrators
+    from moecore import experts as experts
     from moecore import lens as lens
     from moecore import measure as measure
     from moecore import parts as parts
+    from moecore import regularizers as regularizers
+    from moecore import routers as routers
+    from moecore import sources as sources
+    from moecore import tasks as tasks
+    from moecore import teachers as teachers
     from moecore import testing as testing
     from moecore.attacks.attack_setup import Target as Target
     from moecore.core.files import UserError as UserError
@@ -22,15 +31,11 @@ if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code
     from moecore.measure.routing_metrics.layer_metrics import expert_agreement as expert_agreement
     from moecore.measure.routing_metrics.layer_metrics import expert_counts as expert_counts
     from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2
-    from moecore.nn import backbones as backbones
-    from moecore.nn import experts as experts
-    from moecore.nn import routers as routers
     from moecore.nn.layers.moe import MoELayer as MoELayer
     from moecore.nn.layers.moe import update_routers as update_routers
     from moecore.nn.predict import predict_in_batches as predict_in_batches
     from moecore.nn.router_hooks import routing_collector as trace
     from moecore.tracking.stored_run import model_folder as model_folder
-    from moecore.training import regularizers as regularizers
     from moecore.training.artifacts import load_model as load_model
     from moecore.training.job import routing_loss as routing_loss
     from moecore.training.upcycle import upcycle_in_place as upcycle

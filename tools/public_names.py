@@ -28,10 +28,12 @@ USES = {
         "load_model model_folder predict_in_batches ModelOutput Prepared UserError __version__"
     ),
     "MoE layers in your own model": (
-        "MoELayer routers experts backbones regularizers routing_loss update_routers upcycle"
+        "MoELayer routers experts balances backbones regularizers routing_loss update_routers "
+        "upcycle"
     ),
     "Look at routing": "trace lens RoutingRecord expert_counts expert_agreement load_cv2",
-    "Measure and attack": "measure attacks Target",
+    "Measure and attack": "measure calibrators attacks Target",
+    "Data, and what is learned": "sources tasks teachers",
     "Write parts of your own": "parts testing",
 }
 FAMILIES = (  # base classes of parts, each followed by what its parts build
@@ -47,8 +49,10 @@ HEAD = """\
 # The public names
 
 `import moecore` offers these names and loads none of them before it is used; everything else may
-change without notice. Settings of parts (routers, experts, …) are keyword arguments;
-[methods.md](methods.md) has their equations. The site (`make docs`) adds
+change without notice. A family of parts is a module: `from moecore.routers import NoisyTopK`.
+Settings of parts are keyword arguments, which type checkers and editors know;
+[methods.md](methods.md) has their equations. `import moecore`, `MoELayer`, `trace`, `load_model`
+and `testing` need torch, numpy, pydantic, pyyaml and safetensors alone. The site (`make docs`) adds
 signatures, arguments and errors to this page, which `python -m tools.public_names` writes.
 """
 CONTRACTS = """\

@@ -2,4 +2,4 @@
 
 from moecore.core.config import offer_classes
 
-__getattr__, __dir__ = offer_classes("moecore.attacks.base:Attack")
+__getattr__, __dir__ = offer_classes(__name__, "moecore.attacks.base:Attack")

@@ -275,13 +275,12 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     return [getattr(module, name) for module in modules]
 
 
-def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a family's package, which import on first use.
+def offer_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a public package, which import on first use.
 
-    base: ``module:name`` of the family's base class.
+    package: its name. base: ``module:name`` of the family's base class.
     """
     module, _, base_name = base.partition(":")
-    package = module.rpartition(".")[0]
 
     def load_family() -> type[Config]:
         return getattr(importlib.import_module(module), base_name)
@@ -289,9 +288,10 @@ def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     def find_by_class_name(name: str) -> type[Config]:
         if name == base_name:
             return load_family()
-        for kind in list_own_names(load_family()) if name[:1].isupper() else ():
-            if _class_name(kind) == name:
-                return find_class(load_family(), kind)
+        if name[:1].isupper():
+            for kind in [file.stem for file in _folder(load_family()).glob("*.py")]:
+                if _class_name(kind) == name and (part := _own_class(load_family(), kind)):
+                    return part
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find_by_class_name, lambda: sorted(

@@ -16,8 +16,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Self
 
-from psutil import pid_exists
-
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
 # Caused by full disks, missing rights, and files where a folder is expected
@@ -124,6 +122,8 @@ def _temporary_path(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.{platform.node()}."
     for leftover in path.parent.glob(f"{glob.escape(begins)}*.part"):
+        from psutil import pid_exists  # layers and models alone do not need it
+
         pid = leftover.name.removeprefix(begins).removesuffix(".part")
         if pid.isdigit() and not pid_exists(int(pid)):
             _remove_path(leftover)

@@ -23,6 +23,10 @@ FAMILIES = (  # folders of parts
     "training/teachers",
     "measure/calibrators",
 )
+PUBLIC_FAMILIES = (  # packages of moecore with a .pyi, which `python -m tools.stubs` writes
+    *("routers", "experts", "balances", "backbones", "regularizers", "teachers"),
+    *("sources", "attacks", "tasks", "measure", "calibrators"),
+)
 
 
 def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any, TypeVar
 
-from threadpoolctl import threadpool_limits
-
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
 
@@ -46,6 +44,8 @@ def one_blas_thread() -> Iterator[None]:
     number of cores; and small products take several times as long, since its threads wait for each
     other. Nested and overlapping uses are counted.
     """
+    from threadpoolctl import threadpool_limits
+
     with _BlasLimit.lock:
         _BlasLimit.users += 1
         if _BlasLimit.users == 1:

@@ -2,4 +2,4 @@
 
 from moecore.core.config import offer_classes
 
-__getattr__, __dir__ = offer_classes("moecore.measure.base:Measurement")
+__getattr__, __dir__ = offer_classes(__name__, "moecore.measure.base:Measurement")

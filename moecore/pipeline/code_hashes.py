@@ -25,7 +25,7 @@ import hashlib
 import json
 import platform
 import string
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from moecore.core import outside_packages
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json, write_whole
 from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, allowed_packages
-from moecore.core.source_layout import CODE, FAMILIES, ROOT
+from moecore.core.source_layout import CODE, FAMILIES, PUBLIC_FAMILIES, ROOT
 from moecore.run import inputs as source_hashes
 from moecore.run.inputs import locate_source
 from moecore.study.document import Document, load_yaml_document
@@ -49,7 +49,8 @@ NOT_READ_WHOLE = ("packages", "run", "data", "model", "methods", "claims", "ques
 DECIDING = ("core", "statistics", "tasks", "nn", "data", "attacks", "training", "measure", "brain")
 OUTSIDE = "outside"  # instead of a room: packages that params.yaml lists
 PASSED_THROUGH = ("run", "parts.py")  # decide no result, but their imports do
-PUBLIC_MODULES = ("moecore", "moecore/parts")  # pass on names of other modules
+FAMILY_MODULES = tuple(f"moecore/{name}" for name in PUBLIC_FAMILIES)
+PUBLIC_MODULES = ("moecore", "moecore/parts", *FAMILY_MODULES)  # pass on names of other modules
 FAMILY_AT_KEY = {  # the family of a part at this key, if two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
@@ -286,7 +287,7 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     data_files: set[Path] = set()
     home = locate_source(folder, root)
     for path in home.iterdir():
-        if path.name != "__pycache__" and not path.name.startswith("."):
+        if path.name != "__pycache__" and not path.name.startswith(".") and path.suffix != ".pyi":
             files = [path, *path.rglob("*")]
             if not any(file.suffix == ".py" for file in files):
                 data_files |= {
@@ -311,16 +312,21 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
     return tuple(files)
 
 
-def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
-    """Return [(package, name)] that an import reads; for a public module, its names' origins."""
+def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (package, name) that an import reads; for a public module, its names' origins."""
     if f"{package}/{name}" in PUBLIC_MODULES:
         package = f"{package}/{name}"
         name = ""
-    if package not in PUBLIC_MODULES:
-        return [(package, name)]
-    file = _module_file(package, root)
+    is_public = package in PUBLIC_MODULES
+    if not is_public or (name and _module_file(f"{package}/{name}", root)):
+        yield package, name
+        return
+    is_family = package in FAMILY_MODULES
+    file = Path(package, "__init__.pyi") if is_family else _module_file(package, root)
     imports = _read_source(file, root).imports if file else ()
-    return [pair for pair in imports if name and pair[1] == name] or imports
+    origins = [pair for pair in imports if name and pair[1] == name] or imports
+    for pair in origins:  # those of moecore itself are families
+        yield from _homes(*pair, root)
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy
 
 from moecore.core.arrays_as_text import pack_numbers
 from moecore.statistics.intervals import (
@@ -70,6 +69,7 @@ class Difference(NamedTuple):
             return 1.0
         if not any(source.variance for source in self.sources):
             return 0.0
+        import scipy  # models import this file, and need no statistics
 
         def gap(log_tail: float) -> float:
             return self._half_width(math.exp(log_tail)) - distance
@@ -88,6 +88,8 @@ class Difference(NamedTuple):
 
     def _half_width(self, tail: float) -> float:
         """Return half the width of the interval that leaves probability ``tail`` on each side."""
+        import scipy
+
         squares = [
             source.variance * float(scipy.special.stdtrit(source.freedom, tail)) ** 2
             for source in self.sources
@@ -211,6 +213,8 @@ def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
 
 def mcnemar(first_only: int, second_only: int) -> float:
     """Return McNemar's exact two-sided p (1947) from the images that only one model gets right."""
+    import scipy
+
     if first_only == second_only == 0:
         return 1.0
     # Exact, not mid-p: it keeps its level however few images the models disagree on.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
-import scipy
 from torch import Tensor
 
 from moecore.core.config import Config
@@ -32,12 +31,16 @@ class Interval(NamedTuple):
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
     """Return successes / count with Wilson's score interval (1927); valid for shares of 0 and 1."""
+    import scipy  # models import this file, and need no statistics
+
     limits = scipy.stats.binomtest(successes, count).proportion_ci(level, "wilson")
     return Interval(successes / count, limits.low, limits.high)
 
 
 def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     """Return the mean of one value per seed with Student's t interval; one seed gives no limits."""
+    import scipy
+
     if len(values) == 0:
         raise ValueError("mean_over_seeds: no values")
     mean = math.fsum(values) / len(values)
@@ -55,6 +58,8 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     values: (S, S), symmetric; the diagonal is not read. Student's t with S − 1 degrees of freedom;
     two seeds give no limits. Raises ValueError for fewer than two seeds.
     """
+    import scipy
+
     seeds = len(values)
     if seeds < 2:
         raise ValueError("mean_over_seed_pairs: fewer than two seeds")

@@ -67,7 +67,7 @@ class Task(Part, ABC):
     of_captions: ClassVar[bool] = False  # captions, read by a second tower
 
     classes: tuple[str, ...] = Field(
-        (), max_length=0, exclude=True, description="names of the classes; none here"
+        default=(), max_length=0, exclude=True, description="names of the classes; none here"
     )
 
     @property

@@ -37,7 +37,7 @@ class Granular(Config):
     """
 
     kind: Literal["granular"] = "granular"
-    pieces: int = Field(2, ge=2, description="experts that a copy of the dense MLP is cut into")
+    pieces: int = Field(default=2, ge=2, description="experts that a copy of the MLP is cut into")
 
     def list_parting_settings(
         self, router: Router, experts: Experts
@@ -82,7 +82,7 @@ class Drop(Config):
     """Draw a share of each expert's hidden units again at random (Nakamura et al. 2025)."""
 
     kind: Literal["drop"] = "drop"
-    ratio: float = Field(0.5, ge=0, le=1, description="share of the hidden units drawn again")
+    ratio: float = Field(default=0.5, ge=0, le=1, description="share of hidden units drawn again")
 
     @torch.no_grad()
     def redraw_experts(self, model: nn.Module, seed: int) -> None:

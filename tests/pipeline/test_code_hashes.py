@@ -249,10 +249,16 @@ def test_a_name_of_a_public_module_leads_to_the_file_where_it_lives(folder):
 @pytest.mark.parametrize(
     ("line", "used"),
     [
-        ("import moecore", {"metrics", "teacher", "router"}),
+        ("import moecore", {"metrics", "teacher", "router", "attack"}),
         ("from moecore import load_cv2", {"metrics"}),
         ("from moecore import parts", {"teacher"}),
         ("from moecore import routers", {"router"}),
+        ("import moecore.routers", {"router"}),
+        ("from moecore.routers import Hash", {"router"}),
+        ("from moecore.routers import NoisyTopK", set()),
+        ("from moecore.attacks import Fgsm", {"attack"}),
+        ("from moecore.attacks import Pgd", set()),
+        ("from moecore.measure import calibration", set()),
         ("from moecore.parts import Teacher", {"teacher"}),
     ],
 )
@@ -262,6 +268,7 @@ def test_what_is_used_by_its_public_name_is_hashed(folder, line, used):
         "metrics": "moecore/measure/routing_metrics/layer_metrics.py",
         "teacher": "moecore/training/teachers/base.py",
         "router": "moecore/nn/routers/hash.py",
+        "attack": "moecore/attacks/fgsm.py",
     }
     mine = hashes("methods/mine.json")
     assert {name for name, file in files.items() if file in mine} == used

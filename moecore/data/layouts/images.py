@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS, Card, count_classes, write_card
-from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil, resize_centre_square
 from moecore.data.stored_arrays import PREPARE_AGAIN, new_array, open_array, open_labels, save_array
 from moecore.data.thread_map import map_in_threads, thread_count
 from moecore.tasks.base import Task
@@ -109,6 +107,8 @@ def _describe_training_images(folder: Path, card: Card, train: SplitToWrite) -> 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
     """Return mean and SD of each channel, in [0, 1], of uint8 images (N, C, H, W), exactly."""
+    from PIL import Image
+
     channels = images.shape[1]
     width = images.shape[-1]
 
@@ -239,9 +239,13 @@ class JpegImages:
         return pixels.reshape(*pixels.shape[:2], self.channels)
 
     def _square(self, place: int) -> np.ndarray:
+        from moecore.data.files.decode import resize_centre_square  # loads PIL
+
         return resize_centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
 
-    def _open_picture(self, place: int) -> Image.Image:
+    def _open_picture(self, place: int) -> Any:  # PIL's Image
+        from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil  # loads PIL
+
         start, stop = self.offsets[place : place + 2]
         try:
             return decode_jpeg_to_pil(self.content[start:stop].tobytes(), self.channels)

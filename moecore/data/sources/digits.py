@@ -18,7 +18,7 @@ IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # per class
 
 
 class Digits(stratified_splits.SplitSettings, Source):
-    """scikit-learn's digits; the test set is drawn by the seed, stratified by class."""
+    """Digits of scikit-learn; the test set is drawn by the seed, stratified by class."""
 
     kind: Literal["digits"] = "digits"
     size: int = Field(

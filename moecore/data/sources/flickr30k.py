@@ -11,7 +11,7 @@ from moecore.data.files import captioned_source
 
 
 class Flickr30k(captioned_source.CaptionedSource):
-    """31,783 images with five captions each; Karpathy's split by its file, or a drawn one."""
+    """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
     captions_file: str | None = Field(

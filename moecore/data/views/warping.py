@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from moecore.core.streams import BatchDraws
-from moecore.data.files.decode import resize_centre_square
 
 
 def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
@@ -142,6 +140,10 @@ class MixedSizeImageList:
 
     def squares(self) -> Tensor:
         """Return the largest centre squares, resized to uint8 (B, C, size, size), on the device."""
+        from PIL import Image
+
+        from moecore.data.files.decode import resize_centre_square  # loads PIL
+
         pictures = [Image.fromarray(image.squeeze()) for image in self.images]
         squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)

@@ -21,7 +21,7 @@ class FittedCalibrator(Config, ABC):
 
     kind: Any
     predictor_sha256: str | None = Field(
-        None,
+        default=None,
         pattern=r"^[0-9a-f]{64}$",
         description="Of the model.safetensors that predicted the numbers; set by the stage.",
     )

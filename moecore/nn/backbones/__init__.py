@@ -1,5 +1,1 @@
-"""Models that a section ``model`` can name: a family of parts (see base_model.py)."""
-
-from moecore.core.config import offer_classes
-
-__getattr__, __dir__ = offer_classes("moecore.nn.backbones.base_model:Backbone")
+"""Models of images, volumes and texts: a family of parts (see base_model.py)."""

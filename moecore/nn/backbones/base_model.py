@@ -41,7 +41,7 @@ class ImageSpec(Config):
     std: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
     task: Task = Field(description="what is predicted")
     truth: int = Field(
-        0,
+        default=0,
         ge=0,
         description="number of kinds of tokens, in an additional channel (of text: additional "
         "blocks) that models do not read; 0: none",
@@ -216,6 +216,10 @@ class Model(nn.Module, ABC):
         self.config = config
         self.image = image
         self.moe = moe
+
+    if TYPE_CHECKING:
+
+        def __call__(self, images: Tensor, *inputs: Any, **options: Any) -> ModelOutput: ...
 
     @property
     def layout(self) -> TokenLayout:
@@ -403,14 +407,14 @@ class BackboneModel(Model):
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return (pixels − mean) / std; UserError for integers, a wrong shape or, on CPU, bytes."""
-        if not images.is_floating_point():
+        if not isinstance(images, Tensor) or not images.is_floating_point():
             raise UserError.at(
                 "images",
-                found=images.dtype,
-                allowed="floating point in [0, 1]; divide bytes by 255",
+                found=images.dtype if isinstance(images, Tensor) else type(images).__name__,
+                allowed="floating point torch.Tensor in [0, 1]; divide bytes by 255",
             )
         channels = {self.image.channels, self.image.stored_channels}
-        if images.ndim != 2 + len(self.image.shape) or images.shape[1] not in channels:
+        if tuple(images.shape[2:]) != self.image.shape or images.shape[1] not in channels:
             axes = ", ".join(["images", str(self.image.channels), *map(str, self.image.shape)])
             raise UserError.at(
                 "images", found=f"a shape of {tuple(images.shape)}", allowed=f"({axes})"

@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: as a block's feed-forward, or alone in any module."""
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -8,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.core.config import Config
+from moecore.core.config import Config, Part
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.torch_internals import is_in_backward_pass
@@ -33,7 +34,7 @@ class MoESettings(Config):
     router: Router
     experts: Experts
     blocks: Blocks = Field(
-        "last_2", description="blocks with experts: every_2, last_2, all, or indices from 0"
+        default="last_2", description="blocks with experts: every_2, last_2, all, or indices from 0"
     )
 
     @property
@@ -265,6 +266,13 @@ def build_feed_forwards(
     return [moe.build(width) if index in sparse else build_dense() for index in range(depth)]
 
 
+def check_settings(key: str, value: Any, family: type[Part], example: str) -> None:
+    """Raise UserError unless ``value`` is settings of a family: no class, name or mapping."""
+    if not isinstance(value, family):
+        text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise UserError.at(key, found=text, allowed=f"settings, such as {example}")
+
+
 class MoELayer(nn.Module):
     """A mixture-of-experts layer for any module: ``layer(tokens)`` returns tokens of equal shape.
 
@@ -281,9 +289,14 @@ class MoELayer(nn.Module):
             experts: settings of the experts.
 
         Raises:
-            UserError: for a router that reads more than tokens, or whose loss does.
+            UserError: for a router that reads more than tokens, or whose loss does, and for
+                arguments of other types.
         """
         super().__init__()
+        if not isinstance(width, Integral) or width < 1:
+            raise UserError.at("width", found=repr(width), allowed="a whole number of 1 or more")
+        check_settings("router", router, Router, "moecore.routers.NoisyTopK(k=2)")
+        check_settings("experts", experts, Experts, "moecore.experts.Mlp(number=8)")
         lacking = sorted(router.wants - experts.provides)
         if router.phase(0.0) != router.phase(1.0):
             lacking.append("the training's progress")
@@ -296,9 +309,21 @@ class MoELayer(nn.Module):
             raise UserError.at("router", found=f"{router.kind}, {reads}", allowed=TOKENS_ALONE)
         self.width = width
         self.feed_forward = build_moe_feed_forward(router, experts, width)
+        k = getattr(scale_router_k(router, experts), "k", None)
+        choice = "" if k is None else f", k={k}"
+        self.description = f"width={width}, router={router.kind}{choice}, experts={experts.choices}"
         self.records: list[RoutingRecord] | None = None  # a list inside ``trace`` only
 
+    if TYPE_CHECKING:
+
+        def __call__(self, tokens: Tensor) -> Tensor: ...
+
+    def extra_repr(self) -> str:
+        return self.description
+
     def forward(self, tokens: Tensor) -> Tensor:
+        if not isinstance(tokens, Tensor):
+            raise UserError.at("tokens", found=type(tokens).__name__, allowed="torch.Tensor")
         if tokens.ndim < 2 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
             shapes = f"(N, {self.width}), (B, T, {self.width}) or (B, H, W, {self.width})"
             raise UserError.at(

@@ -24,7 +24,7 @@ class Regularizer(Part, ABC):
     teaches_choice: ClassVar[bool] = True  # False: it depends on weights only
     added_by: ClassVar[str] = ""  # setting that adds it; it cannot be listed in params.yaml
 
-    weight: float = Field(1.0, ge=0, description="factor in the objective")
+    weight: float = Field(default=1.0, ge=0, description="factor in the objective")
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (keys, message) if it would fail, have no effect, or duplicate a balance."""

@@ -1,0 +1,39 @@
+"""Written by `python -m tools.stubs`: the parts of a family and their settings."""
+
+from typing import Literal
+from moecore.nn.balances.base import Balance as Balance
+from moecore.nn.balances.loss_free import LossFree as _LossFree
+from moecore.nn.balances.quantile import Quantile as _Quantile
+from moecore.nn.balances.sinkhorn import Sinkhorn as _Sinkhorn
+
+class LossFree(_LossFree):
+    """Lower the bias of experts that were chosen too often, and raise that of the others.
+
+    The bias shifts the choice in evaluation too, but never the weights."""
+    rate: float = 0.001
+    """change of the bias per step, in units of scores"""
+    rule: Literal['sign', 'recentred', 'proportional'] = 'sign'
+    """change of a bias: sign: ± the rate; recentred: minus the mean of these; proportional: the
+    rate times the missing load, in even shares"""
+    until: float = 1.0
+    """share of the training after which the bias is constant"""
+
+class Quantile(_Quantile):
+    """Set each bias so that the expert's score reaches the cuts of its even share of tokens.
+
+    Done after each step. A token's cut is its largest biased score that was not chosen; cuts are
+    held fixed, though changing biases moves them (Kimi K3's report, §2.3.3). The bias shifts the
+    choice in evaluation too, but never the weights."""
+    decay: float = 0.0
+    """share of the old bias in the new one; 0: only the last batch counts"""
+
+class Sinkhorn(_Sinkhorn):
+    """Choose by the matrix nearest to exp(logits) with even shares of all tokens and experts.
+
+    This holds in training; evaluation chooses by the logits."""
+    group_size: int = 8
+    """images that share a plan"""
+    tolerance: float = 0.0001
+    """mean change of the experts' factors at which a plan has converged"""
+    rounds: int = 100
+    """maximum number of iterations; on a GPU, which does not wait: always all"""

@@ -1,0 +1,24 @@
+"""Written by `python -m tools.stubs`: the parts of a family and their settings."""
+
+from typing import Literal
+from moecore.measure.calibrators.base import Calibrator as Calibrator
+from moecore.measure.calibrators.gap_on_age import GapOnAge as _GapOnAge
+from moecore.measure.calibrators.linear import Linear as _Linear
+from moecore.measure.calibrators.temperature import Temperature as _Temperature
+
+class GapOnAge(_GapOnAge):
+    """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
+    fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
+    """out_of_fold: training images, predicted by models of other folds."""
+    degree: Literal[1, 2] = 1
+    """1: a line in age; 2: a parabola."""
+
+class Linear(_Linear):
+    """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
+    fit_on: Literal['train', 'validation', 'out_of_fold'] = 'train'
+    """out_of_fold: training images, predicted by models of other folds."""
+    min_slope: float = 0.1
+    """Smallest |b| allowed, as errors are divided by it."""
+
+class Temperature(_Temperature):
+    """Fits one temperature by the negative log-likelihood."""

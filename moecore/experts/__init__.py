@@ -1,0 +1,5 @@
+"""Experts, all of a layer in one module: a family of parts."""
+
+from moecore.core.config import offer_classes
+
+__getattr__, __dir__ = offer_classes(__name__, "moecore.nn.experts.base:Experts")

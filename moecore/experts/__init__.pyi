@@ -1,0 +1,44 @@
+"""Written by `python -m tools.stubs`: the parts of a family and their settings."""
+
+from typing import Literal
+from moecore.nn.experts.base import Experts as Experts
+from moecore.nn.experts.base import ZeroComputation
+from moecore.nn.experts.eigen import Eigen as _Eigen
+from moecore.nn.experts.mlp import Mlp as _Mlp
+
+class Eigen(_Eigen):
+    """W1 = U diag(s) Bᵀ, GELU, W2, with biases; B (d, r) is orthonormal at the start."""
+    number: int = 8
+    """number of experts"""
+    hidden_ratio: float = 4.0
+    """hidden width of an expert / width of a token"""
+    rank: int | None = None
+    """columns of a basis; null: two thirds of d, at most 512"""
+    factored_output: bool = False
+    """factor the second map at this rank too, instead of a dense one"""
+
+class Mlp(_Mlp):
+    """Linear(d, h), an activation, Linear(h, d) per expert, with biases; or SwiGLU without biases.
+
+    ``shared`` experts see every token with weight 1 (DeepSeekMoE), in addition to the ``number`` of
+    experts. With ``fine``, they are some of the pieces instead, so that parameters and FLOPs stay
+    equal."""
+    number: int = 8
+    """number of experts"""
+    hidden_ratio: float = 4.0
+    """hidden width of an expert / width of a token"""
+    init: Literal['independent', 'identical', 'flat'] = 'independent'
+    """independent or identical (V-MoE) initial experts, drawn as timm's ViT; flat: independent,
+    uniform within ±1 / √(d·h), as in SMoE language models"""
+    activation: Literal['gelu', 'relu', 'quick_gelu', 'linear', 'swiglu'] = 'gelu'
+    """quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none; swiglu: two maps to h numbers, silu
+    of one times the other, no biases; its three matrices have the same size at 2/3 of the ratio"""
+    shared: int = 0
+    """experts that every token uses, in addition; fewer than routed ones"""
+    fine: int | None = None
+    """pieces of equal hidden width per expert: a token uses k · fine pieces, of which `shared` are
+    the same for every token; null: experts are not split, and shared ones are added"""
+    zero_computation: ZeroComputation | None = None
+    """experts without a network, additional choices (MoE++); null: none"""
+    dropout: float = 0.0
+    """share of hidden numbers set to 0 in training"""

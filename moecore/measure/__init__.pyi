@@ -1,0 +1,208 @@
+"""Written by `python -m tools.stubs`: the parts of a family and their settings."""
+
+from typing import Literal
+from moecore.attacks.base import Attack
+from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.digits import Digits
+from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.image_folder import ImageFolder
+from moecore.data.sources.imagenet import Imagenet
+from moecore.data.views.views import ViewSettings
+from moecore.measure.attack_audit import AuditSettings
+from moecore.measure.base import Measurement as Measurement
+from moecore.measure.cohort_checks import CohortChecks as _CohortChecks
+from moecore.measure.corruptions import Corruptions as _Corruptions
+from moecore.measure.cost import Cost as _Cost
+from moecore.measure.expert_worth import ExpertWorth as _ExpertWorth
+from moecore.measure.explorer import Explorer as _Explorer
+from moecore.measure.few_shot import FewShot as _FewShot
+from moecore.measure.fewer_experts import FewerExperts as _FewerExperts
+from moecore.measure.invariance import Invariance as _Invariance
+from moecore.measure.lipschitz import Lipschitz as _Lipschitz
+from moecore.measure.probes.region_experts_on_new_data import RegionGeneralisationSettings
+from moecore.measure.retrieval import Retrieval as _Retrieval
+from moecore.measure.robustness import Robustness as _Robustness
+from moecore.measure.router_regret import RouterRegret as _RouterRegret
+from moecore.measure.routing import Routing as _Routing
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings
+from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation
+from moecore.measure.stability import Stability as _Stability
+from moecore.measure.truth import Truth as _Truth
+from moecore.measure.word_swaps import WordSwaps as _WordSwaps
+from moecore.measure.zero_shot import ZeroShot as _ZeroShot
+
+class CohortChecks(_CohortChecks):
+    """Checks of a model of age on single tissues, simulated ageing, rescans and region experts."""
+    subjects: int = 8
+    """Simulated subjects, in no split, that are aged."""
+    ages: tuple[float, ...] = ...
+    """Ages in years, ascending."""
+    rescans: int = 16
+    """Subjects scanned again, at one site and at two."""
+    probe: int = 256
+    """Largest number of training volumes that a probe is fitted to."""
+    generalisation: RegionGeneralisationSettings = ...
+    """Tests of region experts on volumes that differ from training."""
+    batch: int = 16
+    """Volumes per forward pass; results do not depend on it."""
+
+class Corruptions(_Corruptions):
+    """Error of a model on corrupted test images."""
+    images: int | None = 300
+    """Test images, evenly spread, the same for every method; null: all."""
+    severities: tuple[int, ...] = ...
+    """1 to 5; a corruption's error is the mean over them."""
+    names: tuple[Literal['gaussian_noise', 'shot_noise', 'impulse_noise', 'defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur', 'snow', 'frost', 'fog', 'brightness', 'contrast', 'elastic_transform', 'pixelate', 'jpeg_compression'], ...] | None = None
+    """Corruptions; null: all fifteen."""
+
+class Cost(_Cost):
+    """Counts and timings of forward passes; timings are of this machine and vary between runs."""
+    batch: int = 64
+    """Images per pass for throughput and peak memory; latency is of one."""
+    rounds: int = 10
+    """Timed passes, after three warm-up passes."""
+    images: int = 64
+    """Test images that the passes use in turn."""
+
+class ExpertWorth(_ExpertWorth):
+    """Loss of score without experts; the order of use is counted on the validation split."""
+    images: int | None = 500
+    """Test images, evenly spread, the same for every method; null: all."""
+    batch: int = 256
+    """Images per forward pass."""
+    draws: int = 5
+    """Random draws of removed experts, for comparison."""
+
+class Explorer(_Explorer):
+    """Settings: which images are shown, and how they are changed."""
+    images: int = 24
+    """Test images, evenly spread over the split, the same for every method; at most 6 volumes."""
+    gallery: int | None = 400
+    """Test images that experts' favourite patches are taken from; null: all."""
+    epsilons: tuple[float, ...] = ...
+    """Radii of the L∞ ball, pixels in [0, 1]."""
+    attack: Attack = ...
+    """The attack at these radii."""
+    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | TwoViewAugmentation, ...] = ...
+    """Random views, by kind: presets, or {name, views, noise}; not used for images with a channel
+    of truth, which a view would falsify."""
+
+class FewShot(_FewShot):
+    """Few-shot accuracy of a ridge on the model's features."""
+    shots: tuple[int, ...] = ...
+    """Training images per class; numbers above the smallest class are skipped."""
+    draws: int = 5
+    """Random draws of images, the same for every method."""
+
+class FewerExperts(_FewerExperts):
+    """Score over the share of remaining experts, by pruning and merging."""
+    left: tuple[float, ...] = ...
+    """Remaining shares of a layer's experts, rounded up."""
+    ways: tuple[Literal['reap', 'load', 'merge'], ...] = ...
+    """reap, load: pruned by that score; merge: clustered by mean outputs."""
+    calibration: int = 1000
+    """Training images for statistics of experts, evenly spread."""
+    images: int | None = None
+    """Scored test images, evenly spread; null: all."""
+
+class Invariance(_Invariance):
+    """Distance and agreement of routing between images and their transformed versions."""
+    images: int | None = 2000
+    """Test images, evenly spread over the split; null takes all."""
+    batch: int = 256
+    """Images per forward pass; results do not depend on it."""
+
+class Lipschitz(_Lipschitz):
+    """Slopes of the logits at test images, and Lemma 1 at their tokens."""
+    images: int = 100
+    """Test images, evenly spread; the same for every method."""
+    lemma_tokens: int = 64
+    """Tokens of these images at which Lemma 1 is evaluated, per MoE layer."""
+
+class Retrieval(_Retrieval):
+    """Recall of images by captions and captions by images, and the routing of words."""
+    images: int | None = None
+    """Size of the gallery: the first test images; null: all."""
+    at: tuple[int, ...] = ...
+    """k of R@k."""
+
+class Robustness(_Robustness):
+    """Scores and routing under attacks within L∞ balls around the images."""
+    images: int = 512
+    """Test images, drawn once; the same for every method."""
+    epsilons: tuple[float, ...]
+    """Radii of the L∞ ball in pixel units [0, 1]; 0 is added."""
+    attacks: tuple[Attack, ...]
+    batch: int = 128
+    """Images per pass; rounded down to groups that share a capacity."""
+    precision: Literal['float32', 'bfloat16'] = 'float32'
+    """Of the attack's passes; attacked images are scored in float32."""
+    survivors: bool = False
+    """Attack only images that are right when clean; no routing change."""
+    audit: AuditSettings = ...
+    """Additional attacks that check the strength of the others."""
+
+class RouterRegret(_RouterRegret):
+    """Loss of tokens under other sets of experts: one forward pass per token and set."""
+    images: int | None = 32
+    """Test images, evenly spread, the same for every method; null: all."""
+    tokens: int = 8
+    """Tokens per image, drawn at random, the same for every method."""
+    batch: int = 256
+    """Forward passes per batch."""
+    explored: int = 8
+    """Images of the explorer for which each token's best experts are stored."""
+
+class Routing(_Routing):
+    """Routing metrics on test images, also under augmentations and other router settings."""
+    images: int = 2000
+    """Test images, evenly spread; the same for every method."""
+    batch: int = 256
+    """Images per forward pass; results do not depend on it."""
+    overlays: int = 4
+    """Test images whose patches are shown with their experts."""
+    views: ViewSettings = ...
+    """Two random views, compared (PRC, table 4)."""
+    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | TwoViewAugmentation, ...] = ...
+    """Compared like views, each separately: presets, or {name, views, noise}."""
+    augmentation_images: int = 200
+    """How many of the images are compared under each augmentation."""
+    sweeps: SweepSettings = ...
+    """The trained weights under other k and thresholds (ERMoE, S3, S5)."""
+    roles: ExpertRoles | None = None
+    """Analysis of the experts' roles, from the same pass; null: none."""
+
+class Stability(_Stability):
+    """Score and routing under noise, and jumps of the prediction along a ramp of noise."""
+    images: int | None = 100
+    """Test images, evenly spread, the same for every method; null: all."""
+    overlays: int = 4
+    """Images shown with their patches' experts and their ramps."""
+    sigmas: tuple[float, ...] = ...
+    """σ of the noise; pixels lie in [0, 1]."""
+    steps: int = 40
+    """Equal steps of the ramp."""
+
+class Truth(_Truth):
+    """Agreement of each token's first expert with the token's true kind."""
+    images: int | None = None
+    """Test images, evenly spread; null: all of them."""
+
+class WordSwaps(_WordSwaps):
+    """Loss and routing of a text in which words are replaced by ``<unk>``."""
+    images: int | None = None
+    """Blocks of the test text, the same for every method; null: all."""
+    shares: tuple[float, ...] = ...
+    """Shares of the words that become <unk>."""
+
+class ZeroShot(_ZeroShot):
+    """Zero-shot classification of another data set's test images."""
+    source: FashionMnist | Digits | ImageFolder | Cifar | Imagenet
+    """data set whose test split is used, resized to the model's images"""
+    templates: tuple[str, ...] = ...
+    """prompts; {} is a class's name"""
+    names: tuple[str, ...] | None = None
+    """names of the classes, in the source's order; null: the source's names"""
+    images: int | None = None
+    """Test images, evenly spread; null: all."""
