@@ -253,7 +253,6 @@ def test_a_name_of_a_public_module_leads_to_the_file_where_it_lives(folder):
         ("from moecore import load_cv2", {"metrics"}),
         ("from moecore import parts", {"teacher"}),
         ("from moecore import routers", {"router"}),
-        ("import moecore.routers", {"router"}),
         ("from moecore.routers import Hash", {"router"}),
         ("from moecore.routers import NoisyTopK", set()),
         ("from moecore.attacks import Fgsm", {"attack"}),
