@@ -28,7 +28,7 @@ USES = {
         "load_model model_folder predict_in_batches ModelOutput Prepared UserError __version__"
     ),
     "MoE layers in your own model": (
-        "MoELayer routers experts backbones regularizers routing_loss update_routers upcycle"
+        "MoELayer routers experts backbones regularizers routing_loss update_routers upcycle export"
     ),
     "Look at routing": "trace lens RoutingRecord expert_counts expert_agreement load_cv2",
     "Measure and attack": "measure attacks Target",
