@@ -183,7 +183,7 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
         if is_file and path.startswith(EDITED) == is_of_user:
             text = file.read_text(encoding="utf-8").replace(TEMPLATE_NAME, name)
             text = text.replace(REQUIREMENT, requirement)
-            if "@ file:" in requirement:  # which machines of a service do not have
+            if "file://" in requirement:  # which machines of a service do not have
                 text = text.replace(RUNNER, OWN_RUNNER)
             texts[path.replace("dot_", ".").replace(TEMPLATE_NAME, name)] = text
     return texts

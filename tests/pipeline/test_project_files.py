@@ -128,6 +128,10 @@ CLONE = "https://example.org/lab/moecore.git"
             },
             f"moecore @ git+{CLONE}@5ed6621#subdirectory=code",
         ),
+        (
+            {"url": "file:///home/moecore", "vcs_info": {"vcs": "git", "commit_id": "5ed6621"}},
+            "moecore @ git+file://localhost/home/moecore@5ed6621",
+        ),
     ],
 )
 def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorded, requirement):
