@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro release full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
+.PHONY: repro release dist full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -20,6 +20,9 @@ release: repro                   ## the archives of `moecore pull` in dist/: the
 	moecore quick
 	python -m tools.release
 	python -m tools.release .runs/ours.quick
+
+dist: setup                      ## what a release uploads of the last commit: the sdist, and the wheel built from it, in dist/
+	python -m tools.distribution
 
 full: setup data                 ## the same with pipelines/ours/trained_longer.yaml, which trains longer
 	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))

@@ -29,7 +29,7 @@ USES = {
     ),
     "MoE layers in your own model": (
         "MoELayer routers experts balances backbones regularizers routing_loss update_routers "
-        "upcycle"
+        "upcycle export"
     ),
     "Look at routing": "trace lens RoutingRecord expert_counts expert_agreement load_cv2",
     "Measure and attack": "measure calibrators attacks Target",

@@ -27,6 +27,14 @@ def is_in_backward_pass() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def innermost_transform() -> str:
+    """Return ``Vmap``, ``Jvp``, ``Grad``, …: the innermost of torch.func here; "" without one."""
+    if torch.compiler.is_compiling():
+        return ""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return "" if interpreter is None else interpreter.key().name
+
+
 def count_begun_collectives() -> int:
     """Return how many collectives this process has begun, in all its groups of ranks.
 

@@ -210,11 +210,12 @@ def new_command(
     ] = False,
 ) -> None:
     """Begin a project: settings, stages, an example router with a test, a Makefile."""
-    from moecore.pipeline.project_files import begin_project
+    from moecore.pipeline.project_files import begin_project, describe_first_run
 
     place = folder or Path(name)
     begin_project(name, place, study, overlay, data)
-    typer.echo(f"{place}: begun from {data or study}; edit params.yaml, then `make repro` in it")
+    first_run = describe_first_run(place)
+    typer.echo(f"{place}: begun from {data or study}; edit params.yaml, then {first_run}")
 
 
 @app.command("upgrade")

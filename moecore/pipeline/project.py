@@ -78,6 +78,7 @@ def moecore_requirement() -> str:
     origin = json.loads(recorded)
     url = origin["url"]
     if "vcs_info" in origin:
+        url = url.replace("file:///", "file://localhost/", 1)  # pip before 24.1 needs a host here
         url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
     checks = list(origin.get("archive_info", {}).get("hashes", {}).items())
     if "subdirectory" in origin:

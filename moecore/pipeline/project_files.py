@@ -7,6 +7,7 @@ from the params.yaml and questions of this version, and from the table of stages
 import difflib
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from moecore.study.stages import STAGES
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
 REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
+RUNNER = "runs-on: ubuntu-latest"  # in the template's workflow
+OWN_RUNNER = "runs-on: self-hosted  # has the folder or wheel that pyproject.toml requires"
 QUICK_QUESTION = "ours/quick"
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
@@ -93,6 +96,12 @@ def begin_project(
             path.rename(folder / path.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def describe_first_run(place: Path) -> str:
+    """Return the commands that run a new project, here and in an environment of its own."""
+    enter = f"cd {shlex.quote(str(place))} && "
+    return f"`{enter}moecore run`, or `{enter}make repro`, which first installs it all in .venv/"
 
 
 def write_quick_look(place: Path) -> Path:
@@ -166,13 +175,16 @@ def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
 
 def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
     """Return path → text of a project's files that are the user's to edit, or of the others."""
+    requirement = project.moecore_requirement()
     texts = {}
     for file in sorted(TEMPLATE.rglob("*")):
         path = file.relative_to(TEMPLATE).as_posix()
         is_file = file.is_file() and "__pycache__" not in file.parts
         if is_file and path.startswith(EDITED) == is_of_user:
             text = file.read_text(encoding="utf-8").replace(TEMPLATE_NAME, name)
-            text = text.replace(REQUIREMENT, project.moecore_requirement())
+            text = text.replace(REQUIREMENT, requirement)
+            if "file://" in requirement:  # which machines of a service do not have
+                text = text.replace(RUNNER, OWN_RUNNER)
             texts[path.replace("dot_", ".").replace(TEMPLATE_NAME, name)] = text
     return texts
 

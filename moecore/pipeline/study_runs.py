@@ -38,15 +38,20 @@ IGNORED = "artifacts/\nreports/\n.state/\ndvc_plots/\n.dvc/tmp/\n"
 COMMITTED = ("params.yaml", "dvc.yaml", "steps", ".dvc/config")
 COMMIT = ("-c", "user.name=moecore", "-c", "user.email=moecore@localhost", "commit", "--quiet")
 COMMIT += ("--no-verify", "--no-gpg-sign", "-m", "written by moecore")
+USUAL_METHODS = ("dense", "vmoe")  # of a new question, where params.yaml has them
+NEW_STAGES = ("prepare", "teacher", "teacher_router", "pretrain", "measure", "calculate", "compare")
+LISTS = {"measure": "measurements", "calculate": "calculations"}  # of ``run``, by their stage
 NEW_QUESTION = """\
 # Everything else is as in the world that `world:` names, or as in params.yaml.
 question: what is asked, in one line?
 answer: ""
 seeds: 0-2
-run: {phases: [pretrain]}
-methods: [dense, vmoe]  # or a mapping: {vmoe_16: {from: vmoe, experts: {number: 16}}}
-teacher: {kind: no_teacher}  # leave this out where a method needs one: each seed has its own
-stages: [prepare, teacher, teacher_router, pretrain, measure, compare]
+run: {{phases: [pretrain], thorough: [pretrain]}}
+methods: [{methods}]  # or a mapping: {{{last}_16: {{from: {last}, experts: {{number: 16}}}}}}
+claims: []
+questions: []
+teacher: {{kind: no_teacher}}  # leave this out where a method needs one: each seed has its own
+stages: [{stages}]
 """
 
 
@@ -170,8 +175,14 @@ def begin_question(name: str, root: Path = HERE) -> Path:
         raise UserError(f"{path}: is there already; take another name")
     if path.name == PAPER_FILE:
         raise UserError(f"{path}: is the name of a paper's file; take another name")
-    layers.load_root_layer(root)  # nothing is written where there is no project
-    files.write_whole(path, NEW_QUESTION)
+    study = read_study(load_yaml_document(root / "params.yaml"))
+    if not study.methods:
+        raise UserError.at("params.yaml: methods", found="none", allowed="a project with methods")
+    usual = [name for name in USUAL_METHODS if name in study.methods]
+    methods = usual or list(study.run.methods or study.methods)[:1]
+    stages = [name for name in NEW_STAGES if name not in LISTS or getattr(study.run, LISTS[name])]
+    names = {"methods": ", ".join(methods), "stages": ", ".join(stages), "last": methods[-1]}
+    files.write_whole(path, NEW_QUESTION.format(**names))
     try:
         composed = QuestionFile(root, f"{OUR_QUESTIONS}/{name}").rounds[0].compose()
         check_document(composed.document, composed.all_stages)

@@ -5,10 +5,10 @@ B images, T tokens, E experts.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,32 @@ class TensorsOnly(nn.Module):
 
 
 @torch.no_grad()
+def export_module(module: nn.Module, example: Tensor | tuple[Tensor, ...]) -> ExportedProgram:
+    """Return torch.export's program of a module that contains MoE layers, for any batch size.
+
+    Every expert computes every token: outputs are the module's, but routing saves no time.
+
+    Args:
+        module: a model of moecore, or any module with MoELayers, in evaluation mode.
+        example: the inputs of a call, each (B, ...), B ≥ 2. The program takes any B, and any
+            size of the second axis, such as tokens, unless the module fixes it.
+
+    Raises:
+        UserError: in training mode, and for what torch.export cannot trace, with any B.
+    """
+    if module.training:
+        raise UserError.at("module", found="training mode", allowed="module.eval()")
+    inputs = (example,) if isinstance(example, Tensor) else example
+    module(*inputs)  # a hash router draws its table at the first call
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim.AUTO}
+    shapes = [{axis: axes[axis] for axis in range(min(value.ndim, 2))} for value in inputs]
+    try:
+        return trace_module(module, inputs, shapes)
+    except compile_error_class() as error:
+        raise UserError(f"export: cannot take any batch size: {_innermost_line(error)}") from error
+
+
+@torch.no_grad()
 def export_model(
     folder: Path, to: Format, out: Path, records: bool = False, packages: Sequence[str] = ()
 ) -> str:
@@ -69,14 +95,21 @@ def export_model(
         with warnings.catch_warnings(), whole_file(out) as path:
             warnings.simplefilter("ignore", FutureWarning)  # of torch about torch
             write = _write_torch if to == "torch" else _write_onnx
-            compared = compare_outputs(wrapped, write(trace_model(wrapped), path, wrapped))
+            shapes = [{0: torch.export.Dim("batch")}]
+            program = trace_module(wrapped, (draw_inputs(model, TRACED),), shapes)
+            compared = compare_outputs(wrapped, write(program, path, wrapped))
     except (compile_error_class(), torch.onnx.OnnxExporterError) as error:
-        while isinstance(error.__cause__, Exception):  # the innermost error names the operation
-            error = error.__cause__
-        why = str(error).strip().split("\n")[0]
+        why = _innermost_line(error)
         raise UserError(f"{folder}: cannot be exported to {to}: {why}") from error
     outputs = ", ".join(wrapped.output_names())
     return f"{out}: {to}, {outputs} of a batch of any size; {compared}"
+
+
+def _innermost_line(error: BaseException) -> str:
+    """Return the first line of the innermost error, which names the operation."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return str(error).strip().split("\n")[0]
 
 
 def refuse_unexportable(folder: Path, model: Model) -> None:
@@ -105,13 +138,15 @@ def draw_inputs(model: Model, number: int) -> Tensor:
     return torch.rand(number, image.channels, *image.shape, generator=generator)
 
 
-def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
-    """Return the exported program for batches of any size, without operations no output needs."""
+def trace_module(
+    module: nn.Module, inputs: tuple[Tensor, ...], shapes: Sequence[Mapping[int, Any]]
+) -> ExportedProgram:
+    """Return the program of a module with dynamic axes, without operations no output needs."""
     with plain_operations_context():
         program = torch.export.export(
-            wrapped,
-            (draw_inputs(wrapped.model, TRACED),),
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            module,
+            inputs,
+            dynamic_shapes=tuple(shapes),
             strict=True,  # else ``len`` of a tensor would fix the batch size
         ).run_decompositions({})
     graph = program.graph_module.graph

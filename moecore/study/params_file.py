@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter, SafeRepresenter
 
 from moecore.core.files import UserError, write_whole
@@ -216,18 +216,23 @@ def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) 
 
 
 class RenamedKey(NamedTuple):
-    """A key that was renamed in ``version``.
+    """A key that was renamed, or removed, in ``version``.
 
-    key: the old key from the top of the file, where ``*`` is any key: ``methods.*.router.top``.
-    name: the new last word.
+    key: the old key from the top of the file, where ``*`` is any key or index:
+    ``methods.*.router.top``.  name: the new last word; None: removed.
     """
 
     version: str
     key: str
-    name: str
+    name: str | None
 
 
-RENAMED_KEYS: tuple[RenamedKey, ...] = ()  # the oldest first
+_WITH_VIEWS = "pretrain finetune adversarial teacher.training routing routing.augmentations.*"
+# The oldest first. Sections that became calculations are in ``document.MOVED``.
+RENAMED_KEYS = tuple(
+    RenamedKey("0.3.0", f"{place}.views.size", None)
+    for place in [*_WITH_VIEWS.split(), "explorer.augmentations.*"]
+)
 
 
 def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
@@ -245,14 +250,22 @@ def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> 
                 raise UserError(f"{path}: {both}, and both are there; allowed: one of them")
             place = list(mapping).index(old)
             comment = mapping.ca.items.pop(old, None)
-            mapping.insert(place, step.name, mapping.pop(old))
-            if comment is not None:
-                mapping.ca.items[step.name] = comment
+            value = mapping.pop(old)
+            name = step.name
+            if name is not None:
+                mapping.insert(place, name, value)
+            elif place:  # the comment ends with the lines above the next key
+                name = list(mapping)[place - 1]
+            if comment is not None and name is not None:
+                mapping.ca.items.setdefault(name, comment)
             is_changed = True
     return _dump(writer, data) if is_changed else text
 
 
 def _mappings_at(data: Any, segments: Sequence[str]) -> Iterator[CommentedMap]:
+    if isinstance(data, CommentedSeq) and segments and segments[0] == "*":
+        for entry in data:
+            yield from _mappings_at(entry, segments[1:])
     if not isinstance(data, CommentedMap):
         return
     if not segments:

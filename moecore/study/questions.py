@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import RUNS
-from moecore.study import papers
+from moecore.study import layers, papers
 from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
 from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
 from moecore.study.papers import ASKS, PIPELINES
@@ -190,8 +190,12 @@ class Round(NamedTuple):
 
 
 def list_question_names(root: Path) -> list[str]:
-    """Return the names of all questions of a project, ``folder/file``, sorted."""
+    """Return the names of all questions, ``folder/file``, sorted; UserError for a 0.2 study."""
     files = sorted((root / PIPELINES).glob("*/*.yaml"))
+    for file in files:
+        if file.name == layers.OVERLAY:
+            allowed = f"{PIPELINES}/ours/{file.parent.name}.yaml instead (CHANGELOG.md, 0.3.0)"
+            raise UserError.at(file, found="a study's folder of moecore 0.2", allowed=allowed)
     return [
         f"{file.parent.name}/{file.stem}"
         for file in files

@@ -131,7 +131,11 @@ def test_our_layer_equals_mixture_of_experts():
 
 
 PRINTED = {  # of each tutorial, the words of its blocks and how what they print begins
-    "own_model": {"MoELayer": "torch.Size([1, 32, 8])", "timm": "[0."},
+    "own_model": {
+        "MoELayer": "torch.Size([1, 32, 8])",
+        "update_routers": "torch.Size([4])",
+        "timm": "[0.",
+    },
     "lens": {
         "transformers": "torch.Size([4, 16, 8])",
         "Gate": "torch.Size([1, 6, 4])",

@@ -20,6 +20,7 @@ import pytest
 from moecore.core.files import file_checksum, read_json
 from moecore.core.source_layout import ROOT
 from tests.my_lab import write_my_lab
+from tools.distribution import build_distribution
 
 BUILT_FROM = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml", "pyproject.toml")
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
@@ -128,6 +129,11 @@ def project(installed) -> Path:
     printed = installed.run("moecore", "run", "--jobs", "2", *sets, folder=folder)
     assert "[pretrain vmoe 0] started" in printed
     return folder
+
+
+def test_a_release_has_the_sdist_of_the_commit_and_a_wheel_with_its_modules(tmp_path):
+    sdist, wheel = build_distribution(tmp_path)
+    assert sdist.suffixes[-2:] == [".tar", ".gz"] and wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_there_is_moecore_and_no_package_stages(installed):

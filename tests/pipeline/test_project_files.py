@@ -20,8 +20,9 @@ from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_f
 from moecore.pipeline.cli import app
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project import hash_text, moecore_requirement
-from moecore.study.document import load_yaml_document
-from moecore.study.params_file import RenamedKey
+from moecore.pipeline.project_files import template_texts
+from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.params_file import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.questions import find_question
 from moecore.tracking.mlflow_connection import experiment_name, project_root
 from tests.my_lab import forget_package
@@ -59,6 +60,7 @@ def files_below(folder: Path) -> set[str]:
 def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     said = moecore("new", "own", ".")
     assert said.exit_code == 0 and said.stdout.startswith(".: begun from quick")
+    assert "then `cd . && moecore run`, or `cd . && make repro`" in said.stdout
     assert files_below(empty) == WRITTEN and (empty / ".git").is_dir()
     assert moecore("check").exit_code == 0
     project = tomllib.loads((empty / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -126,6 +128,10 @@ CLONE = "https://example.org/lab/moecore.git"
             },
             f"moecore @ git+{CLONE}@5ed6621#subdirectory=code",
         ),
+        (
+            {"url": "file:///home/moecore", "vcs_info": {"vcs": "git", "commit_id": "5ed6621"}},
+            "moecore @ git+file://localhost/home/moecore@5ed6621",
+        ),
     ],
 )
 def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorded, requirement):
@@ -138,6 +144,32 @@ def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorde
     monkeypatch.syspath_prepend(str(tmp_path))
     assert moecore_requirement() == requirement
     assert Requirement(requirement).name == "moecore"
+
+
+@pytest.mark.parametrize("origin", [f"git+{CLONE}@5ed6621", WHEEL])
+def test_the_workflow_runs_where_the_requirement_can_be_installed(monkeypatch, origin):
+    required = lambda: f"moecore @ {origin}"
+    monkeypatch.setattr("moecore.pipeline.project.moecore_requirement", required)
+    text = template_texts("own", is_of_user=False)[".github/workflows/test.yml"]
+    runner = parse_yaml_document(text).data["jobs"]["test"]["runs-on"]
+    assert runner == ("self-hosted" if origin == WHEEL else "ubuntu-latest")
+
+
+@pytest.mark.parametrize(
+    ("study", "methods"),
+    [
+        ("tgr/table_3", ["vmoe"]),  # has no dense
+        ("adversarial/autopgd", ["dense"]),  # has neither vmoe nor measurements
+        ("ours/sizes", None),
+    ],
+)
+def test_a_question_begins_with_what_the_project_has(empty, study, methods):
+    moecore("new", "own", ".", "--from", study)
+    begun = moecore("study", "new", "mine")
+    if methods is None:
+        assert begun.stderr == "params.yaml: methods: found none; allowed: a project with methods\n"
+    else:
+        assert load_yaml_document("pipelines/ours/mine.yaml").data["methods"] == methods
 
 
 def test_an_overlay_is_written_again_by_the_same_command(empty):
@@ -277,6 +309,20 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
     refused = moecore("upgrade")
     said = "params.yaml: robustness.images is called pictures since moecore 0.1.0, and both are"
     assert refused.exit_code == 1 and refused.stderr.startswith(said)
+
+
+def test_an_upgrade_removes_keys_that_are_gone():
+    text = """\
+pretrain:
+  views:
+    shift: 2
+    size: 32
+
+# of fine-tuning
+routing: {augmentations: [{name: moved, views: {size: 2, shift: 1}}]}
+"""
+    expected = text.replace("    size: 32\n", "").replace("size: 2, ", "")
+    assert rename_keys_in_text(text, RENAMED_KEYS, "params.yaml") == expected
 
 
 def test_a_project_of_a_newer_version_is_one_line(older):

@@ -4,14 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from moecore import export
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import ImageSpec, Model
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.kernels.grouped import plain_operations_context
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import MoELayer, MoESettings
+from moecore.nn.routers.base import Router
+from moecore.nn.routers.expert_choice import ExpertChoice
+from moecore.nn.routers.hash import Hash
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.soft_slots import SoftSlots
 from moecore.predict import export as module
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
 from moecore.tasks.next_token import NextToken
@@ -108,6 +116,38 @@ def test_a_program_of_torch_gives_the_models_numbers(settings, tmp_path):
     with torch.no_grad():
         [prediction] = program(inputs)
         torch.testing.assert_close(prediction, model(inputs).prediction, rtol=1e-5, atol=1e-5)
+
+
+class Own(nn.Module):
+    """A user's module with one of our layers."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.moe = MoELayer(8, router, Mlp(number=4))
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        return self.moe(self.up(tokens)) * scale[:, None, None]
+
+
+@pytest.mark.parametrize("router", [NoisyTopK(k=2), ExpertChoice(), SoftSlots()])
+def test_a_users_module_is_exported_for_other_batches_and_numbers_of_tokens(router):
+    module = Own(router).eval()
+    program = export(module, (torch.randn(3, 5, 6), torch.rand(3))).module()
+    for number, tokens in ((1, 5), (7, 9)):
+        inputs = torch.randn(number, tokens, 6), torch.rand(number)
+        torch.testing.assert_close(program(*inputs), module(*inputs))
+    with pytest.raises(UserError, match="^module: found training mode; allowed: module.eval"):
+        export(module.train(), (torch.randn(3, 5, 6), torch.rand(3)))
+
+
+def test_our_model_is_exported_with_its_records_and_what_fixes_its_batch_is_refused():
+    model = build("vit")
+    program = export(model, draw_inputs(model, 2)).module()
+    inputs = draw_inputs(model, 5)
+    torch.testing.assert_close(program(inputs), model(inputs))
+    with pytest.raises(UserError, match="^export: cannot take any batch size: "):
+        export(MoELayer(8, Hash(by="position"), Mlp(number=4)).eval(), torch.randn(6, 8))
 
 
 @pytest.mark.parametrize("word", ["teacher", "truth", "eval_capacity_factor"])

@@ -290,6 +290,14 @@ def test_a_question_is_found_by_its_name_its_file_and_its_old_name(ask, place):
     assert find_question(place, "ours/asked").round(None).number == 1
 
 
+def test_a_study_of_an_earlier_version_is_one_line(tmp_path):
+    (tmp_path / "pipelines/mine").mkdir(parents=True)
+    for name in ("overlay.yaml", "dvc.yaml"):
+        (tmp_path / "pipelines/mine" / name).write_text("stages: {}\n")
+    with pytest.raises(UserError, match="mine/overlay.yaml: found a study's folder of moecore 0.2"):
+        find_question(tmp_path, "mine")
+
+
 def test_every_old_study_has_one_new_name():
     rounds = load_rounds(ROOT)
     old = [one.was for one in rounds if one.was]

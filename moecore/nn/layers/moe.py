@@ -12,7 +12,7 @@ from torch.func import functional_call
 from moecore.core.config import Config, Part
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.torch_internals import is_in_backward_pass
+from moecore.core.torch_internals import innermost_transform, is_in_backward_pass
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.kernels.grouped import PlainOperationsFlag
@@ -185,7 +185,9 @@ class MoEFeedForward(FeedForward):
 
 @torch.no_grad()
 def update_routers(
-    model: nn.Module, records: Sequence[RoutingRecord], progress: float = 0.0
+    model: nn.Module,
+    records: Sequence[RoutingRecord] | Sequence[Sequence[RoutingRecord]],
+    progress: float = 0.0,
 ) -> None:
     """End a training step: routers with a balance (bias, quantile) learn from its ``records``.
 
@@ -194,23 +196,34 @@ def update_routers(
     Args:
         model: the model or a module with MoE layers.
         records: the step's records, one per MoE layer, in the layers' order (for a foreign model as
-            ``trace`` collects them).
+            ``trace`` collects them); with gradient accumulation a list of these, one per pass.
         progress: share of the training that is done.
 
     Raises:
         UserError: if the numbers of records and layers differ.
     """
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-    if len(layers) != len(records):
+    is_one = not records or isinstance(records[0], RoutingRecord)
+    passes: Sequence[Any] = [records] if is_one else records
+    if wrong := [len(part) for part in passes if len(part) != len(layers)]:
         raise UserError.at(
             "records",
-            found=f"{len(records)} for {len(layers)} MoE layers",
-            allowed="the records of one forward pass",
+            found=f"{wrong[0]} for {len(layers)} MoE layers",
+            allowed="the records of one forward pass, or a list of these",
         )
+    step = passes[0] if len(passes) == 1 else list(map(_join_records, zip(*passes, strict=True)))
     for place, layer in enumerate(layers):
         after_step = getattr(layer.router, "after_step", None)
         if after_step is not None:
-            after_step(records, place, progress)
+            after_step(step, place, progress)
+
+
+def _join_records(records: Sequence[RoutingRecord]) -> RoutingRecord:
+    """Return a layer's records (B, T, E), whose B and T may differ, as one (1, all B·T, E)."""
+    fields = zip(*(record[:5] for record in records), strict=True)
+    return RoutingRecord(
+        *(torch.cat([part.flatten(0, 1) for part in each])[None] for each in fields)
+    )
 
 
 def scale_router_k(router: Router, experts: Experts) -> Router:
@@ -277,7 +290,8 @@ class MoELayer(nn.Module):
     """A mixture-of-experts layer for any module: ``layer(tokens)`` returns tokens of equal shape.
 
     tokens: (N, d), (B, T, d) or (B, H, W, d), floating point. ``trace`` collects its records, with
-    fields (B, T, E); T = H·W for a grid and B = 1 for (N, d).
+    fields (B, T, E); T = H·W for a grid and B = 1 for (N, d). Of torch.func, ``functional_call``
+    and ``grad`` work.
     """
 
     def __init__(self, width: int, router: Router, experts: Experts) -> None:
@@ -331,6 +345,9 @@ class MoELayer(nn.Module):
                 found=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 allowed=f"floating point of shape {shapes}",
             )
+        if (transform := innermost_transform()) in ("Vmap", "Jvp"):
+            allowed = "functional_call, grad, and a loop over items"
+            raise UserError.at("MoELayer", found=f"{transform} of torch.func", allowed=allowed)
         batch = 1 if tokens.ndim == 2 else len(tokens)
         output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
         if self.records is not None and not is_in_backward_pass():

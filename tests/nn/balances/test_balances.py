@@ -2,6 +2,8 @@
 lasts. Groups of experts, scores and jitter, which shape the same choice.
 """
 
+import copy
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -249,6 +251,25 @@ def test_a_load_of_unlike_experts_becomes_even_by_steps(balance):
     assert uneven[0] > 0.4 and uneven[-1] < 0.1
     with pytest.raises(UserError, match="^records: found 0 for 1 MoE layers; allowed: "):
         update_routers(layer, [])
+
+
+@pytest.mark.parametrize("balance", [{"kind": "loss_free", "rate": 0.01}, {"kind": "quantile"}])
+def test_accumulated_passes_teach_routers_what_one_batch_does(balance):
+    layer = reference.layer_of(NoisyTopK(k=2, balance=balance, **SIGMOID)).train()
+    model = torch.nn.ModuleList([layer, copy.deepcopy(layer)])  # two layers of one model
+    tokens = torch.randn(2, 12, 5, 8) + 0.5
+
+    def records_of(part):
+        return [layer(inputs[part])[1][0] for layer, inputs in zip(model, tokens, strict=True)]
+
+    twin = copy.deepcopy(model)
+    update_routers(twin, records_of(slice(None)))
+    update_routers(model, [records_of(slice(0, 4)), records_of(slice(4, 12))])
+    for ours, theirs in zip(model, twin, strict=True):
+        assert ours.router.balance.bias.any()
+        torch.testing.assert_close(ours.router.balance.bias, theirs.router.balance.bias)
+    with pytest.raises(UserError, match="^records: found 1 for 2 MoE layers; allowed: .* a list"):
+        update_routers(model, [records_of(slice(0, 4)), records_of(slice(4, 12))[:1]])
 
 
 def test_a_frozen_router_keeps_its_bias():

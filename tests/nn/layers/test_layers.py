@@ -5,7 +5,7 @@ own module.
 
 import pytest
 import torch
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import scaled_dot_product_attention
 
 from moecore.core.files import UserError
@@ -236,6 +236,17 @@ def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
     weights = record.combine.reshape(*shape[:-1], 4)
     expected = reference.weighted_sum(layer.feed_forward, tokens, weights)
     torch.testing.assert_close(output, expected)
+
+
+def test_of_torch_func_gradients_work_and_other_transforms_are_refused():
+    layer, tokens = alone(k=2).eval(), torch.randn(3, 5, 8, requires_grad=True)
+    loss = lambda tokens: layer(tokens).square().sum()
+    (expected,) = torch.autograd.grad(loss(tokens), tokens)
+    torch.testing.assert_close(grad(loss)(tokens.detach()), expected)
+    with pytest.raises(UserError, match="^MoELayer: found Vmap of torch.func; allowed: "):
+        vmap(layer)(tokens)
+    with pytest.raises(UserError, match="^MoELayer: found Jvp of torch.func; allowed: "):
+        jvp(layer, (tokens,), (tokens,))
 
 
 @pytest.mark.parametrize(
