@@ -182,6 +182,8 @@ def build_model(family: str, kind: Any) -> Any:
     for name, value in model.named_buffers():
         if name.endswith("tid2eid"):  # DeepSeek-V4: the experts of each token, all 0 before
             value.copy_(torch.rand(len(value), 8).argsort(-1)[:, : value.shape[1]])
+        elif "bias" in name:  # which changes the choice, not the weights: 0 before
+            value.copy_(torch.rand(value.shape))
     return model
 
 

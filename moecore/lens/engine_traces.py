@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError
 from moecore.lens.analyses import item_mean
 from moecore.measure.routing_metrics.choice_patterns import chance_violation, pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import linearize_mean
@@ -243,12 +243,11 @@ def measure_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Measured:
     k = int(chosen.sum(axis=2).max())
     tokens = loads.sum(axis=1) / k
     uses = loads.sum()
-    violation = chance_violation(int(uses), experts)
     cv2 = linearize_loads(lambda load: experts * (load / load.sum()).square().sum() - 1, loads)
     busiest = linearize_loads(lambda load: load.max() / load.sum(), loads)
     measured = {
         "load_cv2": (cv2, (experts - k) / uses),
-        "busiest_share": (busiest, (1 + violation) / experts),
+        "busiest_share": (busiest, (1 + chance_violation(int(uses), experts)) / experts),
     }
     rates = np.column_stack([loads, tokens])
     for size in BATCHES:
@@ -274,8 +273,8 @@ def measure_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Measured:
 def measure_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Measured:
     """Return how far the loads of prompts and of generated tokens are apart in a layer.
 
-    By chance: the phases of each request rotated by a random number of its tokens, which keeps
-    them together. lengths, prompts: tokens of each request and of its prompt, (R, 1).
+    By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
+    tokens of each request and of its prompt, (R, 1).
     """
     generator = np.random.default_rng(0)
     values = []
@@ -309,18 +308,9 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
 def analyse_engine(
     files: Sequence[Path], against: Sequence[Path], form: EngineFormat
 ) -> list[dict[str, Any]]:
-    """Return a row per layer and quantity, and (layer "mean") per quantity, with 95 % intervals.
+    """Return rows per layer, and "mean" over layers: quantity, its 95 % interval, and chance.
 
-    Rows have value, low and high (None without an interval) over requests, and chance. Caches have
-    an eighth, a quarter and half of the experts of a layer.
-
-    Args:
-        files: of one engine; requests follow each other.
-        against: of another engine, for the same requests; (): none.
-        form: what the files do not say.
-
-    Raises:
-        UserError: files that are missing, damaged or of other requests.
+    files: of one engine, requests in their order; against: the same requests in another, or ().
     """
     requests = read_engine_files(files, form)
     theirs = read_engine_files(against, form) if against else []
@@ -351,15 +341,10 @@ def analyse_engine(
     ]
 
 
-def write_engine_rows(
-    out: Path, files: Sequence[Path], against: Sequence[Path], form: EngineFormat
-) -> None:
-    """Write the rows of ``analyse_engine`` as JSON, and print the means over layers."""
-    rows = analyse_engine(files, against, form)
-    write_json(out, rows)
+def print_engine_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the means over layers of ``analyse_engine``."""
     for row in rows:
         if row["layer"] == "mean":
             limits = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
             chance = f"by chance {row['chance']:.4g}"
             print(f"{row['quantity']:<24} {row['value']:.4g}{limits}; {chance}")
-    print(f"{out}: written")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, write_json
 
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
 Against = Annotated[list[Path] | None, Option(help="the same requests in another engine")]
@@ -56,7 +56,10 @@ def lens_engine(
     out: Annotated[Path, Option(help="all layers' numbers, as JSON")] = Path("engine.json"),
 ) -> None:
     """Print load, caches and agreement of the experts that an engine chose."""
-    from moecore.lens.engine_traces import EngineFormat, write_engine_rows
+    from moecore.lens.engine_traces import EngineFormat, analyse_engine, print_engine_rows
 
     form = EngineFormat(top_k, layers, first_layer, experts)
-    write_engine_rows(out, files, against or [], form)
+    rows = analyse_engine(files, against or [], form)
+    print_engine_rows(rows)
+    write_json(out, rows)
+    typer.echo(f"{out}: written")
