@@ -41,6 +41,7 @@ FORMAT = 2
 CARD = "trace.json"
 ITEM_TENSORS = ("tokens", "positions", "labels", "pictures")
 MAX_SIDE = 256  # pixels of a picture
+SUM_TOLERANCE = 0.02  # of probabilities in bfloat16
 
 
 class LayerShape(Config):
@@ -99,15 +100,16 @@ def check_tokens_in_vocabulary(tokens: Tensor, size: int, place: str) -> None:
 
 
 def check_layer_values(probs: Tensor, weights: Tensor, place: str) -> None:
-    """Raise UserError for non-finite probabilities or weights, and for negative probabilities."""
-    wrong = ~probs.isfinite() | (probs < 0)
-    if wrong.any():
-        allowed = "finite numbers, not below 0"
-        raise UserError.at(f"{place}.probs", found=float(probs[wrong][0]), allowed=allowed)
-    wrong = ~weights.isfinite()
-    if wrong.any():
-        value = float(weights[wrong][0])
-        raise UserError.at(f"{place}.weights", found=value, allowed="finite numbers")
+    """Raise UserError for values that are no probabilities, which sum to 1, or no weights."""
+    for name, values, lowest in (("probs", probs, 0), ("weights", weights, -torch.inf)):
+        if not values.is_floating_point():
+            raise UserError.at(f"{place}.{name}", found=values.dtype, allowed="floating point")
+        if (wrong := ~values.isfinite() | (values < lowest)).any():
+            allowed = f"finite numbers, not below {lowest}"
+            raise UserError.at(f"{place}.{name}", found=float(values[wrong][0]), allowed=allowed)
+    sums = probs.float().sum(-1)
+    if (wrong := (sums - 1).abs() > SUM_TOLERANCE).any():
+        raise UserError.at(f"{place}.probs", found=f"sum {float(sums[wrong][0]):.4g}", allowed=1)
 
 
 def check_item_tensor(
@@ -181,6 +183,9 @@ class Trace:
         """
         self.folder = Path(folder)
         self.card = read_trace_card(self.folder / CARD)
+        names = [chunk.file for chunk in self.card.chunks]
+        if len({*names}) < len(names):
+            raise UserError.at(f"{self.folder / CARD}: chunks", found=names, allowed="each once")
         for chunk in self.card.chunks:
             path = self.folder / chunk.file
             with open_tensors(path):
@@ -213,15 +218,18 @@ class Trace:
         for path, (experts, weights, probs) in self._read_parts(names, items):
             size = (shape.tokens, shape.experts)
             fits = experts.shape == weights.shape and experts.shape[:2] == probs.shape[:2]
-            differs = tuple(probs.shape[1:]) != size or (experts >= shape.experts).any()
-            if differs or not fits:
+            if experts.is_floating_point() or experts.dtype == torch.bool:
+                raise UserError.at(f"{path}: {names[0]}", found=experts.dtype, allowed="integers")
+            differs = tuple(probs.shape[1:]) != size or not experts.shape[-1] <= shape.k <= size[1]
+            if differs or not fits or (experts >= shape.experts).any() or experts.amax() < 0:
                 raise UserError.at(
                     f"{path}: {', '.join(names)}",
-                    found="other shapes, or other experts",
-                    allowed=f"(tokens, experts) {size}",
+                    found="other shapes, or other experts, or none",
+                    allowed=f"(tokens, experts) {size}, of them {shape.k} at most per token",
                 )
-            if experts.is_floating_point():
-                raise UserError.at(f"{path}: {names[0]}", found=experts.dtype, allowed="integers")
+            if (experts < -1).any() or weights[experts < 0].any():
+                text = "an expert below -1, or a weight of the expert -1"
+                raise UserError.at(f"{path}: {names[0]}", found=text, allowed="-1 with weight 0")
             check_layer_values(probs, weights, f"{path}: {number}")
             routing = decode_layer_routing(experts, weights.float(), probs.float())
             if routing.chosen.sum() != (experts >= 0).sum():

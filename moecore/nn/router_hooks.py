@@ -1,31 +1,33 @@
 """Collect the routing records of a running model: ours, with MoELayers, or of another library.
 
-No other library is imported: their routers are recognised by class name, and records are built from
-what they return. B sequences, T tokens each, E experts, k chosen per token.
+No other library is imported: a module that returns logits, weights and expert ids is a router,
+whatever its name; a few more are read by class name. B sequences, T tokens each, E experts, k
+chosen per token.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import permutations
 from math import prod
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import one_hot
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.routers.token_choice import Score, expert_probs, scores_from_logits
+from moecore.nn.routers.token_choice import Score, expert_probs, safe_log, scores_from_logits
 
 # (router, its positional arguments, its output) → record with fields (B, T, E), or (B · T, E) if
 # the layer around it flattens its tokens
 RouterAdapter = Callable[[nn.Module, tuple[Any, ...], Any], RoutingRecord]
-TOLERANCE = 0.02  # of shares of weights, for bfloat16
+TOLERANCE = 1e-3  # of shares of weights
+HALF_TOLERANCE = 0.02  # in bfloat16 or float16
 
 
 @contextmanager
@@ -40,9 +42,9 @@ def routing_collector(
     those of MoELayers.
 
     Args:
-        model: one of ours, one with MoELayers (``upcycle``), or one of transformers with routers of
-            Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 or Switch, whose forward
-            pass is not changed.
+        model: one of ours, one with MoELayers (``upcycle``), or one whose routers return logits
+            (…, E), weights (…, k) and expert ids (…, k) in any order, such as those of transformers
+            in docs/router_families.md. Its forward pass is not changed.
         adapters: for other routers, the router's class name → a function (router, positional
             arguments, output) → record, such as ``lens.build_record`` returns.
 
@@ -50,35 +52,38 @@ def routing_collector(
         The list of records, which grows with each call.
 
     Raises:
-        UserError: for a model without such routers, and for adapters that are not functions or
-            do not return records.
+        UserError: no router was seen, weights are no scores of the logits, and adapters that are
+            not functions, do not return records, or are for classes that the model lacks.
     """
-    check_adapters(adapters or {})
+    check_adapters(adapters or {}, model)
     all_adapters = {**FOREIGN_ROUTERS, **(adapters or {})}
-    records: list[RoutingRecord] = []
+    collection = Collection()
+    records = collection.records
     routers: dict[nn.Module, nn.Module | None] = {}
-    _find_routers(model, None, all_adapters, routers)
-    if not routers:
-        allowed = f"a mixture of moecore, MoELayers (upcycle), {', '.join(FOREIGN_ROUTERS)}"
-        problem = f"{type(model).__name__} has no known router"
-        raise UserError(f"trace: {problem}; allowed: {allowed}, or others with adapters")
+    candidates: dict[nn.Module, nn.Module | None] = {}
+    _find_routers(model, None, all_adapters, routers, candidates)
+    is_ours = any(isinstance(router, (MoELayer, Model)) for router in routers)
     with ExitStack() as stack:
-        if not all(isinstance(router, MoELayer) for router in routers):
+        if not is_ours or not all(isinstance(router, MoELayer) for router in routers):
             # compiled code ignores hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for router, block in routers.items():
+        for router, block in (routers if is_ours else routers | candidates).items():
             if isinstance(router, MoELayer):
                 stack.callback(setattr, router, "records", router.records)
                 router.records = records
-            elif isinstance(router, Model):
+            elif isinstance(router, Model) and router in routers:
                 stack.enter_context(router.register_forward_hook(partial(_see_model, records)))
             else:
-                hook = RouterHook(all_adapters[type(router).__name__], records)
-                stack.enter_context(router.register_forward_hook(hook.see_router))
+                see = partial(collection.see_router, all_adapters.get(type(router).__name__))
+                stack.enter_context(router.register_forward_hook(see))
                 if block is not None:
-                    handle = block.register_forward_pre_hook(hook.see_block, with_kwargs=True)
-                    stack.enter_context(handle)
+                    see = collection.see_block
+                    stack.enter_context(block.register_forward_pre_hook(see, with_kwargs=True))
         yield records
+    if not records and not routers:
+        problem = f"{type(model).__name__} has no known router"
+        allowed = "mixtures of moecore, MoELayers (upcycle), routers that return logits, weights"
+        raise UserError(f"trace: {problem}; allowed: {allowed} and expert ids, or adapters")
 
 
 def _see_model(
@@ -89,14 +94,18 @@ def _see_model(
         records.extend(output.routing)
 
 
-def check_adapters(adapters: Any) -> None:
-    """Raise UserError unless ``adapters`` maps class names to functions."""
+def check_adapters(adapters: Any, model: nn.Module) -> None:
+    """Raise UserError unless ``adapters`` maps names of classes in ``model`` to functions."""
     allowed = "the name of a router's class → a function of router, inputs and output"
     if not isinstance(adapters, Mapping):
         raise UserError.at("adapters", found=type(adapters).__name__, allowed=allowed)
     for name, adapter in adapters.items():
         if not callable(adapter):
             raise UserError.at(f"adapters.{name}", found=type(adapter).__name__, allowed=allowed)
+    classes = sorted({type(module).__name__ for module in model.modules()})
+    for name in adapters.keys() - {*classes}:
+        text = f"no such class in {type(model).__name__}"
+        raise UserError.at(f"adapters.{name}", found=text, allowed=", ".join(classes)[:200])
 
 
 def _find_routers(
@@ -104,38 +113,54 @@ def _find_routers(
     block: nn.Module | None,
     adapters: Mapping[str, RouterAdapter],
     routers: dict[nn.Module, nn.Module | None],
+    candidates: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Put each outermost module that routes → its parent into ``routers``; block: first parent."""
+    """Put each outermost known router → its parent into ``routers``; block: the first parent.
+
+    Other modules, except those of torch, may prove to be routers: they go into ``candidates``.
+    """
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
         return
+    if not type(module).__module__.startswith("torch."):
+        candidates.setdefault(module, block)
     for child in module.children():
-        _find_routers(child, module, adapters, routers)
+        _find_routers(child, module, adapters, routers, candidates)
 
 
-class RouterHook:
-    """Append a record per call of a router, in the shape of the parent block's tokens (B, T, d)."""
+class Collection:
+    """Records of one model, and what its hooks share."""
 
-    def __init__(self, adapter: RouterAdapter, records: list[RoutingRecord]) -> None:
-        self.adapter = adapter
-        self.records = records
-        self.shape: tuple[int, ...] = ()
+    def __init__(self) -> None:
+        self.records: list[RoutingRecord] = []
+        self.seen: set[nn.Module] = set()  # modules that proved to be routers
+        self.shape: tuple[int, ...] = ()  # (B, T) of the last block that was called
 
     def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Store the shape of a block's tokens, its first tensor argument, without the width."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
-        self.shape = tuple(tensors[0].shape[:-1]) if tensors else ()
+        if tensors and tensors[0].ndim > 2:
+            self.shape = tuple(tensors[0].shape[:-1])
 
-    def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Append the record of a router's call; UserError if the adapter's result is no record."""
-        if is_in_backward_pass():
+    def see_router(
+        self, adapter: RouterAdapter | None, router: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> None:
+        """Append the record of a router's call; adapter: None for a module that may be none."""
+        parts = find_routing(output) if adapter is None else ()
+        if parts is None or is_in_backward_pass():
             return
-        place = f"adapters.{type(router).__name__}"
+        if parts and not self.seen.isdisjoint({*router.modules()} - {router}):
+            return  # a wrapper, which returns what the router in it returned
         # Gradient checkpointing counts what a layer saves, by hooks of its own, and compares it
         # with what is saved when the layer is computed again, without the record.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            record = check_record(self.adapter(router, inputs, output), place)
+            if adapter is None:
+                self.seen.add(router)
+                record = read_routing(type(router).__name__, *parts)
+            else:
+                place = f"adapters.{type(router).__name__}"
+                record = check_record(adapter(router, inputs, output), place)
             self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
@@ -222,45 +247,133 @@ def check_record(record: Any, place: str) -> RoutingRecord:
     return record
 
 
-def read_top_k_router(
-    router: nn.Module, inputs: tuple[Any, ...], output: Any, score: Score
-) -> RoutingRecord:
-    """Return the record of a router whose output is (logits, weights, expert ids).
+def find_routing(output: Any) -> tuple[Tensor, ...] | None:
+    """Return logits (…, E), weights (…, k) and expert ids (…, k) of an output; None: none."""
+    values = output if isinstance(output, tuple | list) else ()
+    tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 1]
+    ids = [value for value in tensors if value.dtype in (torch.int64, torch.int32)]
+    if len(ids) != 1 or not ids[0].numel():
+        return None
+    triples = [
+        (logits, weights, ids[0])
+        for logits, weights in permutations(filter(torch.is_floating_point, tensors), 2)
+        if weights.shape == ids[0].shape
+        and logits.shape[:-1] == ids[0].shape[:-1]
+        and logits.shape[-1] >= max(2, ids[0].shape[-1])
+    ]
+    if len(triples) > 1:  # k = E: one of two is a score of the other
+        triples.sort(key=lambda parts: find_score(*parts) is None)
+    return triples[0] if triples else None
 
-    Raises UserError for other outputs, and for weights that are not a ``score`` of the logits.
+
+@torch.no_grad()
+def find_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
+    """Return the score of the logits that the weights are, up to a scale or sum; None: none is.
+
+    A bias or groups may change the choice, not the weights: ids need not be the highest scores.
+    One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
     """
-    if not isinstance(output, tuple) or len(output) != 3:
-        problem = f"{type(router).__name__} does not return logits, weights and experts"
-        raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
-    logits, weights, experts = output
-    scores = scores_from_logits(logits.detach().float(), score).gather(-1, experts)
-    expected, actual = (
-        values / values.sum(-1, keepdim=True) for values in (scores, weights.detach())
-    )
-    if not torch.allclose(expected, actual.float(), atol=TOLERANCE):
-        problem = f"{type(router).__name__} does not weigh experts by a {score} of its logits"
-        raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
+    bits = min(torch.finfo(part.dtype).bits for part in (logits, weights))
+    tolerance = TOLERANCE if bits >= 32 else HALF_TOLERANCE
+    if experts.min() < 0 or experts.max() >= logits.shape[-1]:
+        return None
+    is_same = torch.allclose(weights, weights.flatten()[0], rtol=tolerance)
+    errors: dict[Score, float] = {}
+    for score in get_args(Score):
+        chosen = scores_from_logits(logits.float(), score).gather(-1, experts.long())
+        scaled = chosen * (weights.sum() / chosen.sum())
+        errors[score] = float((weights - scaled).abs().max() / weights.abs().max())
+        if weights.shape[-1] > 1 or (is_same and are_highest(logits, experts)):
+            shares = [part / part.sum(-1, keepdim=True) for part in (weights.float(), chosen)]
+            errors[score] = min(errors[score], float((shares[0] - shares[1]).abs().max()))
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] < tolerance else None
+
+
+def are_highest(logits: Tensor, experts: Tensor) -> bool:
+    """Return whether all tokens' experts have their highest logits, up to ties after rounding."""
+    lowest = logits.gather(-1, experts.long()).amin(-1)
+    highest = logits.scatter(-1, experts.long(), -torch.inf).amax(-1)
+    return bool((lowest >= highest - 2**-7 * logits.abs().amax(-1)).all())
+
+
+def read_routing(name: str, logits: Tensor, weights: Tensor, experts: Tensor) -> RoutingRecord:
+    """Return the record of a router of the class ``name``; UserError for weights of no score.
+
+    Probabilities in the place of logits become their logarithms; weights may then have a factor
+    per expert, if the experts are the most probable ones.
+    """
+    sums = logits.detach().float().sum(-1)
+    are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_TOLERANCE)
+    if are_probs and (logits >= 0).all() and are_highest(logits, experts):
+        return build_record(safe_log(logits), experts, weights)
+    score = find_score(logits, weights, experts)
+    if score is None:
+        problem = f"{name} does not weigh experts by a score of its logits"
+        raise UserError(f"trace: {problem}; allowed: {', '.join(get_args(Score))}, or an adapter")
     return build_record(logits, experts, weights, score)
 
 
-def read_switch_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of Switch's router: one expert per token, with weight 0 over capacity."""
-    processed, weight, logits = output
-    probs = logits.float().softmax(dim=-1)
-    best = one_hot(probs.argmax(dim=-1), probs.shape[-1]).bool()
-    chosen = torch.where(processed.any(dim=-1, keepdim=True), processed.bool(), best)
-    return RoutingRecord(logits.float(), probs, chosen.float(), chosen, processed * weight.float())
+def read_llama4_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
+    """Return the record of Llama 4's router, whose (scores, logits) are dense: 0 if not chosen."""
+    scores, logits = output
+    weights, experts = scores.topk(router.top_k)
+    return build_record(logits, experts, weights, "sigmoid")
 
 
-SOFTMAX = partial(read_top_k_router, score="softmax")
+def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
+    """Return the record of JetMoE's router: pairs of token and choice, sorted by expert."""
+    order, _, gates, sizes, logits = output
+    numbers = torch.arange(len(sizes), device=order.device)
+    experts = torch.empty_like(order).scatter(
+        0, order, numbers.repeat_interleave(torch.tensor(sizes, device=order.device))
+    )
+    weights = torch.zeros_like(gates).scatter(0, order, gates)
+    k = len(order) // len(logits)
+    return build_record(logits, experts.view(-1, k), weights.view(-1, k))
+
+
+def read_capacity_router(
+    router: nn.Module, inputs: tuple[Any, ...], output: Any, k: int
+) -> RoutingRecord:
+    """Return the record of a router whose output is (first, weights, logits), k experts per token.
+
+    Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
+    """
+    first, weights, logits = output
+    if weights.shape[-1] == 1:
+        weights = first * weights
+    experts = (logits.softmax(-1) + (weights > 0)).topk(k).indices  # of ties those with a weight
+    return build_record(logits, experts, weights.gather(-1, experts))
+
+
+def read_dbrx_block(block: Any, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
+    """Return the record of DBRX's block, which chooses experts outside of its router."""
+    if block.training and block.router.moe_jitter_eps:
+        raise UserError.at("trace", found="DBRX in training with jitter", allowed="model.eval()")
+    logits = block.router.layer(inputs[0].flatten(0, -2))
+    weights, experts = block.route_tokens_to_experts(logits)
+    return build_record(logits, experts, weights)
+
+
+def read_phimoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
+    """Return the record of PhiMoE's router, whose weights are of a softmax over near maxima."""
+    logits, weights, experts = output
+    return build_record(logits, experts, weights)
+
+
+def read_zaya_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
+    """Return the record of Zaya's router; the last expert skips, written as expert 0, weight 0."""
+    logits, weights, experts = output[:3]
+    return build_record(logits, experts.where(weights > 0, logits.shape[-1] - 1), weights)
 
 
 FOREIGN_ROUTERS: Mapping[str, RouterAdapter] = {  # of transformers, by the names of their classes
-    "MixtralTopKRouter": SOFTMAX,
-    "OlmoeTopKRouter": SOFTMAX,
-    "Qwen2MoeTopKRouter": SOFTMAX,
-    "Qwen3MoeTopKRouter": SOFTMAX,
-    "DeepseekV2TopkRouter": SOFTMAX,
-    "DeepseekV3TopkRouter": partial(read_top_k_router, score="sigmoid"),
-    "SwitchTransformersTop1Router": read_switch_router,
+    "DbrxFFN": read_dbrx_block,
+    "JetMoeTopKGating": read_jetmoe_router,
+    "Llama4Router": read_llama4_router,
+    "NllbMoeTop2Router": partial(read_capacity_router, k=2),
+    "PhimoeTopKRouter": read_phimoe_router,
+    "SwitchTransformersTop1Router": partial(read_capacity_router, k=1),
+    "ZayaRouter": read_zaya_router,
 }

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from moecore.core.files import UserError, write_json
 from moecore.pipeline.command_group import CommandGroup
+from moecore.pipeline.lens_commands import lens_engine, lens_read, lens_record
 from moecore.pipeline.pull import pull_command
 
 HERE = Path()
@@ -34,7 +35,6 @@ DATA = "a folder of pictures, one folder per class; settings are derived from it
 OwnData = Annotated[Path | None, Option("--data", metavar="FOLDER", help=DATA)]
 GRID = "run a method per value of -S 'methods.vmoe.router.k=[1,2,4]'; several -S: their product"
 Sweep = Annotated[bool, Option("--sweep", help=GRID)]
-Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
 OPTIONS: dict[str, Any] = {
     "cls": CommandGroup,
     "no_args_is_help": True,
@@ -52,6 +52,8 @@ def _build_app() -> typer.Typer:
     for name, group in {"study": study_app, "claims": claims_app, "lens": lens_app}.items():
         program.add_typer(group, name=name)
     program.command("pull")(pull_command)
+    for name, command in (("record", lens_record), ("read", lens_read), ("engine", lens_engine)):
+        lens_app.command(name)(command)
     return program
 
 
@@ -451,42 +453,6 @@ def claims_plan() -> None:
     studies, answers = evaluate_results(load_rounds(HERE))
     for line in describe_open_answers(answers, studies):
         typer.echo(line)
-
-
-@lens_app.command("record")
-def lens_record(
-    model: Annotated[Path, Argument(help="a model's folder, or a Python file that names one")],
-    out: Annotated[Path, Option(help="the trace's folder")] = Path("trace"),
-    data: Annotated[Path | None, Option(help="prepared folder, of a model's folder")] = None,
-    items: Items = None,
-) -> None:
-    """Write a trace of a model's routing of texts or images: docs/tutorials/lens.md."""
-    from moecore.lens.recording import record_python_file, record_trained_model
-
-    if (data is None) == model.is_dir():
-        needs = "a model's folder takes --data, and a Python file brings its own"
-        raise UserError(f"--data: {needs}")
-    if data is None:
-        number = record_python_file(model, out)
-    else:
-        number = record_trained_model(model, data, out, items)
-    typer.echo(f"{out}: {number:,} items; next: moecore lens read {out}")
-
-
-@lens_app.command("read")
-def lens_read(
-    trace: Annotated[Path, Argument(help="the trace's folder")] = Path("trace"),
-    page: Annotated[Path, Option(help="what to write")] = Path("lens.html"),
-    items: Items = None,
-    against: Annotated[
-        Path | None, Option(help="a trace of the same items, to compare with")
-    ] = None,
-) -> None:
-    """Print a summary of a trace's routing, and write a page and an explorer of it."""
-    from moecore.lens.page import write_lens_page
-
-    write_lens_page(trace, page, items, against)
-    typer.echo(f"{page}: written")
 
 
 def say_changed_raw_data(params: Path) -> None:

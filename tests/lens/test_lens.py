@@ -291,6 +291,20 @@ ONES = torch.ones(2, 3).long()
     ("damage", "problem"),
     [
         (lambda folder: write_card(folder, format=3), "json: format: found 3; allowed: 1 or 2"),
+        (
+            lambda folder: write_card(
+                folder, chunks=[{"file": "00000.safetensors", "items": 6}] * 2
+            ),
+            "trace.json: chunks: found .*; allowed: each once",
+        ),
+        (
+            lambda folder: write_card(folder, layers=[{"experts": 4, "tokens": 5, "k": 1}]),
+            "of them 1 at most per token",
+        ),
+        (
+            lambda folder: write_card(folder, layers=[{"experts": 4, "tokens": 5, "k": 9}]),
+            "of them 9 at most per token",
+        ),
         (lambda folder: write_card(folder, layers=[]), r"layers: found \[\]; Tuple should"),
         (lambda folder: (folder / "trace.json").write_text("{"), "JSON: found .*; Invalid JSON"),
         (lambda folder: (folder / "trace.json").unlink(), "trace.json: No such file"),
@@ -314,6 +328,14 @@ def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
         ("0.experts", EXPERTS, "or other experts"),
         ("0.experts", EXPERTS - 1, "0.experts: found an expert twice"),
         ("0.experts", EXPERTS - 1.0, "allowed: int"),
+        ("0.experts", EXPERTS > 4, "allowed: int"),
+        ("0.experts", torch.tensor([0, -2]).expand(6, 5, 2).clone(), "found an expert below -1"),
+        ("0.experts", EXPERTS - 5, "or other experts, or none"),
+        ("0.experts", torch.tensor([0, -1]).expand(6, 5, 2).clone(), "weight of the expert -1"),
+        ("0.probs", torch.ones(6, 5, 4), "0.probs: found sum 4; allowed: 1"),
+        ("0.probs", torch.ones(6, 5, 4).long(), "0.probs: found torch.int64; allowed: floating"),
+        ("0.weights", torch.ones(6, 5, 2).bool(), "0.weights: found torch.bool"),
+        ("0.weights", torch.full((6, 5, 2), torch.inf), "0.weights: found inf"),
         ("tokens", torch.full((6, 5), 9), "tokens: found 9"),
         ("tokens", torch.ones(6, 5), "found torch.float32"),
         ("labels", torch.ones(6, 4).long(), r"found labels of shape \(6, 4\); .* or \(6,\)"),

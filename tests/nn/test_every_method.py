@@ -3,6 +3,7 @@ size, bytes or pixels; modes and random state stay as they were. Routers of tran
 drawn at random: records against what the models return.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -24,7 +25,7 @@ from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.router_hooks import FOREIGN_ROUTERS, build_record, routing_collector
+from moecore.nn.router_hooks import build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import small_vit
 from moecore.training.artifacts import load_model, save_model
@@ -299,12 +300,91 @@ def test_our_layers_that_are_computed_again_are_recorded_once(use_reentrant):
         assert len(records) == number
 
 
-def test_a_router_that_weighs_otherwise_is_refused():
-    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
-    other = {"OlmoeTopKRouter": FOREIGN_ROUTERS["DeepseekV3TopkRouter"]}
-    with pytest.raises(UserError, match="^trace: OlmoeTopKRouter does not weigh .* by a sigmoid"):
-        with routing_collector(model, other):
-            model(input_ids=torch.randint(50, (2, 4)))
+class AnyGate(nn.Module):
+    """A router of an unknown class: returns its parts in an order, through ``change``."""
+
+    def __init__(self, order=(0, 1, 2), k=2, score=torch.softmax, change=lambda *parts: parts):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.order, self.k, self.score, self.change = order, k, score, change
+
+    def forward(self, tokens):
+        logits = self.linear(tokens)
+        weights, experts = self.score(logits, -1).topk(self.k)
+        parts = self.change(logits, weights, experts)
+        return tuple(parts[number] for number in self.order)
+
+
+def sigmoid(logits, dim):
+    return logits.sigmoid()
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("score", [torch.softmax, sigmoid])
+def test_a_router_is_known_by_what_it_returns(order, k, score):
+    """Of all orders, scores and k, also k = E; normalised and scaled; in wrappers."""
+    changes = (
+        lambda logits, weights, experts: (logits, 2.5 * weights / weights.sum(-1, True), experts),
+        lambda logits, weights, experts: (logits, weights * 3, experts.int()),
+    )
+    for change in changes[k == 1 and score is sigmoid :]:  # 1 of a sigmoid is 1 of a softmax
+        gate = AnyGate(order, k, score, change)
+        model = nn.Sequential(nn.Sequential(gate))
+        tokens = torch.randn(2, 3, 8) * 3
+        with routing_collector(model) as records:
+            output = model(tokens)
+        (record,) = records
+        logits, weights, experts = (output[order.index(number)] for number in range(3))
+        scores = score(gate.linear(tokens), -1)
+        torch.testing.assert_close(record.probs, scores / scores.sum(-1, keepdim=True))
+        assert torch.equal(record.combine.gather(-1, experts.long()), weights)
+        assert (record.chosen.sum(-1) == k).all() and torch.equal(record.logits, logits)
+
+
+def test_a_wrapped_router_is_recorded_once_and_a_biased_choice_is_read():
+    class Wrapper(AnyGate):
+        def forward(self, tokens):
+            return self.inner(tokens)
+
+    def choose_lowest(logits, weights, experts):  # as a bias or groups may
+        weights, experts = logits.softmax(-1).topk(2, largest=False)
+        return logits, weights, experts
+
+    wrapper = Wrapper()
+    wrapper.inner = AnyGate(change=choose_lowest)
+    with routing_collector(wrapper) as records:
+        _, _, experts = wrapper(torch.randn(5, 8))
+    (record,) = records
+    assert record.chosen.shape == (1, 5, 4) and record.chosen[0].gather(-1, experts).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda logits, weights, experts: (logits, weights.flip(-1), experts), "does not weigh"),
+        (lambda logits, weights, experts: (logits, weights, experts + 3), "does not weigh"),
+        (lambda logits, weights, experts: (logits * torch.nan, weights, experts), "not weigh"),
+        (lambda logits, weights, experts: (logits, weights * torch.nan, experts), "not weigh"),
+        (
+            lambda logits, weights, experts: (
+                logits,
+                torch.ones(5, 1),
+                logits.argmin(-1, keepdim=True),
+            ),
+            "does not weigh experts by a score of its logits; allowed: softmax, sigmoid",
+        ),
+        (lambda logits, weights, experts: (logits, weights, experts[:, :1]), "no known router"),
+        (lambda logits, weights, experts: (logits, weights, weights), "no known router"),
+        (lambda logits, weights, experts: (logits, weights > 0, experts), "no known router"),
+    ],
+)
+def test_what_is_no_routing_is_refused(change, problem):
+    gate = AnyGate(change=change)
+    with pytest.raises(UserError, match=f"^trace: AnyGate.*{problem}") as error:
+        with routing_collector(gate):
+            gate(torch.randn(5, 8))
+    assert "\n" not in str(error.value)
 
 
 class OwnGate(nn.Module):
@@ -365,6 +445,11 @@ def test_other_routers_adapters_and_records_are_refused():
         with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
             block(tokens=torch.randn(2, 3, 8))
 
+    with pytest.raises(
+        UserError, match="^adapters.Gate: found no such class in OwnBlock; allowed: "
+    ):
+        with routing_collector(block, {"Gate": read_own_gate}):
+            block(tokens=torch.randn(2, 3, 8))
     for experts, score, problem in (
         ([[0, 1], [2, 2]], "softmax", "experts: found 2 twice in one token's choice"),
         ([[3, 1], [2, 0]], "sigmod", "score: found 'sigmod'; allowed: softmax, sigmoid, sqrt_s"),

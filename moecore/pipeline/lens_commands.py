@@ -1,0 +1,65 @@
+"""The commands of ``moecore lens``: thin functions that import the code they call."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from moecore.core.files import UserError, write_json
+
+Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
+Against = Annotated[list[Path] | None, Option(help="the same requests in another engine")]
+
+
+def lens_record(
+    model: Annotated[Path, Argument(help="a model's folder, or a Python file that names one")],
+    out: Annotated[Path, Option(help="the trace's folder")] = Path("trace"),
+    data: Annotated[Path | None, Option(help="prepared folder, of a model's folder")] = None,
+    items: Items = None,
+) -> None:
+    """Write a trace of a model's routing of texts or images: docs/tutorials/lens.md."""
+    from moecore.lens.recording import record_python_file, record_trained_model
+
+    if (data is None) == model.is_dir():
+        needs = "a model's folder takes --data, and a Python file brings its own"
+        raise UserError(f"--data: {needs}")
+    if data is None:
+        number = record_python_file(model, out)
+    else:
+        number = record_trained_model(model, data, out, items)
+    typer.echo(f"{out}: {number:,} items; next: moecore lens read {out}")
+
+
+def lens_read(
+    trace: Annotated[Path, Argument(help="the trace's folder")] = Path("trace"),
+    page: Annotated[Path, Option(help="what to write")] = Path("lens.html"),
+    items: Items = None,
+    against: Annotated[
+        Path | None, Option(help="a trace of the same items, to compare with")
+    ] = None,
+) -> None:
+    """Print a summary of a trace's routing, and write a page and an explorer of it."""
+    from moecore.lens.page import write_lens_page
+
+    write_lens_page(trace, page, items, against)
+    typer.echo(f"{page}: written")
+
+
+def lens_engine(
+    files: Annotated[list[Path], Argument(help="of vLLM, SGLang (.json) or llama.cpp (.csv)")],
+    against: Against = None,
+    top_k: Annotated[int | None, Option(help="experts per token, of flat ids")] = None,
+    layers: Annotated[int | None, Option(help="layers, of SGLang's flat ids")] = None,
+    first_layer: Annotated[int, Option(help="leave out layers below, which are dense")] = 0,
+    experts: Annotated[int | None, Option(help="experts; default: highest id + 1")] = None,
+    out: Annotated[Path, Option(help="all layers' numbers, as JSON")] = Path("engine.json"),
+) -> None:
+    """Print load, caches and agreement of the experts that an engine chose."""
+    from moecore.lens.engine_traces import EngineFormat, analyse_engine, print_engine_rows
+
+    form = EngineFormat(top_k, layers, first_layer, experts)
+    rows = analyse_engine(files, against or [], form)
+    print_engine_rows(rows)
+    write_json(out, rows)
+    typer.echo(f"{out}: written")
