@@ -123,22 +123,15 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
     if leader := steady.leader:
         value = steady.phrase.format(format_method_value(steady, leader))
         return f"the router of {leader} is the steadiest: {value}"
-    return steady.phrase.format(format_value_range(steady))
+    low, high = (steady.format.value(steady.interval(method).value) for method in steady.ends())
+    span = low if low == high else f"{low.removesuffix(' %')} to {high}"
+    return steady.phrase.format(f"{span} {steady.unit}".rstrip())
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
     """Return a method's value as text, such as ``79.1 % (76.0 – 82.2)``; an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
-
-
-def format_value_range(quantity: QuantityByMethod) -> str:
-    """Return the range over methods as text, such as ``55.0 to 79.1 %``; an error has its unit."""
-    low, high = (
-        quantity.format.value(quantity.interval(method).value) for method in quantity.ends()
-    )
-    span = low if low == high else f"{low.removesuffix(' %')} to {high}"
-    return f"{span} {quantity.unit}".rstrip()
 
 
 KINDS = {
