@@ -170,11 +170,9 @@ class EpochWatch(NamedTuple):
             tensors["maps"] = maps.float()  # (K, layers, E)
         write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
         if epoch in probed_epochs(self.epochs):
-            write_epoch_tissue_routing(
-                self.folder, epoch, self.model, self.data, self.experts, self.seed
-            )
+            self.write_tissue_routing(epoch)
         if epoch in watched_epochs(self.epochs) and not self.data.task.long:
-            write_epoch_trace(self.folder, epoch, self.model, self.data)
+            self.write_trace(epoch)
         if epoch == 1:
             return None
         before, _ = read_tensors(self.folder / f"epochs/{epoch - 1:04d}.safetensors")
@@ -214,9 +212,47 @@ class EpochWatch(NamedTuple):
             agreement_items=agreement_items(first, people) | {"saturation_half": half},
             purity=purity,
             class_maps=maps,
-            region_routing=read_epoch_tissue_routing(self.folder, self.data, epochs),
-            watched=() if is_text else read_epoch_traces(self.folder, self.data, epochs),
+            region_routing=self.read_tissue_routing(),
+            watched=() if is_text else self.read_traces(),
         )
+
+    def write_tissue_routing(self, epoch: int) -> None:
+        """Write the routing on single tissues after ``epoch``; nothing without tissue maps."""
+        tissues = self.data.card.get("regions")
+        if not tissues:
+            return
+        chosen = evenly_spaced_indices(len(self.data.validation.labels), TISSUE_VOLUMES)
+        volumes = np.array(self.data.validation.images[chosen])
+        maps = np.array(self.data.regions("validation")[chosen])
+        rows = region_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
+        routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
+        write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
+
+    def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
+        """Return the routing on single tissues per probed epoch; () without tissue maps."""
+        if not self.data.card.get("regions"):
+            return ()
+        epochs = probed_epochs(self.epochs)
+        contents = [read_json(self.folder / f"regions/{epoch:04d}.json") for epoch in epochs]
+        return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
+
+    def write_trace(self, epoch: int) -> None:
+        """Write predictions and routing of the explorer's images after ``epoch``, as JSON."""
+        images = np.array(self.data.test.images[explorer_image_indices(self.data, IMAGES)])
+        prediction, records = predict_in_batches(self.model, images, batch=IMAGES)
+        task, layouts = self.data.task, self.model.layouts
+        traces = routing_traces.build_image_traces(prediction, records, task, layouts)
+        write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
+
+    def read_traces(self) -> tuple[outcome.WatchedEpoch, ...]:
+        """Return predictions and routing of each watched epoch; UserError if one is missing."""
+        places = explorer_image_indices(self.data, IMAGES)
+        watched = []
+        for epoch in watched_epochs(self.epochs):
+            content = read_json(self.folder / f"traces/{epoch:04d}.json")
+            trace = routing_traces.ImageTraces.model_validate(content)
+            watched.append(outcome.WatchedEpoch(epoch=epoch, images=places, trace=trace))
+        return tuple(watched)
 
 
 def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -283,34 +319,6 @@ def probed_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
-def write_epoch_tissue_routing(
-    folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
-) -> None:
-    """Write the routing on single tissues after ``epoch``; nothing for data without tissue maps.
-
-    seed: of the random control, the same at all epochs.
-    """
-    tissues = data.card.get("regions")
-    if not tissues:
-        return
-    chosen = evenly_spaced_indices(len(data.validation.labels), TISSUE_VOLUMES)
-    volumes = np.array(data.validation.images[chosen])
-    maps = np.array(data.regions("validation")[chosen])
-    rows = region_rows(model, volumes, maps, tissues, experts, seed)
-    routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
-    write_json(folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
-
-
-def read_epoch_tissue_routing(
-    folder: Path, data: Prepared, epochs: int
-) -> tuple[outcome.EpochTissueRouting, ...]:
-    """Return the routing on single tissues per probed epoch; () for data without tissue maps."""
-    if not data.card.get("regions"):
-        return ()
-    contents = [read_json(folder / f"regions/{epoch:04d}.json") for epoch in probed_epochs(epochs)]
-    return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
-
-
 # The explorer shows the routing of its first test images after some epochs.
 IMAGES = 32  # the largest number in the explorer
 VOLUMES = 6  # fewer, as volumes are large
@@ -342,31 +350,6 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
     """Return at most MAX_EPOCHS of ``epochs``, from 1, evenly spread, with the last."""
     spread = np.linspace(epochs, 1, min(epochs, MAX_EPOCHS)).round().astype(int)
     return tuple(np.unique(spread).tolist())
-
-
-def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write predictions and routing of the explorer's images after ``epoch`` to traces/*.json."""
-    images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
-    prediction, records = predict_in_batches(model, images, batch=IMAGES)
-    traces = routing_traces.build_image_traces(prediction, records, data.task, model.layouts)
-    write_json(folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
-
-
-def read_epoch_traces(
-    folder: Path, data: Prepared, epochs: int
-) -> tuple[outcome.WatchedEpoch, ...]:
-    """Return predictions and routing of each watched epoch; UserError if an epoch is missing."""
-    places = explorer_image_indices(data, IMAGES)
-    return tuple(
-        outcome.WatchedEpoch(
-            epoch=epoch,
-            images=places,
-            trace=routing_traces.ImageTraces.model_validate(
-                read_json(folder / f"traces/{epoch:04d}.json")
-            ),
-        )
-        for epoch in watched_epochs(epochs)
-    )
 
 
 BEST = 2  # experts named per tissue, as in figure S1
