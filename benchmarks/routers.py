@@ -102,7 +102,7 @@ UPDATED = ("sigmoid, loss_free", "sigmoid, quantile")  # whose routers learn at 
 def step_flops(size: Size, method: Method) -> int:
     """Return FLOPs of a training step's forward pass, counted without computing it.
 
-    As ``moecore.measure.forward_cost`` counts them: products, of every row that an expert gets.
+    As ``moecore.measure.cost`` counts them: products, of every row that an expert gets.
     """
     counter = FlopCounterMode(display=False)
     with torch.device("meta"):

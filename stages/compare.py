@@ -8,11 +8,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
-from moecore.report.claims.evaluation import (
-    choose_answerable_comparisons,
-    compare_json_claims,
-    evaluate_claims,
-)
+from moecore.report.claims import evaluation
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
@@ -41,11 +37,11 @@ def compare() -> None:
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=list_folder_stages(path.parent))
-    answerable = choose_answerable_comparisons(
+    answerable = evaluation.choose_answerable_comparisons(
         [*params.claims, *params.questions], params.run, results
     )
-    evaluated = evaluate_claims(answerable, results)
-    compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
+    evaluated = evaluation.evaluate_claims(answerable, results)
+    compared = compare_methods(results) | evaluation.compare_json_claims(evaluated, document.data)
     compared["first_sentence"] = {"text": first_sentence(results)}
     inputs.refuse_all_edits()
     refuse_changed_document(document)

@@ -105,20 +105,6 @@ GAP_HEAD = """\
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
     """Return the text of MODEL_CARD.md; card: the data's; item: the model's phase/method/seed."""
     title = f"# Brain-age model {item}"
-    sections = [
-        f"{title} (SIMULATED data)" if result.simulated else title,
-        SIMULATED if result.simulated else REAL,
-        "## Data",
-        _model_card_data_lines(card, result),
-        "## Error on the test split",
-        _model_card_error_lines(result),
-        "## Not for",
-        NOT_FOR,
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _model_card_data_lines(card: Mapping[str, Any], result: AgeResult) -> str:
     low, high = card["target_range"]
     size = " × ".join(map(str, card["size"]))
     edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
@@ -132,7 +118,17 @@ def _model_card_data_lines(card: Mapping[str, Any], result: AgeResult) -> str:
         f"Volumes skipped when the cohort was read: {len(card['skipped'])}.",
         f"Weights: sha256 {result.predictor_sha256}.",
     ]
-    return "\n".join(f"- {line}" for line in lines)
+    sections = [
+        f"{title} (SIMULATED data)" if result.simulated else title,
+        SIMULATED if result.simulated else REAL,
+        "## Data",
+        "\n".join(f"- {line}" for line in lines),
+        "## Error on the test split",
+        _model_card_error_lines(result),
+        "## Not for",
+        NOT_FOR,
+    ]
+    return "\n\n".join(sections) + "\n"
 
 
 def _model_card_error_lines(result: AgeResult) -> str:

@@ -1,6 +1,8 @@
 """Locations of source files, and of files in a project."""
 
 import hashlib
+import os
+import subprocess
 from pathlib import Path
 
 from moecore.core.files import UserError
@@ -59,6 +61,17 @@ def package_source_hash(root: Path = ROOT) -> str:
     for file in sorted(files):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def run_git(folder: Path, *arguments: str, timeout: float | None = None) -> str | None:
+    """Return the output of a git command; None if it fails, or git is not installed."""
+    # A git hook sets GIT_DIR and others, which would name another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    options = {"cwd": folder, "env": env, "stderr": subprocess.DEVNULL, "timeout": timeout}
+    try:
+        return subprocess.check_output(["git", *arguments], text=True, **options).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def refuse_other_checkout(folder: Path = Path()) -> None:

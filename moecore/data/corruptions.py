@@ -15,6 +15,7 @@ import hashlib
 import io
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -32,28 +33,22 @@ LARGE = 224
 PerSeverity = tuple[float, float, float, float, float]  # one positive value per severity, 1 to 5
 
 
-def severity_parameter(
-    image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
-) -> float:
-    """Return a corruption's parameter at a severity, interpolated to an image's (C, H, W) side.
+class Severity(NamedTuple):
+    """The severity of a corruption of one image, which interpolates its parameters."""
 
-    small, large: values per severity, for sides of 32 and 224 pixels.
-    """
-    position = math.log(shorter_side(image) / SMALL) / math.log(LARGE / SMALL)
-    low = small[severity - 1]
-    high = large[severity - 1]
-    return low * (high / low) ** min(max(position, 0.0), 1.0)
+    step: int  # 1 to 5
+    side: int  # the shorter of the image, pixels
 
+    def parameter(self, small: PerSeverity, large: PerSeverity) -> float:
+        """Return a parameter at this severity and side, of values for 32 and for 224 pixels."""
+        position = math.log(self.side / SMALL) / math.log(LARGE / SMALL)
+        low = small[self.step - 1]
+        high = large[self.step - 1]
+        return low * (high / low) ** min(max(position, 0.0), 1.0)
 
-def severity_length(
-    image: np.ndarray, severity: int, small: PerSeverity, large: PerSeverity
-) -> float:
-    """Return a parameter in pixels: ``severity_parameter``, growing with sides above 224 pixels."""
-    return severity_parameter(image, severity, small, large) * max(1.0, shorter_side(image) / LARGE)
-
-
-def shorter_side(image: np.ndarray) -> int:
-    return min(image.shape[-2:])
+    def length(self, small: PerSeverity, large: PerSeverity) -> float:
+        """Return a parameter in pixels, which also grows with sides above 224 pixels."""
+        return self.parameter(small, large) * max(1.0, self.side / LARGE)
 
 
 def interpolate_at_rows_and_columns(
@@ -91,25 +86,23 @@ def cloud_field(
     return (field - field.min()) / (field.max() - field.min())
 
 
-def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def gaussian_noise(
+    image: np.ndarray, severity: Severity, random: np.random.Generator
+) -> np.ndarray:
     """Add normal noise to every value; its standard deviation grows with the severity."""
-    sigma = severity_parameter(
-        image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)
-    )
+    sigma = severity.parameter((0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38))
     return image + sigma * random.standard_normal(image.shape)
 
 
-def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def shot_noise(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Replace values by Poisson photon counts; the higher the severity, the fewer photons."""
-    photons = severity_parameter(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
+    photons = severity.parameter((500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
-def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def impulse_noise(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Set random values to 0 or 1 (salt and pepper); their share grows with the severity."""
-    amount = severity_parameter(
-        image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
-    )
+    amount = severity.parameter((0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27))
     uniform = random.random(image.shape)
     return np.where(uniform < amount / 2, 0.0, np.where(uniform < amount, 1.0, image))
 
@@ -117,35 +110,31 @@ def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator)
 ZOOMS = 11  # enlargements averaged by zoom_blur
 
 
-def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def defocus_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Average every pixel over a disk, whose radius grows with the severity."""
-    radius = severity_length(image, severity, (0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
+    radius = severity.length((0.7, 0.9, 1.1, 1.4, 1.8), (3, 4, 6, 8, 10))
     return apply_kernel(image, disk_kernel(radius))
 
 
-def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def glass_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Blur, swap every pixel with random neighbours, and blur again; border pixels are swapped."""
-    sigma = severity_length(
-        image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5)
-    )
-    reach = round(severity_length(image, severity, (1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
+    sigma = severity.length((0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5))
+    reach = round(severity.length((1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
     # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
-    order = local_shuffle_order(image.shape[-2:], reach, severity, random)
+    order = local_shuffle_order(image.shape[-2:], reach, severity.step, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
 
 
-def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def motion_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Blur in a random direction, −45° to 45°; the trail's length grows with the severity."""
-    sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
+    sigma = severity.length((1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
 
-def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def zoom_blur(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Average the image and enlarged copies; the largest factor grows with the severity."""
-    largest = severity_parameter(
-        image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3)
-    )
+    largest = severity.parameter((1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3))
     centres = [(number - 1) / 2 for number in image.shape[-2:]]
     total = image.copy()
     for zoom in np.linspace(1, largest, ZOOMS):
@@ -210,24 +199,20 @@ def local_shuffle_order(
     return order
 
 
-def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def snow(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Whiten the image and add flakes: smeared peaks of a random field, and these turned by 180°.
 
     The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened share
     of the image. Trails have a direction between 45° and 135° (90° is down).
     """
-    flake = severity_length(image, severity, (1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
-    mean = severity_parameter(
-        image, severity, (0.1, 0.15, 0.2, 0.25, 0.3), (0.15, 0.25, 0.35, 0.45, 0.55)
-    )
-    image_share = severity_parameter(
-        image, severity, (0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55)
-    )
+    flake = severity.length((1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
+    mean = severity.parameter((0.1, 0.15, 0.2, 0.25, 0.3), (0.15, 0.25, 0.35, 0.45, 0.55))
+    image_share = severity.parameter((0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55))
     size = image.shape[-2:]
     coarse = random.normal(mean, 0.3, (1, *(int(np.ceil(number / flake)) + 1 for number in size)))
     field = interpolate_at_rows_and_columns(coarse, *(np.arange(number) / flake for number in size))
     peaks = np.where(field < 0.5, 0.0, np.clip(field, 0, 1))
-    sigma = severity_length(image, severity, (1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10))
+    sigma = severity.length((1, 1.2, 1.4, 1.6, 1.8), (4, 5, 6, 8, 10))
     layer = apply_kernel(peaks, trail_kernel(sigma, random.uniform(45, 135)))
     if len(image) == 3:
         grey = np.tensordot(np.array(LUMA), image, 1)[None]
@@ -237,56 +222,50 @@ def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
     return whitened + layer + layer[:, ::-1, ::-1]
 
 
-def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def frost(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Darken the image and add ice, random ridges on a cloud (the benchmark uses photographs)."""
-    image_weight = severity_parameter(
-        image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6)
-    )
-    ice_weight = severity_parameter(
-        image, severity, (0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8)
-    )
+    image_weight = severity.parameter((1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
+    ice_weight = severity.parameter((0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8))
     field = cloud_field(image.shape[-2:], 1.8, random, cells=3)
     ridges = (1 - np.abs(2 * field - 1)) ** 3
     ice = 0.7 * ridges + 0.3 * cloud_field(image.shape[-2:], 1.5, random, cells=2)
     return image_weight * image + ice_weight * ice
 
 
-def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def fog(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Add a random cloud, denser at higher severity, and rescale to at most the image's maximum."""
-    thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
-    roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
+    thick = severity.parameter((0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
+    roughness = severity.parameter((3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
     # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
     largest = image.max()
     foggy = image + thick * cloud_field(image.shape[-2:], roughness, random)
     return foggy * (largest / (largest + thick))
 
 
-def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def brightness(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Raise HSV's value, a pixel's largest channel, by the severity; keep hue and saturation."""
-    added = severity_parameter(
-        image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)
-    )
+    added = severity.parameter((0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5))
     # For any number of channels: each is multiplied by new value / old value.
     value = image.max(axis=0, keepdims=True)
     brighter = np.minimum(value + added, 1)
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
 
 
-def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def contrast(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Shrink each channel's deviations from its mean by a factor that falls with the severity."""
-    factor = severity_parameter(
-        image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)
-    )
+    factor = severity.parameter((0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
     mean = image.mean(axis=(1, 2), keepdims=True)
     return mean + factor * (image - mean)
 
 
-def elastic_transform(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def elastic_transform(
+    image: np.ndarray, severity: Severity, random: np.random.Generator
+) -> np.ndarray:
     """Displace pixels by a smooth random field, whose RMS in pixels grows with the severity."""
     # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
     # random affine.
-    amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
-    sigma = severity_length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
+    amplitude = severity.length((0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
+    sigma = severity.length((2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
     fields = scipy.ndimage.gaussian_filter(
         random.uniform(-1, 1, (2, *image.shape[-2:])), (0, sigma, sigma), mode="reflect"
     )
@@ -297,12 +276,10 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
     return np.stack(moved)
 
 
-def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def pixelate(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
     """Shrink by box means, more at higher severity, and enlarge to the original size."""
     # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
-    share = severity_parameter(
-        image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
-    )
+    share = severity.parameter((0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25))
     height, width = image.shape[-2:]
     small = (max(1, int(width * share)), max(1, int(height * share)))
     channels = (
@@ -312,9 +289,11 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
     return np.stack([np.asarray(channel) for channel in channels]) / 255
 
 
-def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+def jpeg_compression(
+    image: np.ndarray, severity: Severity, random: np.random.Generator
+) -> np.ndarray:
     """Compress as JPEG, at lower quality for higher severity; each channel singly unless RGB."""
-    quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
+    quality = round(severity.parameter((80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255
@@ -340,7 +319,7 @@ def _compress_jpeg(picture: Image.Image, quality: int) -> Image.Image:
         return stored
 
 
-Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
+Corruption = Callable[[np.ndarray, Severity, np.random.Generator], np.ndarray]
 NOISES = (gaussian_noise, shot_noise, impulse_noise)
 BLURS = (defocus_blur, glass_blur, motion_blur, zoom_blur)
 WEATHERS = (snow, frost, fog, brightness)
@@ -364,11 +343,12 @@ def corrupt_images(
         raise UserError(
             f"corruptions: images are {height} × {width} pixels; allowed: {MIN_SIDE} or more a side"
         )
+    strength = Severity(severity, min(height, width))
     corrupted = np.empty_like(images, subok=False)
     # One image at a time: sums over pixels then round independently of the batch.
     for row, (image, index) in enumerate(zip(images, indices, strict=True)):
         random = image_rng(seed, name, severity, int(index))
-        corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, severity, random))
+        corrupted[row] = to_uint8(CORRUPTIONS[name](np.asarray(image) / 255, strength, random))
     return corrupted
 
 

@@ -13,19 +13,12 @@ from pydantic import Field, model_validator
 from moecore.data.sources.phantom import Phantom
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.base import SEED, MeasuredModel, Measurement
-from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.probes import ageing_and_rescans, region_experts_on_new_data
 from moecore.measure.probes.ageing_and_rescans import PEOPLE, UnseenPeopleSimulator
 from moecore.measure.probes.linear_probe import (
     ModelAndProbeErrors,
     model_and_probe_errors,
     tissue_error_differences,
-)
-from moecore.measure.probes.region_experts_on_new_data import (
-    RegionExperts,
-    RegionGeneralisationSettings,
-    TissueAgreement,
-    has_generator_voxel_grid,
-    measure_generalisation,
 )
 from moecore.measure.values import Metric, OnPage, Place, Values
 
@@ -102,7 +95,7 @@ METRICS = {name: metric._replace(paper="ages") for name, metric in METRICS.items
 METRICS |= {
     f"{name}_{number}": Metric("")
     for name in (*NEW_VOLUMES, "isolated", "other_generator_isolated", "mixture")
-    for number in TissueAgreement._fields
+    for number in region_experts_on_new_data.TissueAgreement._fields
     if f"{name}_{number}" not in METRICS
 }
 METRICS |= {
@@ -133,8 +126,8 @@ class CohortChecks(Measurement):
     probe: int = Field(
         256, ge=2, description="Largest number of training volumes that a probe is fitted to."
     )
-    generalisation: RegionGeneralisationSettings = Field(
-        RegionGeneralisationSettings(),
+    generalisation: region_experts_on_new_data.RegionGeneralisationSettings = Field(
+        region_experts_on_new_data.RegionGeneralisationSettings(),
         description="Tests of region experts on volumes that differ from training.",
     )
     batch: int = Field(
@@ -258,11 +251,11 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
     if not subject.data.card["regions"]:
         not_checked["generalisation"] = NO_MAPS
         return
-    if not has_generator_voxel_grid(subject.data):
+    if not region_experts_on_new_data.has_generator_voxel_grid(subject.data):
         not_checked["other generator"] = "it makes 64³ voxels of 3 mm, and the data have others"
 
     def put_experts(part: Values) -> None:
-        experts = measure_generalisation(
+        experts = region_experts_on_new_data.measure_generalisation(
             subject,
             settings.generalisation,
             ages=(settings.ages[0], settings.ages[-1]),
@@ -274,7 +267,7 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
     out.piece(f"generalisation of {', '.join(subject.regions)}", put_experts)
 
 
-def put_agreements(experts: RegionExperts, out: Values) -> None:
+def put_agreements(experts: region_experts_on_new_data.RegionExperts, out: Values) -> None:
     """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations.
 
     volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
@@ -295,7 +288,9 @@ def put_agreements(experts: RegionExperts, out: Values) -> None:
             out.put("expert_correlation", correlation, volumes=name, tissue=tissue)
 
 
-def put_agreement(name: str, agreement: TissueAgreement, out: Values, **at: Place) -> None:
+def put_agreement(
+    name: str, agreement: region_experts_on_new_data.TissueAgreement, out: Values, **at: Place
+) -> None:
     """Put ``{name}_{field}`` for each field of an agreement; name: of the volumes."""
     for number, value in agreement._asdict().items():
         out.put(f"{name}_{number}", value, **at)

@@ -1,20 +1,214 @@
-"""Cost of a trained model at inference, and the routing's share (ERMoE, tables S2 and S4)."""
+"""Cost of a trained model at inference, and the routing's share (ERMoE, tables S2 and S4).
 
-from collections.abc import Sequence
+Routing is an MoE layer without its experts: router, dispatch and combination. Where a teacher
+routes (``teacher_routed``), the whole teacher counts as routing.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure import forward_cost
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import copy_with_k
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.predict import image_batches
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.kernels.grouped import register_flop_formulas
+from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import Interval
+from moecore.training.guide import Guide
+from moecore.training.meter import measure_peak
 from moecore.training.runtime import device_name
+
+WARM_UP = 3  # passes that are not timed, before the others
+
+# number of a pass → images (B, C, H, W) in [0, 1], on the model's device
+Images = Callable[[int], Tensor]
+
+
+class WholeAndRoutingCost(NamedTuple):
+    """Cost of a computation, and of the routing within it, in FLOPs or seconds."""
+
+    total: float
+    routing: float
+
+
+class ForwardPassSegment(NamedTuple):
+    """A part of a forward pass, with the time, or the FLOPs so far, at its start and end."""
+
+    part: str  # "layer", "experts" or "teacher"
+    start: Any
+    end: Any
+    padding: float  # share of the experts' rows that only pad
+
+
+def timing_quartiles(values: Sequence[float]) -> Interval:
+    """Return median and quartiles (linear interpolation), as timings have a long upper tail."""
+    if len(values) == 0:
+        raise ValueError("quartiles: no values")
+    low, median, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
+    return Interval(median, low, high)
+
+
+class Clock:
+    """Measures seconds between marks in a computation, without synchronisation at the marks.
+
+    Call ``mark()`` during the computation, then ``wait()``, then ``seconds(a, b)``. On CUDA a mark
+    is an event in the stream, as waiting for the device would change the timing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.device = device
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; call ``wait`` before."""
+        if self.cuda:
+            return start.elapsed_time(end) / 1000
+        return end - start
+
+    def wait(self) -> None:
+        """Wait until the device has finished."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
+    """Return FLOPs per image in evaluation mode; a multiplication and an addition count as two.
+
+    Matrix products (also grouped ones), convolutions and attention are counted; element-wise work
+    is not (torch.utils.flop_counter). Padding rows of experts on CPU are subtracted: the count
+    does not depend on the machine. images: (B, C, H, W) in [0, 1], on the model's device.
+    """
+    register_flop_formulas()
+    counter = FlopCounterMode(display=False)
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        counter,
+        record_spans(model, counter.get_total_flops) as spans,
+    ):
+        model(images)
+    padding = sum(
+        (span.end - span.start) * span.padding for span in spans if span.part == "experts"
+    )
+    routing = sum_routing_time(spans, lambda start, end: end - start)
+    return WholeAndRoutingCost(
+        (counter.get_total_flops() - padding) / len(images), routing / len(images)
+    )
+
+
+def pass_and_routing_times(
+    model: nn.Module, images: Images, rounds: int
+) -> list[WholeAndRoutingCost]:
+    """Return seconds of each of ``rounds`` passes, and of its routing, after WARM_UP passes."""
+    clock = Clock(model_device(model))
+    times = []
+    with eval_mode(model), torch.no_grad():
+        for number in range(WARM_UP + rounds):
+            pixels = images(number)
+            clock.wait()
+            with record_spans(model, clock.mark) as spans:
+                start = clock.mark()
+                model(pixels)
+                end = clock.mark()
+            clock.wait()
+            routing = sum_routing_time(spans, clock.seconds)
+            times.append(WholeAndRoutingCost(clock.seconds(start, end), routing))
+    return times[WARM_UP:]
+
+
+def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float]:
+    """Return seconds of each of ``rounds`` passes without hooks, after WARM_UP passes."""
+    clock = Clock(model_device(model))
+    durations = []
+    with eval_mode(model), torch.no_grad():
+        for number in range(WARM_UP + rounds):
+            clock.wait()
+            start = time.perf_counter()
+            model(images(number))
+            clock.wait()
+            durations.append(time.perf_counter() - start)
+    return durations[WARM_UP:]
+
+
+def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
+    """Return peak bytes of a pass without gradients, with weights, and how they were counted."""
+    tensors = (*model.parameters(), *model.buffers(), images)
+    device = model_device(model)
+    with eval_mode(model), torch.no_grad(), measure_peak(tensors, device) as peak:
+        model(images)
+    return peak.size, "CUDA allocator" if device.type == "cuda" else "live tensors"
+
+
+def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
+    """Return seconds or FLOPs of routing: MoE layers − experts + teacher; length: end − start."""
+    sign = {"layer": 1, "experts": -1, "teacher": 1}
+    return sum(sign[span.part] * length(span.start, span.end) for span in spans)
+
+
+@contextmanager
+def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
+    """Yield a list that collects calls of MoE layers, experts and teacher; mark: time or FLOPs."""
+    spans: list[ForwardPassSegment] = []
+    with ExitStack() as stack:
+
+        def record(module: nn.Module, part: str, padding: dict[str, float]) -> None:
+            """Record calls of a module; padding["share"]: share of padding rows as a call ends."""
+            starts: list[Any] = []
+
+            def end_span(*_: Any) -> None:
+                segment = (starts.pop(), mark(), padding.get("share", 0.0))
+                spans.append(ForwardPassSegment(part, *segment))
+
+            begin = module.register_forward_pre_hook(lambda *_: starts.append(mark()))
+            stack.callback(begin.remove)
+            stack.callback(module.register_forward_hook(end_span).remove)
+
+        def record_layer(layer: MoEFeedForward) -> None:
+            padding: dict[str, float] = {}
+
+            def store_padding(router: nn.Module, inputs: tuple, output: tuple) -> None:
+                padding["share"] = padding_share(layer.plan_networks(output[0]))
+
+            stack.callback(layer.router.register_forward_hook(store_padding).remove)
+            record(layer, "layer", {})
+            record(layer.experts, "experts", padding)
+            if layer.shared is not None:
+                record(layer.shared, "experts", {})
+
+        for module in model.modules():
+            if isinstance(module, Guide):
+                record(module, "teacher", {})
+            if isinstance(module, MoEFeedForward):
+                record_layer(module)
+        yield spans
+
+
+def padding_share(plan: Any) -> float:
+    """Return the share of a ``SparsePlan``'s rows that only pad; 0 for other or empty plans."""
+    inner = getattr(plan, "plan", plan)
+    if isinstance(inner, SparsePlan) and len(inner.order):
+        computed = len(inner.rows) if inner.computed is None else int(inner.computed)
+        return 1 - computed / len(inner.order)
+    return 0.0
+
 
 NUMBERS_OF_EXPERTS = (1, 2, 3, 4, 6)  # per token: the k that are timed in ERMoE's table S5
 # Timings have no better direction: they are of this machine, and differ from run to run.
@@ -65,12 +259,12 @@ class Cost(Measurement):
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
         single = cyclic_batch_function(images, 1, subject.device)
         batches = cyclic_batch_function(images, self.batch, subject.device)
-        flops = forward_cost.whole_and_routing_flops(subject.model, single(0))
-        memory, method = forward_cost.peak_memory_and_counting_method(subject.model, batches(0))
-        latency = quartiles_ms(forward_cost.unwatched_times(subject.model, single, self.rounds))
-        batch_time = quartiles_ms(forward_cost.unwatched_times(subject.model, batches, self.rounds))
-        single_passes = forward_cost.pass_and_routing_times(subject.model, single, self.rounds)
-        batch_passes = forward_cost.pass_and_routing_times(subject.model, batches, self.rounds)
+        flops = whole_and_routing_flops(subject.model, single(0))
+        memory, method = peak_memory_and_counting_method(subject.model, batches(0))
+        latency = quartiles_ms(unwatched_times(subject.model, single, self.rounds))
+        batch_time = quartiles_ms(unwatched_times(subject.model, batches, self.rounds))
+        single_passes = pass_and_routing_times(subject.model, single, self.rounds)
+        batch_passes = pass_and_routing_times(subject.model, batches, self.rounds)
         out.put("gflops", flops.total * 1e-9)
         out.put("routing_gflops", flops.routing * 1e-9)
         out.put("latency_ms", latency)
@@ -83,7 +277,7 @@ class Cost(Measurement):
         for k in NUMBERS_OF_EXPERTS if subject.model.moe is not None else ():
             model = copy_with_k(subject.model, k)  # None: a router without k, or too few experts
             if model is not None:
-                times = quartiles_ms(forward_cost.unwatched_times(model, batches, self.rounds))
+                times = quartiles_ms(unwatched_times(model, batches, self.rounds))
                 out.put("batch_ms", times, k=model.experts_and_router.experts.scale_k(k))
         out.facts |= parameter_counts(subject.model)
         out.facts["memory_counted_as"] = method
@@ -91,7 +285,7 @@ class Cost(Measurement):
         out.facts["threads"] = torch.get_num_threads()
 
 
-def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> forward_cost.Images:
+def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images:
     """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N.
 
     images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
@@ -104,9 +298,9 @@ def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> forwar
 
 def quartiles_ms(seconds: Sequence[float]) -> Interval:
     """Return the median in milliseconds, with the quartiles as limits."""
-    return forward_cost.timing_quartiles([1000 * value for value in seconds])
+    return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_share(passes: Sequence[forward_cost.WholeAndRoutingCost]) -> float:
+def routing_share(passes: Sequence[WholeAndRoutingCost]) -> float:
     """Return the median over passes of the routing's share of a pass's time."""
-    return forward_cost.timing_quartiles([cost.routing / cost.total for cost in passes]).value
+    return timing_quartiles([cost.routing / cost.total for cost in passes]).value

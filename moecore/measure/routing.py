@@ -159,8 +159,7 @@ METRICS = {
     ),
     "below_k": Metric(
         "Fewer than k",
-        "",
-        "share",
+        form="share",
         note="tokens with fewer than k experts above the threshold",
         paper="ermoe",
         needs="thresholds",
@@ -177,8 +176,7 @@ METRICS = {
     ),
     "teacher_agreement": Metric(
         "Agreement with teacher",
-        "",
-        "share",
+        form="share",
         note=f"{AGREED}; mean over layers",
         paper="tgr",
         needs="guide",

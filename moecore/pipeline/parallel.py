@@ -25,12 +25,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
-from moecore.pipeline.plan import (
-    past_seconds,
-    plan_stages,
-    query_pipeline_status,
-    stages_changed_by_code,
-)
+from moecore.pipeline import plan
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
@@ -303,8 +298,8 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
     lines instead of a table of the stages that run.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    pipeline = query_pipeline_status()
-    planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
+    pipeline = plan.query_pipeline_status()
+    planned = plan.plan_stages(pipeline, plan.past_seconds(), plan.stages_changed_by_code(pipeline))
     stages = [item.stage for item in planned]
     if stages in ([], [CODE_STAGE]):  # it is always pending; here no stage's code was edited
         print("Nothing to do: everything is up to date.")

@@ -10,22 +10,23 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import chdir
-from functools import partial
 from pathlib import Path
 from statistics import fmean, variance
 from tempfile import TemporaryDirectory
 from typing import Annotated, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.config import Config
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.told import Told, ToldRouter
+from moecore.nn.routers.told import Told
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
 from moecore.study.check import check_study
@@ -40,6 +41,7 @@ from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
+from moecore.training.surgery.expert_reduction import watch_layers
 
 MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
 MAX_SECONDS = 60.0  # per training, on one thread
@@ -179,7 +181,7 @@ def fit_learner_to_oracle(
     learner.model.load_state_dict(oracle.model.state_dict(), strict=False)
     shares = []
     for name, (tokens, chosen) in _oracle_choices(oracle, settings, seed).items():
-        router = learner.model.get_submodule(name)
+        router = learner.model.get_submodule(f"{name}.router")
         assert isinstance(router, NoisyTopKRouter)
         weight = fit_linear_router(tokens, chosen, len(router.weight))
         router.weight.data.copy_(weight)
@@ -191,25 +193,20 @@ def fit_learner_to_oracle(
 def _oracle_choices(
     oracle: TrainingJob, settings: Training, seed: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return name of a router → tokens (n, d) of training images, and its chosen experts (n,)."""
+    """Return name of an MoE layer → tokens (n, d) of training images, and their experts (n,)."""
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def keep(name: str, router: nn.Module, inputs: tuple, outputs: tuple) -> None:
-        chosen = outputs[1].chosen.int().argmax(dim=-1)
-        pairs.setdefault(name, []).append((inputs[0].flatten(0, 1), chosen.flatten()))
+    def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
+        chosen = record.chosen.int().argmax(dim=-1)
+        pairs.setdefault(name, []).append((tokens.flatten(0, 1), chosen.flatten()))
 
-    hooks = [
-        module.register_forward_hook(partial(keep, name))
-        for name, module in oracle.model.named_modules()
-        if isinstance(module, ToldRouter)
-    ]
-    for step in range(oracle.updates(settings)):
-        forward_and_embed_labels(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
-        counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
-        if all(count >= FITTED_TOKENS for count in counts):
-            break
-    for hook in hooks:
-        hook.remove()
+    with watch_layers(oracle.model, keep):
+        for step in range(oracle.updates(settings)):
+            batch = training_batch(oracle, settings, seed, step)
+            forward_and_embed_labels(oracle, batch, None, 0.0)
+            counts = [sum(len(chosen) for _, chosen in batches) for batches in pairs.values()]
+            if all(count >= FITTED_TOKENS for count in counts):
+                break
     columns = {name: zip(*batches, strict=True) for name, batches in pairs.items()}
     return {
         name: (torch.cat(tokens), torch.cat(chosen)) for name, (tokens, chosen) in columns.items()

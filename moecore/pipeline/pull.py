@@ -15,6 +15,7 @@ import typer
 from typer import Argument, Option
 
 from moecore.core.files import UserError, file_checksum, whole_folder, write_whole
+from moecore.core.source_layout import run_git
 
 RELEASES = "MOECORE_RELEASES"  # the environment variable that names the place of the archives
 REMOTE = "remote"  # the folder of DVC's objects in an archive
@@ -61,11 +62,9 @@ def archive_name(folder: Path) -> str:
 
 def find_releases(source: str | None) -> str:
     """Return the URL of --from, else $MOECORE_RELEASES, else git's origin; UserError without."""
-    from moecore.report.claims.result_evidence import run_git
-
     if place := source or os.environ.get(RELEASES):
         return place if "://" in place else Path(place).expanduser().resolve().as_uri()
-    origin = run_git(Path(), "config", "--get", "remote.origin.url")
+    origin = run_git(Path(), "config", "--get", "remote.origin.url") or ""
     if repository := re.search(r"github\.com[:/](.+?)(?:\.git)?/?$", origin):
         return f"https://github.com/{repository[1]}/releases/download/v{version('moecore')}"
     raise UserError.at("pull", found="no remote", allowed=ALLOWED)

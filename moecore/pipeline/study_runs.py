@@ -13,11 +13,11 @@ from pathlib import Path
 
 from moecore.core import files
 from moecore.core.files import UserError, read_json
-from moecore.core.source_layout import ROOT, SHIPPED
+from moecore.core.source_layout import ROOT, SHIPPED, run_git
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, committed_at, run_git
+from moecore.report.claims.result_evidence import ASKED, ITEMS, NUMBERS, committed_at
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
 from moecore.study import layers

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 import uuid
@@ -30,10 +29,11 @@ import yaml
 from moecore.core.config import Config
 from moecore.core.files import UserError, to_jsonable, whole_lines
 from moecore.core.outside_packages import allow_packages, allowed_packages, package_versions
-from moecore.core.source_layout import list_project_dvc_files, project_of
+from moecore.core.source_layout import list_project_dvc_files, project_of, run_git
 from moecore.study.document import load_yaml_document
 from moecore.training.monitor import RoutingPoint
 
+GIT_SECONDS = 10.0  # a start does not wait longer for git
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 PLACES = ("artifacts/history", ".state")  # published histories, and histories of current runs
 
@@ -69,22 +69,13 @@ def execution_subpath(stage: str, phase: str | None, method: str | None, seed: i
 
 def _code_state() -> dict[str, Any]:
     """Return ``commit``, and ``dirty``: whether sources differ from it; both None without git."""
-    commit = _run_git("rev-parse", "HEAD")
-    status = _run_git("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
+    project = project_of(Path())  # a study's run folder is a git repository without code
+    question = ("status", "--porcelain", "--untracked-files=no", "--", *SOURCE_PATTERNS)
+    commit = run_git(project, "rev-parse", "HEAD", timeout=GIT_SECONDS)
+    status = run_git(project, *question, timeout=GIT_SECONDS)
     if commit is None or status is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": status != ""}
-
-
-def _run_git(*arguments: str) -> str | None:
-    """Return git's output; None if git is missing, fails, or takes more than 10 s."""
-    try:
-        project = project_of(Path())  # a study's run folder is a git repository without code
-        return subprocess.check_output(
-            ["git", *arguments], cwd=project, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 HISTORY_FILE = "history.jsonl"

@@ -26,7 +26,7 @@ class ProgressLines:
         self.printed = self.begun
         self.first: int | None = None
         self.last = ""
-        self.note = ""
+        self.note = ""  # shown below the line, until the next one
 
     def update(self, step: int, **values: float) -> None:
         """Show that ``step`` of the total is done, with ``values``."""
@@ -44,9 +44,6 @@ class ProgressLines:
         self.last = f"{self.title}: {done}{remaining}{shown}{note}"
         if now - self.printed >= self.wait:
             self.flush(now)
-
-    def show_note(self, line: str) -> None:
-        self.note = line
 
     def print_warning(self, line: str) -> None:
         if self.is_terminal:

@@ -83,7 +83,7 @@ class TrainingRun:
                         metrics.step, routing, last, self.monitor, agreement
                     )
                     self.run.routing(point)
-                    bar.show_note(describe_point(point))
+                    bar.note = describe_point(point)
                     for line in point.warnings:
                         bar.print_warning(line)
                 shown = {

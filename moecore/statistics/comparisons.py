@@ -12,13 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.arrays_as_text import pack_numbers
-from moecore.statistics.intervals import (
-    Interval,
-    People,
-    bootstrap_interval,
-    indices_by_person,
-    wilson,
-)
+from moecore.statistics import intervals
 
 LEVEL = 0.95
 POWER = 0.8
@@ -55,11 +49,11 @@ class Difference(NamedTuple):
             return None
         return self._half_width((1 - level) / 2)
 
-    def interval(self, level: float = LEVEL) -> Interval:
+    def interval(self, level: float = LEVEL) -> intervals.Interval:
         """Return the mean with its limits; without limits if there is no variance source."""
         half = self.half(level)
         limits = () if half is None else (self.value - half, self.value + half)
-        return Interval(self.value, *limits)
+        return intervals.Interval(self.value, *limits)
 
     def p_at_distance(self, distance: float) -> float | None:
         """Return the two-sided p of a value ``distance`` from the mean, or None without sources."""
@@ -113,13 +107,13 @@ class Difference(NamedTuple):
         return half_at_level + half_at_power
 
 
-def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
+def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndarray:
     """Return one value per person, (M,), whose mean is that of the values (N,) of all images.
 
     people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
     """
     values = np.asarray(values, np.float64)
-    images = indices_by_person(people)
+    images = intervals.indices_by_person(people)
     if images is None:
         return values
     # The mean over images is a ratio of two sums over people. Its linearisation is
@@ -128,7 +122,7 @@ def linearize_by_person(values: np.ndarray, people: People) -> np.ndarray:
     return values.mean() + sums * len(images) / len(values)
 
 
-def encode_item_values(values: np.ndarray, people: People = None) -> str:
+def encode_item_values(values: np.ndarray, people: intervals.People = None) -> str:
     """Encode the values (N,) of images as text, one value per person (``linearize_by_person``)."""
     return pack_numbers(linearize_by_person(values, people))
 
@@ -221,7 +215,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
     return float(scipy.stats.binomtest(first_only, first_only + second_only).pvalue)
 
 
-def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
+def paired_share_difference(table: PairedHits, level: float = 0.95) -> intervals.Interval:
     """Return the first model's share minus the second's, with the interval of Newcombe (1998).
 
     Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by their
@@ -245,7 +239,9 @@ def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
 
     below, above = combine(first[0], second[1]), combine(first[1], second[0])
     difference = (first_only - second_only) / count
-    return Interval(difference, max(-1.0, difference - below), min(1.0, difference + above))
+    return intervals.Interval(
+        difference, max(-1.0, difference - below), min(1.0, difference + above)
+    )
 
 
 def paired_bootstrap(
@@ -254,8 +250,8 @@ def paired_bootstrap(
     resamples: int = 1000,
     seed: int = 0,
     level: float = 0.95,
-    people: People = None,
-) -> Interval:
+    people: intervals.People = None,
+) -> intervals.Interval:
     """Return the mean of first − second, values (N,) of two models, with its bootstrap interval.
 
     Resamples draw images, or with ``people`` (N,) whole people. Raises ValueError where the shapes
@@ -268,7 +264,7 @@ def paired_bootstrap(
         raise ValueError(f"paired_bootstrap: {shapes}; two of one shape (N,) are needed")
     change = first - second
     mean = lambda chosen: float(change[chosen].mean())
-    return bootstrap_interval(mean, len(change), resamples, seed, level, people=people)
+    return intervals.bootstrap_interval(mean, len(change), resamples, seed, level, people=people)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -287,6 +283,6 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def _wilson_distances(successes: int, count: int, level: float) -> tuple[float, float]:
     """Return share − lower limit and upper limit − share of Wilson's interval."""
-    value, low, high = wilson(successes, count, level)
+    value, low, high = intervals.wilson(successes, count, level)
     assert low is not None and high is not None  # Wilson's interval always has both
     return value - low, high - value

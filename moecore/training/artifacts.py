@@ -151,24 +151,6 @@ def load_adapted_model(
     """
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
-    model = _build_adapted(folder, card, image, moe)
-    try:
-        weights = model.adapt_weights(weights, card.backbone, card.image)
-    except ValueError as error:
-        raise UserError(f"{folder}: {error}") from error
-    weights = adapt_head(weights, card.image, image)
-    unmatched = model.load_state_dict(weights, strict=False)
-    names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
-    unexpected = [name for name in names if not name.startswith("head")]
-    if unexpected:
-        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
-    return model
-
-
-def _build_adapted(
-    folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoESettings | None
-) -> BackboneModel:
-    """Return a model with random weights for other images; UserError if it cannot take them."""
     if card.image.channels != image.channels:
         raise UserError(
             f"{folder}: trained on {card.image.channels} channels, the new images have "
@@ -186,6 +168,16 @@ def _build_adapted(
             f"{folder}: trained on images of {axes} axes, the new ones have {len(image.shape)}; "
             "choose data with the same number of axes"
         )
+    try:
+        weights = model.adapt_weights(weights, card.backbone, card.image)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
+    weights = adapt_head(weights, card.image, image)
+    unmatched = model.load_state_dict(weights, strict=False)
+    names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
+    unexpected = [name for name in names if not name.startswith("head")]
+    if unexpected:
+        raise UserError(f"{folder}: the weights do not fit the model: {', '.join(unexpected[:5])}")
     return model
 
 

@@ -9,7 +9,7 @@ from moecore.core.config import Surroundings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
 from moecore.core.source_layout import ROOT
-from moecore.measure.forward_cost import whole_and_routing_flops
+from moecore.measure.cost import whole_and_routing_flops
 from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.report.page.report_page import render_report

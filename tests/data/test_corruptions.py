@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from moecore.data import corruptions
-from moecore.data.corruptions import CORRUPTIONS, corrupt_images, severity_parameter, trail_kernel
+from moecore.data.corruptions import CORRUPTIONS, Severity, corrupt_images, trail_kernel
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 
@@ -131,16 +131,16 @@ def test_what_only_moves_or_mixes_pixels_leaves_a_constant_image(name):
 def test_parameters_are_those_of_32_and_of_224_pixels_and_geometric_between():
     small = (1, 2, 3, 4, 5)
     large = (8, 32, 9, 64, 5)
-    at = {side: np.zeros((1, side, side + 3)) for side in (8, 32, 224, 448)}
     for side in (8, 32):
-        assert [severity_parameter(at[side], s, small, large) for s in (1, 2)] == [1, 2]
-    assert [severity_parameter(at[224], s, small, large) for s in (1, 4)] == pytest.approx([8, 64])
-    assert severity_parameter(at[448], 4, small, large) == pytest.approx(64)
-    assert corruptions.severity_length(at[448], 4, small, large) == pytest.approx(128)
-    assert corruptions.severity_length(at[8], 2, small, large) == 2
-    assert corruptions.severity_length(at[224], 2, small, large) == pytest.approx(32)
+        assert [Severity(step, side).parameter(small, large) for step in (1, 2)] == [1, 2]
+    at_224 = [Severity(step, 224).parameter(small, large) for step in (1, 4)]
+    assert at_224 == pytest.approx([8, 64])
+    assert Severity(4, 448).parameter(small, large) == pytest.approx(64)
+    assert Severity(4, 448).length(small, large) == pytest.approx(128)
+    assert Severity(2, 8).length(small, large) == 2
+    assert Severity(2, 224).length(small, large) == pytest.approx(32)
     middle = math.log(112 / 32) / math.log(7)  # of the way from 32 to 224, in logarithms
-    between = severity_parameter(np.zeros((3, 400, 112)), 2, small, large)
+    between = Severity(2, 112).parameter(small, large)
     assert between == pytest.approx(2 * 16**middle)
 
 
@@ -245,7 +245,7 @@ def test_disk():
     np.testing.assert_allclose(corruptions.disk_kernel(1), weights / (3 + 4 * corner))
     point = np.zeros((1, 9, 9))
     point[0, 4, 4] = 1
-    blurred = corruptions.defocus_blur(point, 1, None)[0, 3:6, 3:6]
+    blurred = corruptions.defocus_blur(point, Severity(1, min(point.shape[-2:])), None)[0, 3:6, 3:6]
     np.testing.assert_allclose(blurred, corruptions.disk_kernel(0.7))
 
 
@@ -265,7 +265,8 @@ def test_zoom_blur_flattens_a_slope_about_the_centre():
     slope = np.broadcast_to((np.arange(21) - 10) / 40 + 0.5, (1, 17, 21))
     # severity 2 of small images
     factor = (1 + (1 / np.linspace(1, 1.1, corruptions.ZOOMS)).sum()) / (corruptions.ZOOMS + 1)
-    np.testing.assert_allclose(corruptions.zoom_blur(slope, 2, None), (slope - 0.5) * factor + 0.5)
+    found = corruptions.zoom_blur(slope, Severity(2, min(slope.shape[-2:])), None)
+    np.testing.assert_allclose(found, (slope - 0.5) * factor + 0.5)
 
 
 def test_glass_swaps_near_pixels_and_loses_none():
@@ -281,7 +282,8 @@ def test_glass_swaps_near_pixels_and_loses_none():
 def test_elastic_moves_by_its_amplitude():
     ramp = np.broadcast_to(np.arange(224.0), (1, 224, 224))
     # the displacement along columns, in pixels
-    moved = corruptions.elastic_transform(ramp, 1, np.random.default_rng(0)) - ramp
+    severity = Severity(1, min(ramp.shape[-2:]))
+    moved = corruptions.elastic_transform(ramp, severity, np.random.default_rng(0)) - ramp
     assert np.sqrt(np.square(moved[:, :, 20:-20]).mean()) == pytest.approx(2, rel=0.15)
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
+from moecore.testing import check_measurement
 from tests.data.making import write_cohort
 from tests.measure.subjects import digits, top_k_mlps, train_on_ages, write_models
 
@@ -14,6 +16,14 @@ from tests.measure.subjects import digits, top_k_mlps, train_on_ages, write_mode
 def data(tmp_path_factory) -> Prepared:
     """Return 60 test images of digits, of 12 × 12 pixels."""
     return digits(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def results(request, data, models) -> dict[str, Config]:
+    """Return model → checked result, of the settings and the models of a module."""
+    settings = request.module.SETTINGS
+    subjects = {name: MeasuredModel(model, data) for name, model in models.items()}
+    return {name: check_measurement(settings, subject) for name, subject in subjects.items()}
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,6 @@ from torch import nn
 from moecore.measure import cost
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cost import Cost
-from moecore.measure.forward_cost import (
-    WARM_UP,
-    padding_share,
-    pass_and_routing_times,
-    peak_memory_and_counting_method,
-    record_spans,
-    timing_quartiles,
-    unwatched_times,
-    whole_and_routing_flops,
-)
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
@@ -40,11 +30,11 @@ def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:
 
 
 def test_median_and_quartiles():
-    assert timing_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
-    assert timing_quartiles([1, 3]) == (2, 1.5, 2.5)
-    assert timing_quartiles([7]) == (7, 7, 7)
+    assert cost.timing_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+    assert cost.timing_quartiles([1, 3]) == (2, 1.5, 2.5)
+    assert cost.timing_quartiles([7]) == (7, 7, 7)
     with pytest.raises(ValueError, match="no values"):
-        timing_quartiles([])
+        cost.timing_quartiles([])
 
 
 def test_live_bytes_by_hand():
@@ -71,7 +61,7 @@ def test_peak_of_a_chain_of_linears():
     # weights 3 · (100 · 100 + 100) · 4 = 121,200 bytes, images 10 · 100 · 4 = 4000; input and
     # output of a layer live together, and the one before is gone
     model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)))
-    found, counted = peak_memory_and_counting_method(model, torch.zeros(10, 100))
+    found, counted = cost.peak_memory_and_counting_method(model, torch.zeros(10, 100))
     assert (found, counted) == (121_200 + 4000 + 2 * 4000, "live tensors")
 
 
@@ -90,10 +80,10 @@ def by_hand(tokens: int, width: int, hidden: int, depth: int, sparse: int = 0) -
 def test_flops_of_a_vit_by_hand(batch):
     images = torch.rand(batch, 1, 8, 8)
     vit = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2)
-    whole, routing = whole_and_routing_flops(vit.build(IMAGE), images)
+    whole, routing = cost.whole_and_routing_flops(vit.build(IMAGE), images)
     assert (whole, routing) == (by_hand(5, 16, 32, 2), 0)
     moe = MoESettings(router=TOP2, experts=MLP, blocks=[1])
-    whole, routing = whole_and_routing_flops(vit.build(IMAGE, moe), images)
+    whole, routing = cost.whole_and_routing_flops(vit.build(IMAGE, moe), images)
     # 5 tokens: 4 logits each; 2 experts each, two maps 16 → 16
     router, experts = (2 * 5 * 16 * 4, 5 * 2 * 2 * (2 * 16 * 16))
     assert (whole, routing) == (by_hand(5, 16, 32, 2, sparse=1) + router + experts, router)
@@ -104,25 +94,25 @@ def test_padding_is_taken_off(monkeypatch):
     tokens, moe = torch.randn(1, 257, 16), layer()
     plan, _ = moe.eval().router(tokens)
     assert isinstance(plan, SparsePlan) and len(plan.order) > 514
-    assert padding_share(plan) == 1 - 514 / len(plan.order)
-    whole, routing = whole_and_routing_flops(moe, tokens)
+    assert cost.padding_share(plan) == 1 - 514 / len(plan.order)
+    whole, routing = cost.whole_and_routing_flops(moe, tokens)
     assert routing == 2 * 257 * 16 * 4
     assert whole == pytest.approx(routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6)
     monkeypatch.setattr("moecore.nn.kernels.grouped._LOOPED_ROWS", 0)
-    assert whole_and_routing_flops(moe, tokens) == (whole, routing), "grouped as looped"
+    assert cost.whole_and_routing_flops(moe, tokens) == (whole, routing), "grouped as looped"
 
 
 def test_routing_is_all_but_the_experts():
     # soft slots, T = 12, E = 4, p = 3: scores, mixing and back are three products of 2·T·E·p·d; the
     # experts see 4 · 3 rows
     slots = layer({"kind": "soft_slots", "slots": 3})
-    whole, routing = whole_and_routing_flops(slots, torch.randn(2, 12, 16))
+    whole, routing = cost.whole_and_routing_flops(slots, torch.randn(2, 12, 16))
     assert routing == 3 * (2 * 12 * 4 * 3 * 16) and whole == routing + 12 * 2 * (2 * 16 * 16)
     # an eigenbasis router projects every token onto all four bases of rank 8; its experts start
     # from there: 8 → 16 → 16
     eigen = {"kind": "eigen", "number": 4, "hidden_ratio": 1, "rank": 8}
     moe = layer({"kind": "noisy_top_k", "k": 1}, eigen)
-    whole, routing = whole_and_routing_flops(moe, torch.randn(1, 12, 16))
+    whole, routing = cost.whole_and_routing_flops(moe, torch.randn(1, 12, 16))
     assert routing == 2 * 12 * 16 * 4
     assert whole == routing + 12 * (2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 16)
 
@@ -137,11 +127,11 @@ def test_times_have_their_parts_and_leave_the_model_alone():
         seen.append(number)
         return tokens
 
-    found = pass_and_routing_times(moe, images, rounds=4)
+    found = cost.pass_and_routing_times(moe, images, rounds=4)
     assert len(found) == 4 and all(0 < part.routing < part.total for part in found)
-    times = unwatched_times(moe, images, rounds=2)
+    times = cost.unwatched_times(moe, images, rounds=2)
     assert len(times) == 2 and min(times) >= 0
-    assert seen == [*range(WARM_UP + 4), *range(WARM_UP + 2)]
+    assert seen == [*range(cost.WARM_UP + 4), *range(cost.WARM_UP + 2)]
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
     assert all(parameter.grad is None for parameter in moe.parameters())
@@ -151,7 +141,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
 def test_spans_are_read_at_both_ends():
     ticks = iter(range(100))
     moe = layer().eval()
-    with record_spans(moe, lambda: next(ticks)) as spans:
+    with cost.record_spans(moe, lambda: next(ticks)) as spans:
         moe(torch.randn(1, 5, 16))
     assert [span[:3] for span in spans] == [("experts", 1, 2), ("layer", 0, 3)]
 

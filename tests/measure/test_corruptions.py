@@ -16,7 +16,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
-from moecore.measure.base import MeasuredModel, read_result
+from moecore.measure.base import read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.stability import count_jumps, true_probability
@@ -36,7 +36,6 @@ from moecore.stages import transfer as stage
 from moecore.statistics.comparisons import count_paired_hits, paired_share_difference
 from moecore.statistics.intervals import Interval, bootstrap_mean
 from moecore.tasks.classification import Classification
-from moecore.testing import check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
 from tests.measure.subjects import built, compute_without_cache, in_run, top_k_mlps
 
@@ -51,14 +50,6 @@ MODELS = {
 def models(data):
     """Untrained, but their classes differ from image to image."""
     return {name: built(*parts, data, 3) for name, parts in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def results(data, models):
-    return {
-        name: check_measurement(SETTINGS, MeasuredModel(model, data))
-        for name, model in models.items()
-    }
 
 
 @pytest.mark.parametrize("name", list(MODELS))

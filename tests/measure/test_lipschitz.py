@@ -14,15 +14,15 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel
-from moecore.measure.lipschitz import Lipschitz, put_slopes
-from moecore.measure.theory.output_lipschitz_slopes import (
+from moecore.measure.lipschitz import (
     ImagePairSlope,
+    Lipschitz,
     find_steepest_pair,
     halve_to_steeper,
     layer_tokens,
     lemma_terms_by_layer,
     project_to_l2_ball,
+    put_slopes,
     slopes_at,
     top_singular_pair,
 )
@@ -34,7 +34,6 @@ from moecore.nn.layers.lipschitz_lemma import LemmaTerms, lemma_1_terms, row_jac
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
-from moecore.testing import check_measurement
 from tests.measure.subjects import built, compute_without_cache
 
 TERMS = ("bound", "jacobian", "router")
@@ -69,14 +68,6 @@ REASONS = {"dense": "dense", "hash": "hash", **OTHERS}
 @pytest.fixture(scope="module")
 def models(data):
     return {name: built(*parts, data, 4) for name, parts in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def results(data, models):
-    return {
-        name: check_measurement(SETTINGS, MeasuredModel(model, data))
-        for name, model in models.items()
-    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,6 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result
 from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
 from moecore.measure.routing_metrics.epochs import explorer_image_indices
@@ -105,14 +104,6 @@ def test_more_images_than_a_chunk_keep_their_order():
 @pytest.fixture(scope="module")
 def models(data):
     return {name: built(*parts, data, 3) for name, parts in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def results(data, models):
-    return {
-        name: check_measurement(SETTINGS, MeasuredModel(model, data))
-        for name, model in models.items()
-    }
 
 
 @pytest.mark.parametrize("name", ["vit", "other", "dense"])

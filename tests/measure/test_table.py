@@ -13,14 +13,7 @@ from moecore.core.files import UserError, to_jsonable, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import AffineRanges, ViewSettings
-from moecore.measure.base import (
-    MeasuredModel,
-    Measurement,
-    Skipped,
-    builtin_measurements,
-    find_measurement,
-    read_result,
-)
+from moecore.measure import base
 from moecore.measure.exploring.expert_overlays import overlay_middle_slices, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation, draw_two_views
@@ -41,14 +34,14 @@ ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  
 
 
 def test_why_something_was_skipped_is_read_back(tmp_path):
-    write_json(tmp_path / "0.json", to_jsonable(Skipped(skipped="no routing")))
-    found = read_result(tmp_path / "0.json", Found, "routing")
-    assert found == Skipped(skipped="no routing")
+    write_json(tmp_path / "0.json", to_jsonable(base.Skipped(skipped="no routing")))
+    found = base.read_result(tmp_path / "0.json", Found, "routing")
+    assert found == base.Skipped(skipped="no routing")
 
 
 def test_a_dense_model_is_skipped_where_routing_is_measured(data):
-    dense = MeasuredModel(built(SingleLayer(), None, data, 1), data)
-    skipped = {what for what, found in builtin_measurements().items() if found.applies(dense)}
+    dense = base.MeasuredModel(built(SingleLayer(), None, data, 1), data)
+    skipped = {what for what, found in base.builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
     routed |= {"expert_worth", "fewer_experts", "router_regret"}
     assert skipped == routed | ELSEWHERE
@@ -67,7 +60,7 @@ ROUTING = Routing.model_validate(
 
 
 @pytest.fixture(scope="module")
-def subject(aged) -> MeasuredModel:
+def subject(aged) -> base.MeasuredModel:
     return aged["moe"]
 
 
@@ -78,7 +71,7 @@ def found(subject) -> Found:
 
 @pytest.mark.parametrize("what", ["invariance", "corruptions", "stability", "lipschitz"])
 def test_measurements_of_flat_images_do_not_apply(subject, what):
-    assert "volumes" in find_measurement(what).applies(subject)
+    assert "volumes" in base.find_measurement(what).applies(subject)
 
 
 def test_routing_of_volumes(found):
@@ -149,7 +142,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
 HITS = np.array([1.0, 0, 1, 1])
 
 
-class Weather(Measurement):
+class Weather(base.Measurement):
     """Which winds blow."""
 
     metrics = {
@@ -175,7 +168,9 @@ class Weather(Measurement):
 
 
 def weather() -> Found:
-    return Weather().collect_result(MeasuredModel(small_vit(), small_data()), compute_without_cache)
+    return Weather().collect_result(
+        base.MeasuredModel(small_vit(), small_data()), compute_without_cache
+    )
 
 
 def test_a_value_is_the_mean_of_its_items_with_the_interval_of_its_metric():
@@ -236,7 +231,7 @@ def test_columns_stand_in_the_order_of_the_metrics_and_details_of_places_at_the_
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, values, told):
     write_json(tmp_path / "0.json", {"values": values})
     with pytest.raises(UserError, match=f"older version .*{told}[^\n]*run `dvc repro measure`$"):
-        read_result(tmp_path / "0.json", Found, "measure")
+        base.read_result(tmp_path / "0.json", Found, "measure")
 
 
 TIMED = "cost"  # is never the same twice
@@ -251,8 +246,8 @@ ATTACKED = {  # has no settings of its own accord
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_value_has_a_metric_and_every_column_was_planned(name):
-    kind = find_measurement(name)
-    subject = MeasuredModel(small_vit(), small_data())
+    kind = base.find_measurement(name)
+    subject = base.MeasuredModel(small_vit(), small_data())
     if kind.applies(subject):
         pytest.skip(f"{name} needs other data; its own tests measure it")
     settings = kind.model_validate(ATTACKED if name == "robustness" else {})
@@ -272,7 +267,7 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
 class _StudyOf:
     """Stands for a study with one section and one method, whose last two blocks are MoE layers."""
 
-    def __init__(self, name: str, settings: Measurement) -> None:
+    def __init__(self, name: str, settings: base.Measurement) -> None:
         setattr(self, name, settings)
         self.model = Vit(patch=2, width=8, depth=4, heads=2)
         experts = {"kind": "mlp", "number": 4}

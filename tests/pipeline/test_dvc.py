@@ -12,14 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from moecore.core.source_layout import FAMILIES, ROOT
+from moecore.pipeline import dvc
 from moecore.pipeline.code_hashes import hash_settings
-from moecore.pipeline.dvc import (
-    LARGE_STUDY,
-    count_stages,
-    main_dvc_yaml_text,
-    stage_definitions,
-    study_dvc_yaml_texts,
-)
 from moecore.study import stages as stage_table
 from moecore.study.document import Document, load_yaml_document, parse_yaml_document
 from moecore.study.settings import params_keys_by_field
@@ -29,33 +23,33 @@ from tests.project import compose_shipped
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
     name: stage.get("do", stage)
-    for name, stage in stage_definitions([*stage_table.STAGES]).items()
+    for name, stage in dvc.stage_definitions([*stage_table.STAGES]).items()
     if name not in NO_PART
 }
 
 
 def test_the_main_dvc_yaml_is_what_the_table_of_stages_says():
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-    assert text == main_dvc_yaml_text(), "run `moecore study write`"
-    assert parse_yaml_document(text).data == {"stages": stage_definitions()}
+    assert text == dvc.main_dvc_yaml_text(), "run `moecore study write`"
+    assert parse_yaml_document(text).data == {"stages": dvc.stage_definitions()}
     assert len(text.splitlines()) <= 170
 
 
 def test_another_word_of_a_command_is_one_line_of_dvc_yaml(monkeypatch):
-    before = main_dvc_yaml_text().splitlines()
+    before = dvc.main_dvc_yaml_text().splitlines()
     row = stage_table.STAGES["pretrain"]._replace(words="{method} {seed} again")
     monkeypatch.setitem(stage_table.STAGES, "pretrain", row)
-    after = main_dvc_yaml_text().splitlines()
+    after = dvc.main_dvc_yaml_text().splitlines()
     changed = [pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2]
     assert len(changed) == 1 and changed[0][1].endswith("${item.seed} again")
 
 
 def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
-    definitions = stage_definitions([*stage_table.STAGES])
-    [whole] = study_dvc_yaml_texts(definitions, {}).values()
+    definitions = dvc.stage_definitions([*stage_table.STAGES])
+    [whole] = dvc.study_dvc_yaml_texts(definitions, {}).values()
     assert parse_yaml_document(whole).data == {"stages": definitions}
     run = {"methods": range(100), "seeds": range(100)}
-    texts = study_dvc_yaml_texts(definitions, run)
+    texts = dvc.study_dvc_yaml_texts(definitions, run)
     step = parse_yaml_document(texts["steps/prune/dvc.yaml"]).data
     assert step["vars"] == ["../../params.yaml"]
     assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
@@ -63,7 +57,7 @@ def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
 
 @pytest.mark.parametrize("stage", stage_table.ROWS, ids=lambda row: row.name)
 def test_a_command_tells_its_stage(stage):
-    entry = stage_definitions([*stage_table.STAGES])[stage.name]
+    entry = dvc.stage_definitions([*stage_table.STAGES])[stage.name]
     words = entry.get("do", entry)["cmd"].split()[1:]
     if words[0] == "-m":
         assert stage_table.stage_of_command(words) == stage.name
@@ -222,8 +216,8 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind(name, nu
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
     composed = compose_shipped(name, number=number)
     run = composed.document.data["run"]
-    texts = study_dvc_yaml_texts(stage_definitions(composed.stages), run)
+    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
     for file, text in texts.items():
         stages = parse_yaml_document(text).data["stages"]
-        assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
+        assert len(stages) == 1 or dvc.count_stages(stages, run) <= dvc.LARGE_STUDY, file
     assert (len(texts) > 1) == (name == "ours/ablations")

@@ -18,15 +18,9 @@ from moecore.core.files import UserError, file_checksum, read_json, write_json, 
 from moecore.core.source_layout import CODE
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
+from moecore.pipeline import pilot
 from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.pilot import (
-    PilotResult,
-    PilotRow,
-    fit_linear_router,
-    pilot_score_for_task,
-    pilot_verdicts,
-)
 from moecore.pipeline.plan import (
     DvcStatus,
     PlannedStage,
@@ -215,36 +209,36 @@ def run_pilot_command(*words: object):
     return CliRunner().invoke(app, ["pilot", *map(str, words)], catch_exceptions=False)
 
 
-def result_of(score, dense, told, learned, seconds: float = 60.0) -> PilotResult:
+def result_of(score, dense, told, learned, seconds: float = 60.0) -> pilot.PilotResult:
     scores = (dense, told, learned, told)
-    rows = [PilotRow(str(at), one, [1.0, seconds]) for at, one in enumerate(scores)]
-    return PilotResult(score, *rows, fitted=1.0)
+    rows = [pilot.PilotRow(str(at), one, [1.0, seconds]) for at, one in enumerate(scores)]
+    return pilot.PilotResult(score, *rows, fitted=1.0)
 
 
 def test_verdicts_by_hand():
     """Variances 0.0002, 0.0002, 0.0018 and 0.0002: their mean's root is 0.0245, 2.45 points."""
     result = result_of(ACCURACY, [0.48, 0.50], [0.59, 0.61], [0.545, 0.605])
     assert result.told_ahead_of(result.learned) == pytest.approx(2.5)
-    assert [*pilot_verdicts(result).values()] == [True, True, True]
+    assert [*pilot.pilot_verdicts(result).values()] == [True, True, True]
     worse = result_of(ACCURACY, [0.50, 0.52], [0.59, 0.61], [0.547, 0.607], 60.1)
-    assert [*pilot_verdicts(worse).values()] == [False, False, False]
+    assert [*pilot.pilot_verdicts(worse).values()] == [False, False, False]
 
 
 def test_perplexity_is_compared_in_percent_of_dense():
     """89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %."""
-    score = pilot_score_for_task(NextToken(words=5))
+    score = pilot.pilot_score_for_task(NextToken(words=5))
     result = result_of(score, [99.0, 101.0], [88.0, 90.0], [89.4, 91.4])
     assert result.told_ahead_of(result.dense) == pytest.approx(11)
-    assert [*pilot_verdicts(result).values()] == [True, False, True]
+    assert [*pilot.pilot_verdicts(result).values()] == [True, False, True]
     result = result_of(score, [99.0, 101.0], [88.0, 90.0], [89.5, 91.5])
-    assert [*pilot_verdicts(result).values()][1]
+    assert [*pilot.pilot_verdicts(result).values()][1]
 
 
 def test_a_linear_rule_is_fitted():
     torch.manual_seed(0)
     tokens = torch.randn(500, 6)
     chosen = (tokens @ torch.randn(3, 6).T).argmax(dim=-1)
-    fitted = (tokens @ fit_linear_router(tokens, chosen, 3).T).argmax(dim=-1)
+    fitted = (tokens @ pilot.fit_linear_router(tokens, chosen, 3).T).argmax(dim=-1)
     assert (fitted == chosen).float().mean() > 0.98
 
 

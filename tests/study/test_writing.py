@@ -7,24 +7,18 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT, SHIPPED
+from moecore.study import params_file
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.layers import compose_layers, load_overlay_layer, load_root_layer
-from moecore.study.params_file import (
-    ParamsOrigin,
-    apply_assignments,
-    list_changes,
-    overlay_text,
-    params_text,
-    write_assignments,
-    write_params,
-)
 from moecore.study.questions import QuestionFile, list_question_names
 from tests.project import PARAMS, write_question
 
 
 def text_of(question: QuestionFile, *presets: str) -> str:
-    origin = ParamsOrigin("own/asked.yaml", "params.yaml", "schema", question.root / "pipelines")
-    return params_text(question.round(None).compose(presets), origin, presets)
+    origin = params_file.ParamsOrigin(
+        "own/asked.yaml", "params.yaml", "schema", question.root / "pipelines"
+    )
+    return params_file.params_text(question.round(None).compose(presets), origin, presets)
 
 
 @pytest.mark.parametrize("name", list_question_names(ROOT))
@@ -51,13 +45,13 @@ def test_a_question_of_five_lines_is_a_study(ask, place):
     )
     path = place / "params.yaml"
     root = parse_yaml_document(PARAMS).data
-    assert write_params(path, text_of(question))
+    assert params_file.write_params(path, text_of(question))
     data = load_yaml_document(path).data
     assert data["model"] == root["model"] | {"width": 48}
     assert data["methods"] == root["methods"] and data["cost"] == root["cost"]
     assert data["data"] == {"pretrain": root["data"]["pretrain"]}
     assert "robustness" not in data and "finetune" not in data and "teacher" not in data
-    assert not write_params(path, path.read_text(encoding="utf-8"))
+    assert not params_file.write_params(path, path.read_text(encoding="utf-8"))
 
 
 def test_what_is_written_says_where_it_comes_from(ask):
@@ -76,7 +70,7 @@ def test_what_is_written_says_where_it_comes_from(ask):
 @pytest.mark.parametrize("name", ["ours/quick", "tgr/table_3", "moge/paper_scale", "ours/sizes"])
 def test_an_overlay_comes_to_the_same(tmp_path, name):
     composed = QuestionFile(SHIPPED, name).round(1).compose()
-    (tmp_path / "overlay.yaml").write_text(overlay_text(composed), encoding="utf-8")
+    (tmp_path / "overlay.yaml").write_text(params_file.overlay_text(composed), encoding="utf-8")
     base = load_root_layer(SHIPPED)
     again = compose_layers([base, load_overlay_layer(tmp_path, base)], SHIPPED)
     text = str(composed.document.data).replace("../../data/", "data/")
@@ -85,7 +79,7 @@ def test_an_overlay_comes_to_the_same(tmp_path, name):
 
 def test_changes():
     before, after = {"a": {"x": 1, "y": None}, "b": [1]}, {"a": {"x": 1, "y": 2, "z": "text"}}
-    assert list(list_changes(before, after)) == [
+    assert list(params_file.list_changes(before, after)) == [
         "a.y: null → 2",
         'a.z: (absent) → "text"',
         "b: [1] → (absent)",
@@ -93,7 +87,7 @@ def test_changes():
     # Of lists of mappings, the entries that differ
     before = {"claims": [{"says": "one"}, {"says": "two"}]}
     after = {"claims": [{"says": "two"}, {"says": "three"}]}
-    assert list(list_changes(before, after)) == [
+    assert list(params_file.list_changes(before, after)) == [
         'claims: {"says": "one"} → (absent)',
         'claims: (absent) → {"says": "three"}',
     ]
@@ -127,16 +121,16 @@ again: {<<: *two, kind: 'three'}
 )
 def test_one_value_changes_and_all_else_stays(assignment, before, after):
     assert TEXT.count(before) == 1
-    assert apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
+    assert params_file.apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
 
 
 def test_a_file_of_ours_is_written_as_it_stands(tmp_path):
     text = write_question(tmp_path, "ours/quick").read_text(encoding="utf-8")
-    assert apply_assignments(text, []) == text
+    assert params_file.apply_assignments(text, []) == text
 
 
 def test_the_last_of_several_assignments_holds():
-    text = apply_assignments(
+    text = params_file.apply_assignments(
         TEXT, ["pretrain.epochs=4", "pretrain={epochs: 5}", "pretrain.epochs=6"]
     )
     assert parse_yaml_document(text).data == parse_yaml_document(TEXT).data | {
@@ -160,20 +154,20 @@ def test_the_last_of_several_assignments_holds():
 )
 def test_what_cannot_be_written_is_said(assignment, word):
     with pytest.raises(UserError) as error:
-        apply_assignments(TEXT, [assignment])
+        params_file.apply_assignments(TEXT, [assignment])
     assert f"-S {assignment}" in str(error.value) and word in str(error.value)
 
 
 def test_a_long_assignment_is_shortened():
     with pytest.raises(UserError, match="more than 64 levels") as error:
-        apply_assignments(TEXT, [f"pretrain.epochs={'[' * 5000}"])
+        params_file.apply_assignments(TEXT, [f"pretrain.epochs={'[' * 5000}"])
     assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "x\n"])
 def test_a_file_that_holds_no_keys_is_said(text):
     with pytest.raises(UserError, match="found 'a' in the file; allowed: "):
-        apply_assignments(text, ["a=1"])
+        params_file.apply_assignments(text, ["a=1"])
 
 
 def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_path):
@@ -181,8 +175,8 @@ def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_pat
     path: Path = tmp_path / "params.yaml"
     path.write_text(PARAMS, encoding="utf-8")
     with pytest.raises(UserError) as error:
-        write_assignments(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
+        params_file.write_assignments(path, ["run.seeds=[0, 1]", "pretrain.epochs=none"])
     assert "pretrain.epochs" in str(error.value) and "left as it was" in str(error.value)
     assert path.read_text(encoding="utf-8") == PARAMS
-    assert write_assignments(path, ["run.seeds=[0, 1]"]) == ["run.seeds: [0] → [0, 1]"]
+    assert params_file.write_assignments(path, ["run.seeds=[0, 1]"]) == ["run.seeds: [0] → [0, 1]"]
     assert load_yaml_document(path).data["run"]["seeds"] == [0, 1]

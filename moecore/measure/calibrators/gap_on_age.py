@@ -18,15 +18,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.measure.calibrators import fit_by_group
 from moecore.measure.calibrators.base import FittedCalibrator
-from moecore.measure.calibrators.fit_by_group import (
-    FittedNumbers,
-    NoFitError,
-    NumberCalibrator,
-    check_ages_vary,
-    check_finite,
-    fit_of_each,
-)
 
 
 class FittedGap(Config):
@@ -42,7 +35,7 @@ class FittedGap(Config):
         return Polynomial(self.coefficients)(ages)
 
 
-class FittedGapOnAge(FittedNumbers):
+class FittedGapOnAge(fit_by_group.FittedNumbers):
     """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
@@ -78,16 +71,16 @@ class FittedGapOnAge(FittedNumbers):
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "
                 "allowed: ages of all volumes, or kind: linear, which needs none"
             )
-        predictions = check_finite("predictions", predictions)
-        ages = check_finite("ages", ages)
+        predictions = fit_by_group.check_finite("predictions", predictions)
+        ages = fit_by_group.check_finite("ages", ages)
         if groups is None:
             return predictions - self.pooled.expected_gap(ages)
-        curves = fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        curves = fit_by_group.fit_of_each(self.groups, self.pooled, groups, len(predictions))
         gaps = [curve.expected_gap(age) for curve, age in zip(curves, ages, strict=True)]
         return predictions - np.array(gaps, np.float64)
 
 
-class GapOnAge(NumberCalibrator):
+class GapOnAge(fit_by_group.NumberCalibrator):
     """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
 
     fitted: ClassVar[type[FittedCalibrator]] = FittedGapOnAge
@@ -97,9 +90,9 @@ class GapOnAge(NumberCalibrator):
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
         """Return the gap ŷ − y as a polynomial of age y; NoFitError for too few pairs or ages."""
-        check_ages_vary(ages, self.degree + 2)
+        fit_by_group.check_ages_vary(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
-            raise NoFitError(
+            raise fit_by_group.NoFitError(
                 f"found {different} different ages; allowed: {self.degree + 1} or more"
             )
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()

@@ -14,15 +14,8 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from moecore.core.config import Config
+from moecore.measure.calibrators import fit_by_group
 from moecore.measure.calibrators.base import FittedCalibrator
-from moecore.measure.calibrators.fit_by_group import (
-    FittedNumbers,
-    NoFitError,
-    NumberCalibrator,
-    check_ages_vary,
-    check_finite,
-    fit_of_each,
-)
 
 
 class FittedLine(Config):
@@ -48,7 +41,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(FittedNumbers):
+class FittedLinear(fit_by_group.FittedNumbers):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
@@ -71,15 +64,15 @@ class FittedLinear(FittedNumbers):
         Raises:
             UserError: numbers of groups and predictions differ, or predictions are not finite.
         """
-        predictions = check_finite("predictions", predictions)
+        predictions = fit_by_group.check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
-        lines = fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        lines = fit_by_group.fit_of_each(self.groups, self.pooled, groups, len(predictions))
         inverted = [line.invert(value) for line, value in zip(lines, predictions, strict=True)]
         return np.array(inverted, np.float64)
 
 
-class Linear(NumberCalibrator):
+class Linear(fit_by_group.NumberCalibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
     fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
@@ -91,14 +84,14 @@ class Linear(NumberCalibrator):
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedLine:
         """Return a and b of ŷ = a + b·y; NoFitError for n < 3, equal ages, or a small |b|."""
-        check_ages_vary(ages, 3)
+        fit_by_group.check_ages_vary(ages, 3)
         slope = 0.0
         if np.ptp(predictions):
             # Around the means, which avoids cancellation if ages are far from 0.
             centre = ages - ages.mean()
             slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
         if abs(slope) < self.min_slope:
-            raise NoFitError(
+            raise fit_by_group.NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions depend little on age; train longer)"
             )

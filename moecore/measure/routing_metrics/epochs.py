@@ -27,12 +27,7 @@ from moecore.nn import routing_traces
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.statistics.comparisons import encode_item_values, linearize_ratio
-from moecore.training.outcome import (
-    EpochTissueRouting,
-    RoutingOverTraining,
-    TissueRoutingRow,
-    WatchedEpoch,
-)
+from moecore.training import outcome
 from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
@@ -175,20 +170,18 @@ class EpochWatch(NamedTuple):
             tensors["maps"] = maps.float()  # (K, layers, E)
         write_tensors(self.folder / f"epochs/{epoch:04d}.safetensors", tensors)
         if epoch in probed_epochs(self.epochs):
-            write_epoch_tissue_routing(
-                self.folder, epoch, self.model, self.data, self.experts, self.seed
-            )
+            self.write_tissue_routing(epoch)
         if epoch in watched_epochs(self.epochs) and not self.data.task.long:
-            write_epoch_trace(self.folder, epoch, self.model, self.data)
+            self.write_trace(epoch)
         if epoch == 1:
             return None
         before, _ = read_tensors(self.folder / f"epochs/{epoch - 1:04d}.safetensors")
         return float((tensors["first"] == before["first"]).double().mean())
 
-    def collect_routing(self) -> RoutingOverTraining:
+    def collect_routing(self) -> outcome.RoutingOverTraining:
         """Return stored agreement, saturation and purity by epoch; UserError if one is missing."""
         if self.model.moe is None:
-            return RoutingOverTraining()
+            return outcome.RoutingOverTraining()
         epochs = self.epochs
         names = [f"epochs/{epoch:04d}.safetensors" for epoch in range(1, epochs + 1)]
         stored = [read_tensors(self.folder / name)[0] for name in names]
@@ -212,16 +205,54 @@ class EpochWatch(NamedTuple):
                 rows = stored[epoch - 1]["maps"].tolist()
                 maps[str(epoch)] = [[[round(x, 5) for x in layer] for layer in row] for row in rows]
         is_text = self.data.task.long
-        return RoutingOverTraining(
+        return outcome.RoutingOverTraining(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
             saturation=[float(shares.mean()) for shares in saturation],
             agreement_items=agreement_items(first, people) | {"saturation_half": half},
             purity=purity,
             class_maps=maps,
-            region_routing=read_epoch_tissue_routing(self.folder, self.data, epochs),
-            watched=() if is_text else read_epoch_traces(self.folder, self.data, epochs),
+            region_routing=self.read_tissue_routing(),
+            watched=() if is_text else self.read_traces(),
         )
+
+    def write_tissue_routing(self, epoch: int) -> None:
+        """Write the routing on single tissues after ``epoch``; nothing without tissue maps."""
+        tissues = self.data.card.get("regions")
+        if not tissues:
+            return
+        chosen = evenly_spaced_indices(len(self.data.validation.labels), TISSUE_VOLUMES)
+        volumes = np.array(self.data.validation.images[chosen])
+        maps = np.array(self.data.regions("validation")[chosen])
+        rows = region_rows(self.model, volumes, maps, tissues, self.experts, self.seed)
+        routing = outcome.EpochTissueRouting(epoch=epoch, rows=rows)
+        write_json(self.folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
+
+    def read_tissue_routing(self) -> tuple[outcome.EpochTissueRouting, ...]:
+        """Return the routing on single tissues per probed epoch; () without tissue maps."""
+        if not self.data.card.get("regions"):
+            return ()
+        epochs = probed_epochs(self.epochs)
+        contents = [read_json(self.folder / f"regions/{epoch:04d}.json") for epoch in epochs]
+        return tuple(outcome.EpochTissueRouting.model_validate(content) for content in contents)
+
+    def write_trace(self, epoch: int) -> None:
+        """Write predictions and routing of the explorer's images after ``epoch``, as JSON."""
+        images = np.array(self.data.test.images[explorer_image_indices(self.data, IMAGES)])
+        prediction, records = predict_in_batches(self.model, images, batch=IMAGES)
+        task, layouts = self.data.task, self.model.layouts
+        traces = routing_traces.build_image_traces(prediction, records, task, layouts)
+        write_json(self.folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
+
+    def read_traces(self) -> tuple[outcome.WatchedEpoch, ...]:
+        """Return predictions and routing of each watched epoch; UserError if one is missing."""
+        places = explorer_image_indices(self.data, IMAGES)
+        watched = []
+        for epoch in watched_epochs(self.epochs):
+            content = read_json(self.folder / f"traces/{epoch:04d}.json")
+            trace = routing_traces.ImageTraces.model_validate(content)
+            watched.append(outcome.WatchedEpoch(epoch=epoch, images=places, trace=trace))
+        return tuple(watched)
 
 
 def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -269,15 +300,15 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
 
 def finetuning_agreement(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord], people: np.ndarray | None
-) -> RoutingOverTraining:
+) -> outcome.RoutingOverTraining:
     """Return each layer's share of tokens with equal first experts before and after fine-tuning."""
     same = layer_metrics.expert_agreement(before, after)
     if not same:
-        return RoutingOverTraining(routing_agreement_before_after=())
+        return outcome.RoutingOverTraining(routing_agreement_before_after=())
     by_image = torch.stack(same)
     items = {"before_after": encode_item_values(by_image.mean(dim=0).numpy(), people)}
     means = by_image.mean(dim=1).tolist()
-    return RoutingOverTraining(routing_agreement_before_after=means, agreement_items=items)
+    return outcome.RoutingOverTraining(routing_agreement_before_after=means, agreement_items=items)
 
 
 TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
@@ -286,34 +317,6 @@ TISSUE_VOLUMES = 24  # of the validation split, evenly spread over it
 def probed_epochs(epochs: int) -> tuple[int, ...]:
     """Return the first, middle and last of ``epochs``, from 1, without duplicates."""
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
-
-
-def write_epoch_tissue_routing(
-    folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
-) -> None:
-    """Write the routing on single tissues after ``epoch``; nothing for data without tissue maps.
-
-    seed: of the random control, the same at all epochs.
-    """
-    tissues = data.card.get("regions")
-    if not tissues:
-        return
-    chosen = evenly_spaced_indices(len(data.validation.labels), TISSUE_VOLUMES)
-    volumes = np.array(data.validation.images[chosen])
-    maps = np.array(data.regions("validation")[chosen])
-    rows = region_rows(model, volumes, maps, tissues, experts, seed)
-    routing = EpochTissueRouting(epoch=epoch, rows=rows)
-    write_json(folder / f"regions/{epoch:04d}.json", routing.model_dump(mode="json"))
-
-
-def read_epoch_tissue_routing(
-    folder: Path, data: Prepared, epochs: int
-) -> tuple[EpochTissueRouting, ...]:
-    """Return the routing on single tissues per probed epoch; () for data without tissue maps."""
-    if not data.card.get("regions"):
-        return ()
-    contents = [read_json(folder / f"regions/{epoch:04d}.json") for epoch in probed_epochs(epochs)]
-    return tuple(EpochTissueRouting.model_validate(content) for content in contents)
 
 
 # The explorer shows the routing of its first test images after some epochs.
@@ -349,29 +352,6 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(np.unique(spread).tolist())
 
 
-def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write predictions and routing of the explorer's images after ``epoch`` to traces/*.json."""
-    images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
-    prediction, records = predict_in_batches(model, images, batch=IMAGES)
-    traces = routing_traces.build_image_traces(prediction, records, data.task, model.layouts)
-    write_json(folder / f"traces/{epoch:04d}.json", traces.model_dump(mode="json"))
-
-
-def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
-    """Return predictions and routing of each watched epoch; UserError if an epoch is missing."""
-    places = explorer_image_indices(data, IMAGES)
-    return tuple(
-        WatchedEpoch(
-            epoch=epoch,
-            images=places,
-            trace=routing_traces.ImageTraces.model_validate(
-                read_json(folder / f"traces/{epoch:04d}.json")
-            ),
-        )
-        for epoch in watched_epochs(epochs)
-    )
-
-
 BEST = 2  # experts named per tissue, as in figure S1
 
 
@@ -382,7 +362,7 @@ def region_rows(
     tissues: Sequence[str],
     experts: Sequence[str],
     seed: int = 0,
-) -> list[TissueRoutingRow]:
+) -> list[outcome.TissueRoutingRow]:
     """Return a row for volumes reduced to each tissue, then one for each tissue's control.
 
     A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A row
@@ -428,7 +408,7 @@ def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
 
 def _region_row(
     name: str, model: Model, volumes: Tensor, experts: Sequence[str]
-) -> TissueRoutingRow:
+) -> outcome.TissueRoutingRow:
     _, records = predict_in_batches(model, volumes, batch=32)
     if not records:
         raise UserError("region routing: the model has no MoE layers")
@@ -445,7 +425,7 @@ def _region_row(
     scores = record.logits[:, layout.special :][has_voxels].double().mean(dim=0)
     share = record.chosen[:, layout.special :][has_voxels].double().mean(dim=0)
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
-    return TissueRoutingRow(
+    return outcome.TissueRoutingRow(
         region=name,
         experts=[(experts[index], float(scores[index])) for index in best],
         share=dict(zip(experts, share.tolist(), strict=True)),

@@ -58,8 +58,7 @@ METRICS = {
     **{
         f"specialisation_{name}": Metric(
             f"Specialisation by {label}",
-            "",
-            "share",
+            form="share",
             note=f"{SPECIAL}; mean over labels and layers",
             signed=True,
         )
@@ -73,8 +72,7 @@ METRICS = {
     ),
     "expert_cka": Metric(
         "Similarity of experts, CKA",
-        "",
-        "share",
+        form="share",
         note="linear CKA of two experts' outputs for the same tokens, mean over pairs and layers",
         chance=TWO_IMAGES,
         signed=True,
@@ -96,8 +94,7 @@ METRICS = {
     ),
     "early_choice": Metric(
         "Choice foretold a layer earlier",
-        "",
-        "share",
+        form="share",
         note="share of a token's experts that the layer's router also chooses from the inputs of "
         "the layer before; mean over layers",
         chance="k / number of experts; mean over layers",
@@ -117,8 +114,7 @@ METRICS = {
     ),
     "early_hottest": Metric(
         "Hottest experts foretold",
-        "",
-        "share",
+        form="share",
         note="of the most used eighth of the experts, the share that both loads have in common; "
         "mean over layers",
         detail=True,
@@ -131,15 +127,13 @@ METRICS = {
     ),
     "coverage": Metric(
         "Load of the most used quarter",
-        "",
-        "share",
+        form="share",
         note="share of the choices that go to the most used quarter of experts; mean over layers",
         detail=True,
     ),
     "consistency": Metric(
         "Local consistency, {} tokens",
-        "",
-        "share",
+        form="share",
         note="F1 of the best sets of experts for windows of {} neighbouring tokens; mean over "
         "layers",
         chance="the same with each image's tokens permuted; mean over layers",
@@ -160,8 +154,7 @@ METRICS = {
     ),
     "seed_overlap": Metric(
         "Choices that seeds share",
-        "",
-        "share",
+        form="share",
         note="share of one seed's choices that the other seed also makes, experts matched",
         detail=True,
         of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).overlap,

@@ -216,9 +216,7 @@ class LanguageModel(Backbone):
         description="how a feed-forward's output is added: unchanged, with momentum over blocks, "
         "or with momentum after a first block of Adam",
     )
-    mlp_ratio: HiddenRatio = Field(
-        1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
-    )
+    mlp_ratio: HiddenRatio = Field(1.0, description="hidden width of a dense feed-forward over d")
     dropout: float = Field(
         0.1, ge=0, lt=1, description="dropout of attention and of dense feed-forwards"
     )

@@ -26,9 +26,7 @@ class TransformerSettings(base_model.Backbone):
     width: int = Field(192, ge=8, le=2**16, description="width of a token")
     depth: int = Field(12, ge=1, le=1000, description="number of blocks")
     heads: int = Field(3, ge=1, description="number of attention heads; divides the width")
-    mlp_ratio: layers.HiddenRatio = Field(
-        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
-    )
+    mlp_ratio: layers.HiddenRatio = Field(4.0, description="hidden width of the dense MLP / width")
     pooling: Literal["class", "class+distillation", "mean"] = Field(
         "class", description="head on the class token, also the distillation token, or the mean"
     )

@@ -47,9 +47,7 @@ class SwinSettings(base_model.Backbone):
     pretrained_windows: tuple[int, ...] | None = Field(
         None, description="swin_moe, swin_v2: window of the learned positions, per stage"
     )
-    mlp_ratio: layers.HiddenRatio = Field(
-        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
-    )
+    mlp_ratio: layers.HiddenRatio = Field(4.0, description="hidden width of the dense MLP / width")
     qkv_bias: bool = True
     drop_path: float = Field(
         0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"

@@ -13,15 +13,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
+from moecore.core import routing_records
 from moecore.core.config import Config, Surroundings
 from moecore.core.files import UserError, describe_refusal
-from moecore.core.routing_records import (
-    Guidance,
-    ModelOutput,
-    RoutingContext,
-    RoutingRecord,
-    TokenLayout,
-)
 from moecore.nn.backbones import base_model
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
@@ -50,9 +44,7 @@ class TextTowerSettings(Config):
     width: int = Field(64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(2, ge=1, le=1000, description="number of blocks")
     heads: int = Field(4, ge=1, description="number of attention heads; divides the width")
-    mlp_ratio: HiddenRatio = Field(
-        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
-    )
+    mlp_ratio: HiddenRatio = Field(4.0, description="hidden width of the dense MLP / width")
     mask: Literal["causal", "full"] = Field(
         "causal", description="a token attends to itself and earlier ones, or to all (SigLIP)"
     )
@@ -126,7 +118,7 @@ class TextTransformer(nn.Module):
 
     def forward(
         self, tokens: Tensor, progress: float = 1.0
-    ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
         tokens = tokens.long()
         ends = (tokens == self.task.end).int().argmax(dim=1)
         hidden = self.embedding(tokens) + self.positions
@@ -134,14 +126,14 @@ class TextTransformer(nn.Module):
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
         mask = self.caption_mask(tokens)
         learned = (0, hidden.shape[1] - tokens.shape[1])  # the learned token is no word, no padding
-        context = RoutingContext(padding=pad(~mask, learned))
+        context = routing_records.RoutingContext(padding=pad(~mask, learned))
         wants = frozenset()
         moe = self.config.moe
         if moe is not None:
             wants = moe.router.wants
         if "words" in wants:
             context = context._replace(words=pad(tokens, learned))
-        records: tuple[RoutingRecord, ...] = ()
+        records: tuple[routing_records.RoutingRecord, ...] = ()
         for block in self.blocks:
             if moe is not None:
                 context = context._replace(progress=moe.router.phase(progress))
@@ -249,10 +241,10 @@ class TwoTowerModel(base_model.BackboneModel):
         return self.visual.head
 
     @property
-    def layout(self) -> TokenLayout:
+    def layout(self) -> routing_records.TokenLayout:
         return self.visual.layout
 
-    def layout_of(self, block: int) -> TokenLayout:
+    def layout_of(self, block: int) -> routing_records.TokenLayout:
         return self.visual.layout_of(block)
 
     def width_of(self, block: int) -> int:
@@ -265,7 +257,7 @@ class TwoTowerModel(base_model.BackboneModel):
         self.train(self.training)
 
     @torch.no_grad()
-    def end_step(self, output: ModelOutput, progress: float) -> None:
+    def end_step(self, output: routing_records.ModelOutput, progress: float) -> None:
         """Update both towers' routers and clip the logit scale."""
         update_routers(self.visual, output.routing, progress)
         update_routers(self.text, output.text_routing, progress)
@@ -310,10 +302,10 @@ class TwoTowerModel(base_model.BackboneModel):
     def forward(
         self,
         images: Tensor,
-        guidance: Guidance | None = None,
+        guidance: routing_records.Guidance | None = None,
         progress: float = 1.0,
         captions: Tensor | None = None,
-    ) -> ModelOutput:
+    ) -> routing_records.ModelOutput:
         """Return the output for images and, if given, one caption per image, (B, M)."""
         output = super().forward(images, guidance, progress)
         if captions is None:
@@ -342,7 +334,7 @@ class TwoTowerModel(base_model.BackboneModel):
 
     def text_side(
         self, captions: Tensor, progress: float = 1.0
-    ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
         """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records.
 
         A text side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -29,7 +29,8 @@ def check_hidden_width(ratio: float, settings: ValidationInfo) -> float:
     return ratio
 
 
-HiddenRatio = Annotated[float, AfterValidator(check_hidden_width)]  # for a field after ``width``
+# For a field after ``width``
+HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden_width)]
 
 
 class FeedForward(nn.Module):

@@ -1,8 +1,9 @@
 """The base class of router settings."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.config import Misfits, Part, Surroundings
@@ -10,6 +11,11 @@ from moecore.core.files import UserError
 
 # routers that messages suggest for language models
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
+
+
+NoiseStd = Annotated[
+    float, Field(ge=0, description="noise on the logits in training, in units of 1 / experts")
+]
 
 
 class Router(Part, ABC):

@@ -7,6 +7,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from moecore.nn.routers.base import NoiseStd
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import cosines_to_embeddings, router_logits
 
@@ -22,9 +23,7 @@ class Cosine(NoisyTopK):
     has_equal_rows: ClassVar[bool] = False
 
     kind: Literal["cosine"] = "cosine"  # pyrefly: ignore[bad-override]
-    noise_std: float = Field(
-        0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
-    )
+    noise_std: NoiseStd = 0.0
     embedding: int | None = Field(
         None, ge=2, description="width of the embeddings; null: half the number of experts"
     )

@@ -16,7 +16,7 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import Rows, cast_function_output, weighted_sum_gradients
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import Router
+from moecore.nn.routers.base import NoiseStd, Router
 from moecore.nn.routers.capacity import ceil_capacity, exact_fraction, group_images
 from moecore.nn.routers.token_choice import router_logits
 
@@ -32,9 +32,7 @@ class ExpertChoice(Router):
     capacity_factor: float = Field(
         1.0, gt=0, description="tokens per expert, relative to tokens · k / experts"
     )
-    noise_std: float = Field(
-        1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
-    )
+    noise_std: NoiseStd = 1.0
     group_size: int = Field(
         1, ge=1, description="number of images among whose tokens an expert chooses in training"
     )

@@ -14,7 +14,7 @@ from moecore.core.streams import normal_like, uniform_like
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice
-from moecore.nn.routers.base import Router
+from moecore.nn.routers.base import NoiseStd, Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
 from moecore.nn.routers.token_choice import PlanAndRecord
 
@@ -86,9 +86,7 @@ class NoisyTopK(Router):
 
     kind: Literal["noisy_top_k"] = "noisy_top_k"
     k: int = Field(2, ge=1, description="experts per token")
-    noise_std: float = Field(
-        1.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
-    )
+    noise_std: NoiseStd = 1.0
     capacity_factor: float | None = Field(
         None,
         gt=0,

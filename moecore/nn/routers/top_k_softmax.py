@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from moecore.nn.routers.base import NoiseStd
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import Renormalise, router_logits
 
@@ -21,9 +22,7 @@ class TopKSoftmax(NoisyTopK):
     k: int = Field(
         2, ge=1, description="experts per token; with 1 only regularizers teach the router"
     )
-    noise_std: float = Field(
-        0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
-    )
+    noise_std: NoiseStd = 0.0
     renormalise: Renormalise = Field(
         True, description="let the chosen gates sum to 1; see noisy_top_k"
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moecore.core.config import Misfits, Surroundings
 from moecore.nn.balances.loss_free import LossFree
-from moecore.nn.routers.base import Router
+from moecore.nn.routers.base import NoiseStd, Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 
 
@@ -24,9 +24,7 @@ class TopP(Router):
         0.4, gt=0, lt=1, description="sum of probs at which a token stops adding experts"
     )
     k: int | None = Field(None, ge=1, description="maximum number of experts per token; null: all")
-    noise_std: float = Field(
-        0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
-    )
+    noise_std: NoiseStd = 0.0
     balance: LossFree | None = Field(
         None, description="a bias on the order in which a token adds experts; null: none"
     )

@@ -14,8 +14,6 @@ which entries were asked elsewhere, or late.
 import hashlib
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, read_json
 from moecore.core.safetensors_files import read_tensors
+from moecore.core.source_layout import run_git
 from moecore.report.claims import evaluation
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
@@ -288,8 +287,7 @@ def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[st
         return False
     if verdict_key(question) not in _read_questions(root, commit, record["file"]):
         return False
-    ended = _start_git(root, ("merge-base", "--is-ancestor", commit, answered or "HEAD"))
-    return ended is not None and ended.returncode == 0
+    return run_git(root, "merge-base", "--is-ancestor", commit, answered or "HEAD") is not None
 
 
 @lru_cache
@@ -318,7 +316,7 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
 
 @lru_cache
 def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
-    return yaml.load(run_git(root, "show", f"{commit}:./{file}"), Loader=LOADER) or {}
+    return yaml.load(run_git(root, "show", f"{commit}:./{file}") or "", Loader=LOADER) or {}
 
 
 def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -344,21 +342,3 @@ def forms_asked_before(
 
 def verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*compared_quantity_key(question), question["better"], question["margin"])
-
-
-def run_git(folder: Path, *arguments: str) -> str:
-    """Return the output of a git command; "" if it fails or git is not installed."""
-    ended = _start_git(folder, arguments)
-    if ended is not None and ended.returncode == 0:
-        return ended.stdout.strip()
-    return ""
-
-
-def _start_git(folder: Path, arguments: tuple[str, ...]) -> subprocess.CompletedProcess | None:
-    # A git hook sets GIT_DIR and others, which would name another repository.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None

@@ -24,6 +24,7 @@ from moecore.report.page.page_objects import (
     Picture,
     Section,
     TableRow,
+    format_paper_number,
     method_rows_table,
     metric_rows_table,
 )
@@ -38,8 +39,8 @@ from moecore.report.tables.cells import (
     pluralize,
 )
 from moecore.report.tables.first_sentence import beats_guess, describe_best, find_guess
-from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
+from moecore.report.tables.paper_numbers import NOTES, PAPERS, REPORTED, SHORT, PaperModelNumbers
 from moecore.statistics.comparisons import BOTH
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import STAGES
@@ -123,22 +124,15 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
     if leader := steady.leader:
         value = steady.phrase.format(format_method_value(steady, leader))
         return f"the router of {leader} is the steadiest: {value}"
-    return steady.phrase.format(format_value_range(steady))
+    low, high = (steady.format.value(steady.interval(method).value) for method in steady.ends())
+    span = low if low == high else f"{low.removesuffix(' %')} to {high}"
+    return steady.phrase.format(f"{span} {steady.unit}".rstrip())
 
 
 def format_method_value(quantity: QuantityByMethod, method: str) -> str:
     """Return a method's value as text, such as ``79.1 % (76.0 – 82.2)``; an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
-
-
-def format_value_range(quantity: QuantityByMethod) -> str:
-    """Return the range over methods as text, such as ``55.0 to 79.1 %``; an error has its unit."""
-    low, high = (
-        quantity.format.value(quantity.interval(method).value) for method in quantity.ends()
-    )
-    span = low if low == high else f"{low.removesuffix(' %')} to {high}"
-    return f"{span} {quantity.unit}".rstrip()
 
 
 KINDS = {
@@ -328,3 +322,84 @@ def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[
         for method in dict.fromkeys(quantity.ends())
     ]
     return f"{column.label}: {' to '.join(values)}"
+
+
+# Columns before those of a paper: the score, and for the cost what it is of.
+OTHER_COLUMNS = {
+    "cost": ("test_accuracy", "parameters", "active_parameters", "training_overhead"),
+    "moge": ("test_accuracy", "test_accuracy_top5"),
+    "tgr": ("test_accuracy", "steps_to_baseline_loss"),
+}
+ERRORS = ("test_mae", "ppl")  # the score of ages, and of words
+FEW = 3  # numbers of a paper in a head; with more, the smallest and the largest
+PRINTED_NUMBERS = (
+    "In italics below a column's name: the paper's own numbers. They come from other data and "
+    "sizes: read them for their direction, not for their height."
+)
+
+
+def paper_tables_block(
+    columns: Sequence[Column], cells: Cells, controls: Collection[str], papers: Collection[str]
+) -> Block:
+    """Return a block with a table per paper with any of the metrics; one is shown at a time.
+
+    papers: names of the papers whose claims the study tests: only their numbers are shown.
+    """
+    grids = [
+        table_of_paper(paper, columns, cells, controls, papers)
+        for paper in PAPERS
+        if any(column.paper == paper and not column.detail for column in columns)
+    ]
+    texts = [PRINTED_NUMBERS] if any(grid.more for grid in grids) else []
+    title = "Every method on the metrics of every paper"
+    return Block(title, texts, grids, choice=True, folded=True)
+
+
+def table_of_paper(
+    paper: str,
+    columns: Sequence[Column],
+    cells: Cells,
+    controls: Collection[str],
+    papers: Collection[str],
+) -> PageTable:
+    """Return a paper's table: its metrics, methods that have any, numbers of ``asked`` papers."""
+    of_paper = [column for column in columns if column.paper == paper and not column.detail]
+    names = (*OTHER_COLUMNS.get(paper, ("test_accuracy",)), *ERRORS)
+    shown = [column for column in columns if column.name in names] + of_paper
+    having = {
+        method: row for method, row in cells.items() if any(row[column.name] for column in of_paper)
+    }
+    absent = ", ".join(method for method in cells if method not in having)
+    metrics = {column.name for column in shown}
+    models = [
+        model
+        for model in REPORTED
+        if model.paper == paper and model.printed_in in papers and model.values.keys() & metrics
+    ]
+    below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper] if models else "")
+    more = []
+    for model in models:  # all its numbers, and their place in the paper
+        values = [
+            f"{column.label} {format_paper_number(model.values[column.name], column)}"
+            for column in shown
+            if column.name in model.values
+        ]
+        head = PageCell(model.model, note=model.source)
+        more.append(TableRow(head, [PageCell("; ".join(values), look="words")]))
+    grid = method_rows_table(shown, having, controls, lambda column: paper_values(column, models))
+    below = " ".join(filter(None, below))
+    return grid._replace(title=PAPERS[paper], short=SHORT[paper], below=below, more=more)
+
+
+def paper_values(column: Column, models: Sequence[PaperModelNumbers]) -> list[str]:
+    """Return the paper's numbers of one column as texts: one per model if few, else their range."""
+    name = column.name
+    values = {model.model: model.values[name] for model in models if name in model.values}
+    printed = {
+        model: format_paper_number(value, column).replace(" ", "\u00a0")
+        for model, value in sorted(values.items(), key=lambda pair: pair[1])
+    }
+    if len(values) <= FEW:
+        return [f"{model} {printed[model]}" for model in values]
+    smallest, *_, largest = printed.values()
+    return [f"{len(values)} models {smallest} to {largest}"]

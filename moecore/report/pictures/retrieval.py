@@ -1,13 +1,12 @@
 """Example images with their captions, and the experts of the most frequent words."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from moecore.measure.exploring.expert_overlays import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.page.page_objects import Block, PageTable, percent_grid
+from moecore.report.page.page_objects import Block, percent_grid
 from moecore.report.results import Figures, Pictures, pictures_by_name
 from moecore.report.study_results import Phase
 
@@ -29,7 +28,13 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     for method, result in results.items():
         for number, word_rows in enumerate(result.facts["layers"], 1):
             title = f"{method}, layer {number}"
-            grids.append(word_expert_table(word_rows, f"{title}{phase.first_seed}", title))
+            shares = {word["word"]: word["experts"] for word in word_rows}
+            experts = len(next(iter(shares.values()), ()))
+            grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
+            below = "First expert of each occurrence of the most frequent words, in percent."
+            grids.append(
+                grid._replace(title=f"{title}{phase.first_seed}", below=below, short=title)
+            )
     first = next(iter(results.values()))
     text = (
         f"Gallery: {first.facts['images']:,} images. A tie counts as the share of its orders that "
@@ -40,15 +45,6 @@ def images_and_words(phase: Phase) -> Iterator[Block]:
     yield Block("Images and captions", [text], grids, about=about, choice=True)
     pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]
     yield Block("Experts of patches and words", pictures=pictures)
-
-
-def word_expert_table(word_rows: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
-    """Return a table of words × experts: percent of a word's occurrences with that first expert."""
-    shares = {word["word"]: word["experts"] for word in word_rows}
-    experts = len(next(iter(shares.values()), ()))
-    grid = percent_grid("word", shares, [f"expert {number}" for number in range(experts)])
-    below = "First expert of each occurrence of the most frequent words, in percent."
-    return grid._replace(title=title, below=below, short=short)
 
 
 PICTURES = Pictures("retrieval", figures, is_on_page=False, more=images_and_words)

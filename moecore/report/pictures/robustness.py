@@ -150,7 +150,22 @@ def draw_under_attack(phase: Phase) -> Iterator[Picture]:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     about = attacked_name(score_slug(phase.task.score), WORST)
-    yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
+    pictures = []
+    first = phase.first(Robustness)
+    for method in references(phase.models):
+        if method not in first or first[method].facts["attacked"] is None:
+            continue
+        shown = AttackedGallery.model_validate(first[method].facts["attacked"])
+        tiles, names = [], []
+        for row in shown.rows:
+            tiles.append([Tile(displayable_image(image)) for image in row.pictures.array()])
+            names.append(f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean")
+        title = f"{attack_title(shown.attack)} on {method}"
+        figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
+        caption = f"{method}. Images as the strongest attack made them (figure 5)."
+        label = f"{phase.name}: attacked pictures of {method}"
+        pictures.append(Picture(figure, label, caption + phase.first_seed))
+    yield Block("Attacked pictures", pictures=pictures, about=about)
     yield audit_block(phase)
 
 
@@ -197,26 +212,6 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
 def change_chart_spec(attack: str) -> charts.ChartSpec:
     title = f"Routing change under {attack_title(attack)}"
     return charts.ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
-
-
-def draw_attacked_images(phase: Phase) -> list[Picture]:
-    """Return pictures of example images under attack, for the baseline and the dense model."""
-    pictures = []
-    first = phase.first(Robustness)
-    for method in references(phase.models):
-        if method not in first or first[method].facts["attacked"] is None:
-            continue
-        shown = AttackedGallery.model_validate(first[method].facts["attacked"])
-        tiles, names = [], []
-        for row in shown.rows:
-            tiles.append([Tile(displayable_image(image)) for image in row.pictures.array()])
-            names.append(f"ε = {format_epsilon(row.epsilon)}" if row.epsilon else "clean")
-        title = f"{attack_title(shown.attack)} on {method}"
-        figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
-        caption = f"{method}. Images as the strongest attack made them (figure 5)."
-        label = f"{phase.name}: attacked pictures of {method}"
-        pictures.append(Picture(figure, label, caption + phase.first_seed))
-    return pictures
 
 
 def audit_block(phase: Phase) -> Block:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Misfits
-from moecore.measure.forward_cost import whole_and_routing_flops
+from moecore.measure.cost import whole_and_routing_flops
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.meta_device import meta_device_context
 from moecore.parts import (

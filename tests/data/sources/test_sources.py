@@ -232,6 +232,23 @@ def imagenet_folder(root):
     image_classes(root / "val", {"n01440764": 4, "n01443537": 4}, suffix=".JPEG")
 
 
+def kill_after_12(monkeypatch, function: str, settings, folder) -> list:
+    """Kill a ``write`` after 12 calls of decode.<function>; return the files of all its calls."""
+    real, seen = getattr(decode, function), []
+
+    def until_killed(path, *rest):
+        if len(seen) >= 12:
+            raise KeyboardInterrupt
+        seen.append(path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(decode, function, until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        settings.write(folder)
+    monkeypatch.setattr(decode, function, lambda *given: (seen.append(given[0]), real(*given))[1])
+    return seen
+
+
 def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
     imagenet_folder(tmp_path / "raw")
     raw, cache = str(tmp_path / "raw"), str(tmp_path / "cache")
@@ -239,22 +256,8 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
     card = settings.write(tmp_path / "whole")
     assert card["images"] == {"train": 20, "validation": 4, "test": 8}
     assert not (tmp_path / "cache").exists()
-    decoded = []
-    real = decode_image
     monkeypatch.setattr(image_files, "CHUNK", 5)
-
-    def until_killed(path, *rest):
-        if len(decoded) >= 12:
-            raise KeyboardInterrupt
-        decoded.append(path)
-        return real(path, *rest)
-
-    monkeypatch.setattr(decode, "decode_image", until_killed)
-    with pytest.raises(KeyboardInterrupt):
-        settings.write(tmp_path / "killed")
-    monkeypatch.setattr(
-        decode, "decode_image", lambda *given: (decoded.append(given[0]), real(*given))[1]
-    )
+    decoded = kill_after_12(monkeypatch, "decode_image", settings, tmp_path / "killed")
     assert settings.write(tmp_path / "resumed") == card
     # at most the chunk that was being written and the next one were decoded twice
     assert 32 <= len(decoded) <= 32 + 10
@@ -338,23 +341,10 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     settings = kept(tmp_path, short_side=40)
     card = settings.write(tmp_path / "whole")
     monkeypatch.setattr(image_files, "CHUNK", 5)
-    real, packed = decode.recompress_image, []
-
-    def until_killed(path, *rest):
-        if len(packed) >= 12:
-            raise KeyboardInterrupt
-        packed.append(path)
-        return real(path, *rest)
-
-    monkeypatch.setattr(decode, "recompress_image", until_killed)
-    with pytest.raises(KeyboardInterrupt):
-        settings.write(tmp_path / "killed")
+    packed = kill_after_12(monkeypatch, "recompress_image", settings, tmp_path / "killed")
     (file,) = (tmp_path / "cache/train").glob("*/images.bin")
     with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
-    monkeypatch.setattr(
-        decode, "recompress_image", lambda *given: (packed.append(given[0]), real(*given))[1]
-    )
     assert settings.write(tmp_path / "resumed") == card
     assert 24 <= len(packed) <= 24 + 10
     before = len(packed)

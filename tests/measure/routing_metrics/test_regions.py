@@ -16,13 +16,12 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
 from moecore.measure.routing_metrics.epochs import (
+    EpochWatch,
     explorer_image_indices,
-    read_epoch_traces,
     region_rows,
     shuffle_tissue_in_brain,
     spread_places,
     watched_epochs,
-    write_epoch_trace,
 )
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
@@ -182,11 +181,12 @@ def test_watched_epochs():
 def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
-    write_epoch_trace(tmp_path, 1, models[1].model, data)
+    first, second = (EpochWatch(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2))
+    first.write_trace(1)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
-        read_epoch_traces(tmp_path, data, 2)
-    write_epoch_trace(tmp_path, 2, models[2].model, data)
-    found = read_epoch_traces(tmp_path, data, 2)
+        first.read_traces()
+    second.write_trace(2)
+    found = second.read_traces()
     assert [one.epoch for one in found] == [1, 2]
     where = explorer_image_indices(data, 32)
     for one in found:

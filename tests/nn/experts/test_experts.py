@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, relu
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.measure.forward_cost import whole_and_routing_flops
+from moecore.measure.cost import whole_and_routing_flops
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows

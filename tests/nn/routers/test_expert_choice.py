@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.measure.forward_cost import whole_and_routing_flops
+from moecore.measure.cost import whole_and_routing_flops
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
