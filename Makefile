@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro release dist full test quick-test soak lint setup data check plan ui sync schema bench docs notebook clean
+.PHONY: repro release dist full test quick-test soak lint setup data check plan ui sync schema pages bench docs notebook clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -77,6 +77,9 @@ sync: setup                      ## import finished runs into MLflow
 
 schema: setup                    ## params.schema.json for editors
 	moecore schema
+
+pages: setup                     ## docs/claims.md, docs/answers.md and the READMEs of pipelines/ from pipelines/results/
+	python -m tools.study_pages
 
 bench: setup                     ## race the MoE layer and the step against dense models, limits and peers; three quarters of an hour on an idle machine
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt 'torch==2.13.0' setuptools wheel ninja --editable '.[bench]'

@@ -392,31 +392,9 @@ def study_check(
         raise UserError("\n".join(problems))
 
 
-@study_app.command("index")
-def study_index() -> None:
-    """Write pipelines/README.md, and the tables of answers in the READMEs of its folders."""
-    from moecore.report.claims.pages import write_study_pages
-
-    for path in write_study_pages():
-        typer.echo(f"{path}: written")
-
-
-@claims_app.command("write")
-def claims_write() -> None:
-    """Write docs/claims.md: the papers' tables and figures next to the studies' results."""
-    from moecore.report.claims.pages import CLAIMS_PAGE, write_claims_page
-    from moecore.study.questions import list_question_names
-
-    if not CLAIMS_PAGE.is_file() or not list_question_names(HERE):
-        problem = "found no such file or questions; start from moecore's clone"
-        raise UserError(f"{CLAIMS_PAGE}: {problem}")
-    typer.echo(f"{write_claims_page()}: written")
-
-
 @claims_app.command("check")
 def claims_check() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
-    from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
     from moecore.report.claims.result_evidence import (
         date_questions,
         has_whole_history,
@@ -438,10 +416,6 @@ def claims_check() -> None:
             raise UserError(f"{question_round.name}: {problem}: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
-    if not CLAIMS_PAGE.is_file():
-        return
-    if CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page(HERE, rounds):
-        raise UserError(f"{CLAIMS_PAGE}: is not what these studies say; run `moecore claims write`")
 
 
 @claims_app.command("plan")

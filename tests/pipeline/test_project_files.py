@@ -344,7 +344,7 @@ def test_where_there_is_no_project_every_command_says_what_to_do_and_writes_noth
         said = "params.yaml: cannot be read (no such file or directory); start from the folder that"
         assert refused.exit_code == 1 and refused.stderr.startswith(said), words
         assert refused.stderr.endswith("or begin a project: `moecore new my_study`\n")
-    for words in ("schema", "claims write"):
+    for words in ("schema", "study run own"):
         refused = moecore(*words.split())
         assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, words
     assert list(empty.iterdir()) == []

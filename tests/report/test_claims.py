@@ -16,9 +16,7 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
 from moecore.measure.routing import Routing
 from moecore.measure.values import Value
-from moecore.report.claims import pages
 from moecore.report.claims.answers import judge_again
-from moecore.report.claims.answers_page import ANSWERS_PAGE
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import (
     claim_entry,
@@ -41,6 +39,8 @@ from moecore.study.study import read_study
 from moecore.training.outcome import Outcome
 from tests.report import generated
 from tests.report.test_report import assert_self_contained, results
+from tools import study_pages as pages
+from tools.reader_answers import ANSWERS_PAGE
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -400,17 +400,17 @@ def test_where_claims_are_shown(tmp_path):
 
 
 def test_the_page_of_all_claims_is_fresh():
-    """docs/claims.md is what `moecore claims write` makes of the committed files."""
+    """docs/claims.md is what `make pages` makes of the committed files."""
     written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
-    assert written == pages.render_claims_page(ROOT), "run `moecore claims write`"
+    assert written == pages.render_claims_page(ROOT), "run `make pages`"
     assert "## Claims of other sources" not in written, "each claim is in a row of a paper"
 
 
 def test_the_pages_of_all_questions_are_fresh():
-    """The READMEs of pipelines/ are what `moecore study index` makes of the committed files."""
+    """The READMEs of pipelines/ are what `make pages` makes of the committed files."""
     for path, text in pages.render_study_pages(ROOT).items():
         written = (ROOT / path).read_text(encoding="utf-8")
-        assert written == text, f"{path}: run `moecore study index`"
+        assert written == text, f"{path}: run `make pages`"
     first_screen = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")[:3000]
     for method in ("PRC", "ERMoE", "TGR", "MoGE"):
         assert f"Does {method} beat V-MoE?" in first_screen

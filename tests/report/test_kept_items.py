@@ -15,12 +15,12 @@ from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
-from moecore.report.claims.pages import Answer
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
+from tools.study_pages import Answer
 
 RESULT_NAMES = ("tgr/table_3", "moge/swin.3")  # `moecore claims check` verifies all
 ASKED = [claim(), claim(better="equivalent", margin=0.1), question()]

@@ -1,9 +1,9 @@
 """Pages in Markdown from the papers, the questions of pipelines/ and pipelines/results/.
 
-docs/claims.md: every table and figure of the papers, with what the studies found.
-docs/answers.md: answers_page.py. pipelines/README.md: its questions, and those of each folder, with
-answers and commands. README.md of a folder:
-tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``.
+`make pages` writes them. docs/claims.md: every table and figure of the papers, with what the
+studies found. docs/answers.md: reader_answers.py. pipelines/README.md: its questions, and those of
+each folder, with answers and commands. README.md of a folder: tables of claims and questions,
+between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``.
 """
 
 import re
@@ -13,18 +13,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from moecore.core.files import UserError, write_whole
 from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
-from moecore.report.claims.answers_page import answer_readers, fill_in_numbers
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
 from moecore.report.tables.paper_numbers import COSTS
 from moecore.study import papers
 from moecore.study.document import did_you_mean
 from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions, load_rounds
 from moecore.study.sections import Claim, Question
+from tools.reader_answers import answer_readers, fill_in_numbers
 
 CLAIMS_PAGE = Path("docs/claims.md")
 STUDIES_PAGE = papers.PIPELINES / "README.md"
@@ -43,6 +44,16 @@ STATES = {
     "cannot": "cannot be printed here (see there)",
     "scheme": "a scheme or settings: nothing to print",
 }
+
+
+def template_environment() -> Environment:
+    """Return the Jinja environment of the Markdown pages."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def write_claims_page(root: Path = Path()) -> Path:
@@ -86,7 +97,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
         tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
     facts = count_facts_once(claims)
     verdicts = Counter(answer.verdict_holm for answer in facts)
-    template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
+    template = template_environment().get_template("claims.md.jinja")
     numbers = {
         "facts": facts,
         "told": _list_counts(verdicts, ORDER),
@@ -297,14 +308,15 @@ def render_study_pages(root: Path) -> dict[Path, str]:
                 "table": _question_table(of_folder, studies),
             }
         )
-    answered, answers_page = answer_readers(root, studies, answers)
+    template = template_environment().get_template("answers.md.jinja")
+    answered, answers_page = answer_readers(root, studies, answers, template)
     worlds = []
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         comment = takewhile(lambda line: line.startswith("#"), lines)
         purpose = " ".join(line.removeprefix("#").strip() for line in comment)
         worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", purpose))
-    template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
+    template = template_environment().get_template("studies.md.jinja")
     text = template.render(
         answered=answered,
         sections=sections,
@@ -367,3 +379,13 @@ def _count_verdicts(answers: Sequence[Answer]) -> str:
 def _list_counts(counts: Counter[str], names: Sequence[str]) -> str:
     """Return the counts as text, such as "3 holds, 1 differs", in the order of ``names``."""
     return ", ".join(f"{counts[name]} {name}" for name in names if counts[name])
+
+
+def main() -> None:
+    """Write all pages; print their paths."""
+    for path in (write_claims_page(), *write_study_pages()):
+        print(f"{path}: written")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Template
 from pydantic import Field
 
 from moecore.core.config import Config
@@ -16,7 +17,6 @@ from moecore.core.files import UserError
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.significance import LEVEL
-from moecore.report.page.report_page import template_environment
 from moecore.report.tables.cells import SCALES, NumberFormat, markdown_table
 from moecore.statistics.intervals import Interval
 from moecore.study.document import Document, load_yaml_document
@@ -103,7 +103,7 @@ class AnsweredQuestion(NamedTuple):
 
 
 def answer_readers(
-    root: Path, studies: Studies, answers: Sequence[Answer]
+    root: Path, studies: Studies, answers: Sequence[Answer], template: Template
 ) -> tuple[list[str], dict[Path, str]]:
     """Return the Markdown lines of the table of questions, and path → text of docs/answers.md.
 
@@ -129,9 +129,7 @@ def answer_readers(
         )
         for question in answered
     ]
-    template = template_environment().overlay(autoescape=False).get_template("answers.md.jinja")
-    methods = methods_table(content.methods, studies)
-    text = template.render(answered=answered, methods=methods)
+    text = template.render(answered=answered, methods=methods_table(content.methods, studies))
     table = markdown_table(("question", "answer", "details"), rows)
     return table, {ANSWERS_PAGE: text.rstrip() + "\n"}
 
