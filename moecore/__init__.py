@@ -41,7 +41,11 @@ if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code
     from moecore.training.job import routing_loss as routing_loss
     from moecore.training.upcycle import upcycle_in_place as upcycle
 
-    __all__ = ("trace", "upcycle", "export")  # pyright takes renamed imports for private; not ``X as X``
+    __all__ = (
+        "trace",
+        "upcycle",
+        "export",
+    )  # pyright takes renamed imports for private; not ``X as X``
     __version__: str
 else:
     import ast

@@ -199,8 +199,11 @@ def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np
     if policy == "static":
         counts = [Counter(request.tolist()) for request in requests]
         total = sum(counts, Counter())
-        best = [{expert for expert, _ in (total - count).most_common(size)} for count in counts]
-        return np.array([sum(c[expert] for expert in b) for c, b in zip(counts, best, strict=True)])
+        hits = []
+        for count in counts:
+            kept = (total - count).most_common(size)
+            hits.append(sum(count[expert] for expert, _ in kept))
+        return np.array(hits)
     uses = np.concatenate(requests).tolist()
     later: dict[int, int] = {}
     next_uses = [0] * len(uses)

@@ -237,7 +237,8 @@ def sum_lengths(items: Sequence[PlannedStage]) -> str:
         length = f"{hours} h {minutes} min".removeprefix("0 h ").removesuffix(" 0 min")
     unknown = sum(item.seconds is None for item in items)
     rest = f", {unknown} of unknown length" if unknown else ""
-    return f"{length} ({len(items)} stages{rest})"
+    stages = "1 stage" if len(items) == 1 else f"{len(items)} stages"
+    return f"{length} ({stages}{rest})"
 
 
 def describe_changed_raw_data(params: Path) -> Iterator[str]:

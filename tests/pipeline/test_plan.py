@@ -70,7 +70,7 @@ def test_lengths_are_those_of_all_stages_and_unknown_ones_are_counted():
     def planned(*seconds: float | None) -> list[PlannedStage]:
         return [PlannedStage(str(index), (), one) for index, one in enumerate(seconds)]
 
-    assert sum_lengths(planned(5400.0)) == "1 h 30 min (1 stages)"
+    assert sum_lengths(planned(5400.0)) == "1 h 30 min (1 stage)"
     assert sum_lengths(planned(31.0, 28.4, None)) == "59 s (3 stages, 1 of unknown length)"
     assert sum_lengths(planned(3590.0, 10.0)) == "1 h (2 stages)"
 

@@ -122,7 +122,8 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             interval = _scaled(quantity, method)
             thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
             axes.plot(limits_or_value(interval), [place] * 2, **thin)
-            axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
+            look = looks[method]
+            axes.plot(interval.value, place, linestyle="", markersize=8, clip_on=False, **look)
             ends += limits_or_value(interval)
         draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
