@@ -145,12 +145,16 @@ class Measurement(MeasuredPart, ABC):
             result = self.measure(subject, parts)
             assert result is not None, f"{type(self).__name__} has no metrics and no result"
             return result
+        out = Values(self.all_metrics(), subject.data.task, parts)
+        self.measure(subject, out)
+        return out.found()
+
+    def all_metrics(self) -> dict[str, Metric]:
+        """Return the declared metrics, and those of the parts."""
         metrics = dict(self.metrics)
         for part in self.parts.values():
             metrics |= part.metrics
-        out = Values(metrics, subject.data.task, parts)
-        self.measure(subject, out)
-        return out.found()
+        return metrics
 
 
 @cache

@@ -99,7 +99,7 @@ class OnPage(NamedTuple):
     place: int = 100  # on the page, ascending; equal places are ordered by name
     heading: str = ""  # of its section; "" for the title
     charts: tuple[Chart, ...] = ()  # in their order on the page
-    about: str = ""  # metric or column of the summary line; "" for the first with a direction
+    about: str = ""  # metric, or column (fog_0_75) of one with places; "": first with a direction
 
 
 class Value(Config):

@@ -29,8 +29,8 @@ class Rows(NamedTuple):
     offsets: Tensor  # (E,) int32, the end of each expert's rows
     projected: bool = False  # values (R, r) are already projected onto their expert's basis
     pairs: RowOrigins | None = None  # None: rows are not pairs of token and choice
-    # (G, E): rows are sorted by group instead, with offsets (G,); all rows of a group use one
-    # expert, whose parameters are the mean over all experts, weighted by the group's shares
+    # (G, E): rows are sorted by group instead, with offsets (G,). The module then has parameters
+    # (G, …), already the means over all experts weighted by shares: read G from their shapes.
     shares: Tensor | None = None
 
 

@@ -23,7 +23,7 @@ from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calculation import Calculation
 from moecore.measure.calibrators.base import Calibrator
-from moecore.measure.values import Found, PartStore
+from moecore.measure.values import SCORE, Found, PartStore
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 from moecore.testing.check_helpers import (
@@ -256,6 +256,8 @@ def _check_result(settings: Measurement, collect: Callable[[PartStore], Any]) ->
     """Return what ``collect`` computes; AssertionError if a promise about the result is broken."""
     before = torch.get_rng_state()
     result = collect(Pieces())
+    if isinstance(result, Found):
+        _check_declarations(settings, result)
     decoded = type(result).model_validate_json(result.model_dump_json())
     assert_that(settings, decoded == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
@@ -268,6 +270,23 @@ def _check_result(settings: Measurement, collect: Callable[[PartStore], Any]) ->
     promise = "killed after any piece and resumed it has the same result"
     assert_that(settings, resumed == result, promise)
     return result
+
+
+BETTER = ("", "higher", "lower", SCORE)
+FORMS = ("number", "share", "count", "seconds", "bytes", SCORE)
+
+
+def _check_declarations(settings: Measurement, found: Found) -> None:
+    """Raise AssertionError for values and charts that the page would leave out or misread."""
+    names = settings.all_metrics()
+    for name, metric in names.items():
+        for key, allowed in (("better", BETTER), ("form", FORMS)):
+            promise = f"{key} of {name} is one of {', '.join(map(repr, allowed))}"
+            assert_that(settings, getattr(metric, key) in allowed, promise)
+    used = [value.metric.removesuffix("_chance") for value in found.values]
+    for name in [*used, *(chart.metric for chart in settings.page.charts)]:
+        promise = f"what it puts and charts is declared: {name!r} is none of {', '.join(names)}"
+        assert_that(settings, name in names, promise)
 
 
 def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
@@ -309,6 +328,8 @@ def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
         values = fitted.apply(predictions, chosen_groups, **ages)
         fits = values.shape == predictions.shape and np.isfinite(np.asarray(values)).all()
         assert_that(settings, fits, "what it calibrates is finite and keeps its shape")
+        same = type(values) is type(predictions)  # a tensor of logits, or an array
+        assert_that(settings, same, f"it returns a {type(predictions).__name__}, as it is given")
         first = {name: all_ages[1:2] for name, all_ages in ages.items()}
         alone = fitted.apply(predictions[1:2], chosen_groups and chosen_groups[1:2], **first)
         same = np.allclose(np.asarray(alone), np.asarray(values[1:2]))

@@ -344,6 +344,8 @@ def check_experts(experts: Experts | type[Experts]) -> None:
     module = settings.build(WIDTH)
     draw_weights(module)
     number = settings.networks
+    for name, weight in module.named_parameters():
+        assert_that(settings, weight.shape[:1] == (number,), f"{name} has a row per expert, (E, …)")
     values = seeded_randn((number - 1) * ROWS, WIDTH)
     ends = ROWS * torch.arange(1, number + 1, dtype=torch.int32).clamp(max=number - 1)
     _check_rows(settings, module.eval(), values, ends)

@@ -138,6 +138,11 @@ def test_a_study_is_in_order(text):
     assert read_study_and_problems(parse_yaml_document(text), ())[1] == []
 
 
+def test_a_sentence_may_claim_a_direction_and_a_size():
+    written = edited(IMAGES, {"claims": [CLAIM, CLAIM | SIZE]})
+    assert read_study_and_problems(parse_yaml_document(written), STAGES)[1] == []
+
+
 FILE = [*wrong_settings("file"), *((IMAGES, edits, key) for edits, key in CLAIMS)]
 
 

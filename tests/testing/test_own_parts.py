@@ -19,6 +19,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
+from moecore.measure.values import Chart, Metric, OnPage
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.backbones.vit import Vit
@@ -361,6 +362,29 @@ class Unsaid(Calibrator):
         raise NotImplementedError
 
 
+class Misdeclared(Measurement):
+    metrics: ClassVar = {"light": Metric("Light", "higher")}
+    put_name: str = "light"
+
+    def measure(self, subject, out):
+        out.put(self.put_name, 0.5)
+
+
+class Praised(Misdeclared):
+    metrics: ClassVar = {"light": Metric("Light", "high")}
+
+
+class Charted(Misdeclared):
+    page: ClassVar = OnPage("light", charts=(Chart("lihgt", "shift", "Light", "Shift", "Light"),))
+
+
+class Listed(Mlp):
+    def build(self, width):
+        module = super().build(width)
+        module.scale = torch.nn.Parameter(torch.ones(width))
+        return module
+
+
 YEARS = torch.tensor([40.0, 60.0]).numpy()
 
 
@@ -377,6 +401,10 @@ YEARS = torch.tensor([40.0, 60.0]).numpy()
         ("source", Restless(), "the same settings write the same bytes$"),
         ("measurement", Brightness(noisy=True, calls=[]), "draws no global number"),
         ("measurement", Brightness(calls=[]), "killed after any piece"),
+        ("measurement", Misdeclared(put_name="lihgt"), "declared: 'lihgt' is none of light"),
+        ("measurement", Praised(), "better of light is one of '', 'higher', 'lower', 'score'"),
+        ("measurement", Charted(), "declared: 'lihgt' is none of light"),
+        ("experts", Listed(number=3), r"scale has a row per expert, \(E, …\)"),
         ("router", Counted(), r"it builds on the meta device, .*\.item\(\)"),
         ("calibrator", Unsaid(), r"set the class attribute fitted, .* \(docs/api\.md\)$"),
     ],

@@ -38,7 +38,7 @@ class FittedCalibrator(Config, ABC):
             groups: Group (sex) of each number, (N,); None: no groups.
 
         Returns:
-            Calibrated predictions of the same shape.
+            Calibrated predictions of the same type and shape; of classes logits, too.
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ class Experts(Part, ABC):
 
 
 class ExpertsModule(nn.Module):
-    """The experts of a layer: ``experts(rows)`` maps Rows of values (R, d) to values (R, d)."""
+    """Maps Rows of values (R, d) to values (R, d); each parameter has a row per expert, (E, …)."""
 
     can_copy_mlp: bool = False  # each expert can begin with the weights of a dense MLP
 
