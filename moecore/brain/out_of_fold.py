@@ -121,10 +121,8 @@ def build_fold_job(
 def assign_folds(
     participants: Sequence[str], ages: np.ndarray, folds: int, seed: int
 ) -> np.ndarray:
-    """Return the number of the fold that each volume is held out in, int64 (N,).
-
-    Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
-    """
+    """Return the number of the fold that each volume is held out in, int64 (N,)."""
+    # Participants are sorted by mean age; each ``folds`` neighbours are shuffled over the folds.
     names, person = np.unique(np.array(participants, dtype=str), return_inverse=True)
     if len(names) < folds:
         allowed = f"at most {len(names)}, the participants of the training split"

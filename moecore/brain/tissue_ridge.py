@@ -175,10 +175,8 @@ class SplitFeatures(NamedTuple):
 
 
 def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
-    """Fit the ridge regression to the training split, and return its errors on the test split.
-
-    Features are standardised; the leave-one-out error chooses the penalty.
-    """
+    """Fit the ridge regression to the training split, and return its errors on the test split."""
+    # Features are standardised; the leave-one-out error chooses the penalty.
     from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

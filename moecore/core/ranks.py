@@ -180,20 +180,16 @@ def exit_other_ranks() -> None:
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of ``values`` over ranks, with gradient, for losses that are not linear.
-
-    Every rank then has the same loss. Gradients are multiplied by the number of ranks, which the
-    mean over all ranks' gradients cancels.
-    """
+    """Return the sum of ``values`` over ranks, with gradient, for losses that are not linear."""
+    # Every rank then has the same loss. Gradients are multiplied by the number of ranks, which the
+    # mean over all ranks' gradients cancels.
     return _AllReduce.apply(values) if has_process_group() else values
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """Return the mean of ``values`` over all ranks, a scalar with gradient.
-
-    Ranks may have different numbers of values (words of captions); a mean of their means would
-    then depend on the number of ranks.
-    """
+    """Return the mean of ``values`` over all ranks, a scalar with gradient."""
+    # Ranks may have different numbers of values (words of captions); a mean of their means would
+    # then depend on the number of ranks.
     if not has_process_group():
         return values.mean()
     count = values.new_tensor(float(values.numel()))

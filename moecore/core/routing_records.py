@@ -37,10 +37,8 @@ class RoutingRecord(NamedTuple):
 
 
 def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return fp64 scores (B, T, E) that rank chosen experts first, otherwise in the same order.
-
-    With a bias or groups of experts, the chosen experts may not be the most probable.
-    """
+    """Return fp64 scores (B, T, E) that rank chosen experts first, otherwise in the same order."""
+    # With a bias or groups of experts, the chosen experts may not be the most probable.
     scores = scores.double()
     reach = scores.amax(dim=-1, keepdim=True) - scores.amin(dim=-1, keepdim=True)
     return scores + chosen * (reach + 1)

@@ -80,10 +80,8 @@ class BatchDraws(NamedTuple):
 
 
 def select_rank_rows(batch: Tensor, views: int) -> Tensor:
-    """Return this rank's part (views · b, …) of ``batch`` (views · B, …).
-
-    All first views come before all second views, so the part of two views is not contiguous.
-    """
+    """Return this rank's part (views · b, …) of ``batch`` (views · B, …)."""
+    # All first views come before all second views, so the part of two views is not contiguous.
     ranks = current_ranks()
     if ranks.size == 1:
         return batch

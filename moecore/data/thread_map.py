@@ -38,12 +38,10 @@ class _BlasLimit:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread inside the context, for all threads of the process.
-
-    With several, sums are split differently, so that the last bits of a product depend on the
-    number of cores; and small products take several times as long, since its threads wait for each
-    other. Nested and overlapping uses are counted.
-    """
+    """Limit BLAS to one thread inside the context, for all threads of the process."""
+    # With several, sums are split differently, so that the last bits of a product depend on the
+    # number of cores; and small products take several times as long, since its threads wait for
+    # each other. Nested and overlapping uses are counted.
     from threadpoolctl import threadpool_limits
 
     with _BlasLimit.lock:

@@ -55,10 +55,8 @@ def iterate_attacked_images(
 def iterate_augmented_images(
     images: np.ndarray, augmentations: Sequence[TwoViewAugmentation], layout: TokenLayout, seed: int
 ) -> Iterator[ChangedImages]:
-    """Yield one random view of the images (uint8, volumes float16) under each augmentation.
-
-    Drawn from (seed, name): the same for every method.
-    """
+    """Yield one random view of the images (uint8, volumes float16) under each augmentation."""
+    # Drawn from (seed, name): the same for every method.
     number = len(images)
     for augmentation in augmentations:
         views = draw_two_views(images, augmentation, seed, *augmentation.name.encode())

@@ -200,10 +200,8 @@ def slopes_at(
 
 
 def top_singular_pair(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest singular value (B,) of Jacobians (B, K, P), and its direction (B, P).
-
-    Right singular vectors of length 1 (0 if the value is 0), by JJᵀ, as K is far below P.
-    """
+    """Return the largest singular value (B,) of Jacobians (B, K, P), and its direction (B, P)."""
+    # Right singular vectors of length 1 (0 if the value is 0), by JJᵀ, as K is far below P.
     values, vectors = torch.linalg.eigh(jacobians @ jacobians.transpose(1, 2))
     largest = values[:, -1].clamp_min(0).sqrt()
     return largest, _unit_rows((jacobians.transpose(1, 2) @ vectors[:, :, -1:]).squeeze(-1))
@@ -280,10 +278,8 @@ def halve_to_steeper(
 
 
 def project_to_l2_ball(points: Tensor, centre: Tensor, radius: float) -> Tensor:
-    """Project points (B, C, H, W) into the ℓ2 ball around ``centre``, then into [0, 1].
-
-    As the centre is in [0, 1], the second step does not increase the distance.
-    """
+    """Project points (B, C, H, W) into the ℓ2 ball around ``centre``, then into [0, 1]."""
+    # As the centre is in [0, 1], the second step does not increase the distance.
     change = points - centre
     shrink = (radius / _lengths(change).clamp_min(radius)).view(-1, 1, 1, 1)
     return (centre + change * shrink).clamp(0, 1)

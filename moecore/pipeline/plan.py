@@ -135,11 +135,9 @@ def plan_stages(
 def stages_changed_by_code(
     pipeline: DvcStatus, root: Path = ROOT
 ) -> dict[str, tuple[str, ...]] | None:
-    """Return stage → ("FILE edited", …); None if that is not known. root: folder of the code.
-
-    DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage, and
-    compared with the stage's last result.
-    """
+    """Return stage → ("FILE edited", …); None if that is not known. root: folder of the code."""
+    # DVC only knows that the stage ``code`` has to run. The code is hashed here as by that stage,
+    # and compared with the stage's last result.
     entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None

@@ -328,10 +328,8 @@ def _locked_paths(study: Path, written: int) -> frozenset[str]:
 
 
 def open_study(study: Path) -> list[str]:
-    """Allow imports of the packages in a study's params.yaml, and return its ``run.methods``.
-
-    Without a readable file there are none: `moecore check` reports its errors.
-    """
+    """Allow imports of the packages in a study's params.yaml, and return its ``run.methods``."""
+    # Without a readable file there are none: `moecore check` reports its errors.
     allow_packages((), ())
     try:
         document = load_yaml_document(study / "params.yaml")

@@ -230,11 +230,9 @@ def _without_shown_words(call: ast.Call) -> ast.Call:
 
 
 def _only_refuses(item: Any) -> bool:
-    """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``.
-
-    Only `moecore check` calls them. The annotation distinguishes them from other methods of these
-    names.
-    """
+    """Return whether a method of a class is ``Config.misfits`` or ``Config.remarks``."""
+    # Only `moecore check` calls them. The annotation distinguishes them from other methods of these
+    # names.
     if item.__class__ is not ast.FunctionDef or item.decorator_list:
         return False
     returns = getattr(item.returns, "id", "")
@@ -309,10 +307,8 @@ _imported_by_server: dict[Path, tuple[str, tuple[str, str]]] = {}
 
 
 def remember_imported_sources() -> None:
-    """Remember the hashes of all imported files of moecore, for processes forked from this one.
-
-    A forked stage runs the code that its server imported, which may be older than the files.
-    """
+    """Remember the hashes of all imported files of moecore, for processes forked from this one."""
+    # A forked stage runs the code that its server imported, which may be older than the files.
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         if name.partition(".")[0] == OUR_PACKAGE and path.is_relative_to(ROOT):

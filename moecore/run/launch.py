@@ -122,10 +122,9 @@ def run_launcher(command: Sequence[str], ranks: int) -> int:
 
 
 def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a launcher, without variables of a surrounding SLURM job.
-
-    With them, ``srun`` would start a step of that job, and a rank would count as one of its tasks.
-    """
+    """Return the environment of a launcher, without variables of a surrounding SLURM job."""
+    # With them, ``srun`` would start a step of that job, and a rank would count as one of its
+    # tasks.
     is_in_job = "SLURM_JOB_ID" in environment
     variables = {
         name: value

@@ -172,10 +172,8 @@ def record_run(
 
 
 def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
-    """Return the undamaged lines of a killed process's history; print a warning about others.
-
-    Without its header a history is lost, but the training still continues from its checkpoint.
-    """
+    """Return the undamaged lines of a killed process's history; print a warning about others."""
+    # Without its header a history is lost, but the training still continues from its checkpoint.
     path = folder / HISTORY_FILE
     lines = read_lines(folder)
     if lines and "uid" not in lines[0]:

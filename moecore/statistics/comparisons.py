@@ -268,11 +268,9 @@ def paired_bootstrap(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for a family of comparisons, in the same order (Holm, 1979).
-
-    The i-th smallest of m is multiplied by m − i + 1, is at least its predecessor, and at most 1.
-    Tests with a corrected p below 0.05 hold at 5 % for the whole family.
-    """
+    """Return p-values corrected for a family of comparisons, in the same order (Holm, 1979)."""
+    # The i-th smallest of m is multiplied by m − i + 1, is at least its predecessor, and at most 1.
+    # Tests with a corrected p below 0.05 hold at 5 % for the whole family.
     corrected = [0.0] * len(values)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):

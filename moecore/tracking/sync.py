@@ -97,10 +97,8 @@ def headline_names(parents: Iterable[StoredRun]) -> list[str]:
 
 
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
-    """Save a view of the experiment: the headline numbers of ``parents``, the best score first.
-
-    Its charts begin with the score against the next number, which is the score under attack.
-    """
+    """Save a view of the experiment: the headline numbers of ``parents``, the best score first."""
+    # Its charts begin with the score against the next number, which is the score under attack.
     names = headline_names(parents)
     means = [name for name in names if not name.endswith((".lo", ".hi"))]
     # The limits of the first two, the score with and without attack; others can be added by hand.
@@ -406,10 +404,8 @@ class StudyImporter:
         parent.set_tags({HEADLINE: " ".join(names) or None})
 
     def _retire_runs(self, shown: set[str]) -> None:
-        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED.
-
-        A replaced parent stays in the view until its successor has its first number, the score.
-        """
+        """Tag replaced runs, and runs without history, as not current; set dead ones KILLED."""
+        # A replaced parent stays in the view until its successor has its first number, the score.
         newest = {self.parents[run_id].tags[FAMILY]: self.parents[run_id] for run_id in shown}
         for run in self.parents.values():
             current = str(run.id in shown).lower()

@@ -52,10 +52,8 @@ def follow_up_shares(before: Tensor, chosen: Tensor) -> Tensor:
 
 
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
-    """Return P(b | a) / P(b), (E, E), from counts (E, E) of ``tokens``; 1 if independent.
-
-    As a token has only k experts, chance at an even load is (k − 1)·E / ((E − 1)·k), below 1.
-    """
+    """Return P(b | a) / P(b), (E, E), from counts (E, E) of ``tokens``; 1 if independent."""
+    # As a token has only k experts, chance at an even load is (k − 1)·E / ((E − 1)·k), below 1.
     return conditional_coactivation(counts) * tokens / _divisors(counts)
 
 

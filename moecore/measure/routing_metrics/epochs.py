@@ -109,10 +109,8 @@ def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
 
 
 def purity_by_image(tables: np.ndarray) -> np.ndarray:
-    """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,).
-
-    Each image's influence (jackknife) with every expert's most frequent kind fixed.
-    """
+    """Return ``expert_purity`` of the summed tables (N, E, D) as one value per image, (N,)."""
+    # Each image's influence (jackknife) with every expert's most frequent kind fixed.
     kind = tables.sum(axis=0).argmax(axis=1)
     right = tables[:, np.arange(len(kind)), kind].sum(axis=1)
     return linearize_ratio(right, tables.sum(axis=(1, 2)))
@@ -326,11 +324,9 @@ MAX_EPOCHS = 12
 
 
 def spread_places(total: int, number: int) -> list[int]:
-    """Return ``number`` evenly spread indices below ``total``, or all.
-
-    A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
-    is start, middle, quarters, and so on.
-    """
+    """Return ``number`` evenly spread indices below ``total``, or all."""
+    # A larger number extends the list: the indices follow van der Corput's sequence of base 2, that
+    # is start, middle, quarters, and so on.
     places: dict[int, None] = {}
     step = 0
     while len(places) < min(number, total):

@@ -161,10 +161,8 @@ class ExpertOutputs(NamedTuple):
         )
 
     def similarities(self, other: "ExpertOutputs") -> Tensor:
-        """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine per image, (2, N).
-
-        CKA's values are mean plus influence of each image (infinitesimal jackknife).
-        """
+        """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine per image, (2, N)."""
+        # CKA's values are mean plus influence of each image (infinitesimal jackknife).
         strength, by_image = cross_strength(self.centred, other.centred)
         scale = (self.strength * other.strength).sqrt()
         cka = strength / scale
@@ -269,10 +267,8 @@ def matched_agreement_by_image(
 def chance_agreement(
     ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, people: np.ndarray | None = None
 ) -> tuple[float, float]:
-    """Return correlation and overlap if the second training's images (people) are permuted.
-
-    Matched and compared like the real one; it measures what experts share by position alone.
-    """
+    """Return correlation and overlap if the second training's images (people) are permuted."""
+    # Matched and compared like the real one; it measures what experts share by position alone.
     orders = permuted_orders(len(theirs), DRAWS, 0, people)
     nulls = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
     correlations, overlaps = zip(*((null.correlation, null.overlap) for null in nulls), strict=True)

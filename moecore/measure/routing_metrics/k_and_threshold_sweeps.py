@@ -107,10 +107,8 @@ def sweep_threshold(
 
 
 def score_threshold(router: Any) -> float | None:
-    """Return the threshold that a chosen expert's logit exceeds; None for other routers.
-
-    The threshold of top_p is a sum of probabilities and does not count.
-    """
+    """Return the threshold that a chosen expert's logit exceeds; None for other routers."""
+    # The threshold of top_p is a sum of probabilities and does not count.
     return router.threshold if router.has_score_threshold else None
 
 

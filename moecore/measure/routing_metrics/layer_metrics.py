@@ -111,10 +111,8 @@ def kept_choices(before: Tensor, after: Tensor) -> Tensor:
 
 
 def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return f(mean of the rows) as one value per row, (B,), with that mean; rows (B, D).
-
-    f(m) + ∇f(m)·(x − m), each row's influence (infinitesimal jackknife; Efron, 1982).
-    """
+    """Return f(mean of the rows) as one value per row, (B,), with that mean; rows (B, D)."""
+    # f(m) + ∇f(m)·(x − m), each row's influence (infinitesimal jackknife; Efron, 1982).
     # A column of zeros has no influence, and an entropy has no derivative there: leave it out.
     rows = rows[:, rows.any(dim=0)].double()
     mean = rows.mean(dim=0)
@@ -178,10 +176,8 @@ _MIN_WEIGHT = 1e-6
 
 
 def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
-    """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0.
-
-    Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
-    """
+    """Return (B, T) fp64: 1 for tokens with fewer than ``k`` scores above the threshold, else 0."""
+    # Algorithm 1, line 13. With a ``k`` of 1: tokens that fall back on top-k (figure S3).
     return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
 
@@ -356,10 +352,8 @@ SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
 
 
 def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
-    """Return G (E, E) fp64, G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions.
-
-    Wang et al. (2005), eq. 8. Positive definite.
-    """
+    """Return G (E, E) fp64, G_ij = exp(−|P_i − P_j|² / 2σ²) / (2πσ²), P the grid positions."""
+    # Wang et al. (2005), eq. 8. Positive definite.
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     places = torch.stack([row.flatten(), column.flatten()], dim=1).double()
     squared = (places[:, None] - places[None]).square().sum(dim=-1)
@@ -367,10 +361,8 @@ def imed_matrix(rows: int, columns: int, sigma: float = SIGMA) -> Tensor:
 
 
 def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
-    """Return the squared distance d² = (u − v)ᵀ G (u − v) of maps (…, E), (…) fp64 ≥ 0.
-
-    Two distant one-hot maps have d² = 1/π = 0.318, two adjacent ones (1 − exp(−1/2))/π = 0.125.
-    """
+    """Return the squared distance d² = (u − v)ᵀ G (u − v) of maps (…, E), (…) fp64 ≥ 0."""
+    # Two distant one-hot maps have d² = 1/π = 0.318, two adjacent ones (1 − exp(−1/2))/π = 0.125.
     if before.shape != after.shape:
         shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
         raise ValueError(f"IMED of maps of shapes {shapes}; they must be equal")
@@ -389,10 +381,8 @@ def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tens
 
 
 def partner_images(images: int, seed: int) -> Tensor:
-    """Return another image for each of N images, (N,) int64: the next on a random circle.
-
-    No image is its own partner and each is a partner once: all methods compare the same N pairs.
-    """
+    """Return another image for each of N images, (N,) int64: the next on a random circle."""
+    # No image is its own partner and each is a partner once: all methods compare the same N pairs.
     if images < 2:
         raise ValueError(f"pairs of different images among {images}; two are needed")
     circle = np.random.default_rng(seed).permutation(images)

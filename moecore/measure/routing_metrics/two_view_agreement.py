@@ -221,10 +221,8 @@ def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 def match_intervals(
     layers: Sequence[LayerMatches], people: np.ndarray | None
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Return match metric → bootstrap limits over images or people, not over pairs of tokens.
-
-    Each layer's pairs are weighted as if there were as many as in the last layer.
-    """
+    """Return match metric → bootstrap limits over images or people, not over pairs of tokens."""
+    # Each layer's pairs are weighted as if there were as many as in the last layer.
     number = layers[-1].number
     by_layer = [layer.counts * (number / layer.number.clamp(min=1))[:, None] for layer in layers]
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()

@@ -243,10 +243,8 @@ def _describe_comparison(answer: Answer) -> str:
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
-    """Return the difference with its variances scaled to this number of seeds and of items.
-
-    A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
-    """
+    """Return the difference with its variances scaled to this number of seeds and of items."""
+    # A = var(seed means)/S scales with 1/S, B = var(item means)/n with 1/n.
     numbers = [(difference.seeds, seeds), (difference.items, items)]
     if len(difference.sources) == 1:
         numbers = numbers[:1] if difference.kind == SEEDS else numbers[1:]

@@ -56,10 +56,8 @@ NAMED = 3  # claims per verdict, at most, that are named
 def describe_phase_findings(
     phase: Phase, title: str, quantities: PhaseQuantities, controls: Collection[str]
 ) -> str:
-    """Return sentences on a phase's routing and on its methods under attack, except controls.
-
-    The score on clean data is in the report's first sentence.
-    """
+    """Return sentences on a phase's routing and on its methods under attack, except controls."""
+    # The score on clean data is in the report's first sentence.
     parts = [_routing(phase, quantities)]
     if attacked := quantities.attacked:
         cells = {name: cell for name, cell in attacked.cells.items() if name not in controls}

@@ -57,10 +57,8 @@ class ExpertUseSums:
 
 
 def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, ExpertUse]:
-    """Return name of an MoE layer → use of its experts on ``images`` images of ``split``.
-
-    Every expert computes every token, so a layer costs E / k times as much.
-    """
+    """Return name of an MoE layer → use of its experts on ``images`` images of ``split``."""
+    # Every expert computes every token, so a layer costs E / k times as much.
     sums: dict[str, ExpertUseSums] = {}
     pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
 

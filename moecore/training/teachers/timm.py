@@ -246,11 +246,9 @@ def swin_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def define_missing_operators() -> torch.library.Library | None:
-    """Make torchvision importable with a CPU build of torch; return the object that keeps it so.
-
-    Its import registers fake implementations of CUDA operators, which must be defined; timm uses
-    none of them.
-    """
+    """Make torchvision importable with a CPU build of torch; return the object that keeps it so."""
+    # Its import registers fake implementations of CUDA operators, which must be defined; timm uses
+    # none of them.
     if torch.version.cuda is not None:
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")
