@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, get_origin
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar, get_origin
 
 import numpy as np
 import torch
@@ -21,7 +22,26 @@ from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ATOL, RTOL = 1e-5, 1e-4  # for fp32 sums in another order
+
+
+def names_the_part(check: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a check: errors in a part other than UserError become one-line AssertionErrors."""
+
+    @wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return check(*args, **kwargs)
+        except (AssertionError, UserError):
+            raise
+        except Exception as error:
+            part = [*args, *kwargs.values()][0]
+            name = getattr(part, "__name__", type(part).__name__)
+            raise AssertionError(f"{name}: {last_traceback_line(error)}") from error
+
+    return checked
 
 
 def settings_of(part: Any) -> Any:

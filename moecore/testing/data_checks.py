@@ -34,6 +34,7 @@ from moecore.testing.check_helpers import (
     assert_that,
     has_same_state,
     is_close,
+    names_the_part,
     seeded_randn,
     settings_of,
     small_data,
@@ -41,6 +42,7 @@ from moecore.testing.check_helpers import (
 )
 
 
+@names_the_part
 def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     """Check that a data source keeps its promises, and return the data that it wrote.
 
@@ -88,6 +90,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     return data
 
 
+@names_the_part
 def check_source_preview(source: Source | type[Source]) -> Card:
     """Check that a source's ``describe`` keeps its promises, without preparing data.
 
@@ -119,6 +122,7 @@ def check_source_preview(source: Source | type[Source]) -> Card:
     return planned
 
 
+@names_the_part
 def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:
     """Check that a task keeps the promises of tasks.
 
@@ -203,6 +207,7 @@ class Pieces:
         return json.loads(self.stored[name])
 
 
+@names_the_part
 def check_measurement(
     measurement: Measurement | type[Measurement], subject: MeasuredModel | None = None
 ) -> Config:
@@ -233,6 +238,7 @@ def check_measurement(
     return result
 
 
+@names_the_part
 def check_calculation(calculation: Calculation | type[Calculation]) -> Found:
     """Check that a measurement without a model keeps its promises, and return its values.
 
@@ -289,6 +295,7 @@ def _check_declarations(settings: Measurement, found: Found) -> None:
         assert_that(settings, name in names, promise)
 
 
+@names_the_part
 def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
     """Check that a calibrator keeps the promises of calibrators.
 
@@ -342,6 +349,7 @@ EPSILON = 0.1
 YEARS = Regression(target="age", unit="years")
 
 
+@names_the_part
 def check_attack(attack: Attack | type[Attack]) -> None:
     """Check that an attack keeps the promises of attacks.
 

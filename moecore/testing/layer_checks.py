@@ -31,6 +31,7 @@ from moecore.testing.check_helpers import (
     draw_weights,
     has_same_state,
     is_close,
+    names_the_part,
     seeded_randn,
     settings_of,
 )
@@ -40,6 +41,7 @@ TOKENS = 29  # enough that experts' rows are padded on a CPU
 EXPERTS = Mlp(number=4, hidden_ratio=1.5)
 
 
+@names_the_part
 def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> None:
     """Check that a router keeps the promises of routers.
 
@@ -72,6 +74,7 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
         _check_causality(settings, layer)
 
 
+@names_the_part
 def check_balance(balance: Balance | type[Balance]) -> None:
     """Check that a balance keeps the promises of balances.
 
@@ -326,6 +329,7 @@ def _seeded_call(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext)
 ROWS = 5  # per expert, except the last one, which has none
 
 
+@names_the_part
 def check_experts(experts: Experts | type[Experts]) -> None:
     """Check that experts keep the promises of experts.
 

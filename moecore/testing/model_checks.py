@@ -29,6 +29,7 @@ from moecore.testing.check_helpers import (
     draw_weights,
     has_same_state,
     is_close,
+    names_the_part,
     seeded_randn,
     settings_of,
     small_objective_inputs,
@@ -40,6 +41,7 @@ from moecore.training.teachers.base import Teacher
 MOE = MoESettings(router=NoisyTopK(), experts=Mlp(number=EXPERTS, hidden_ratio=1.0), blocks="all")
 
 
+@names_the_part
 def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE) -> None:
     """Check that a backbone keeps the promises of backbones, dense and with four experts.
 
@@ -73,6 +75,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
         assert_that(settings, same, "a model with the same state_dict computes the same")
 
 
+@names_the_part
 def check_teacher(teacher: Teacher | type[Teacher], image: ImageSpec = IMAGE) -> None:
     """Check that a teacher keeps the promises of teachers.
 
@@ -182,6 +185,7 @@ def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
     return None
 
 
+@names_the_part
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     """Check that a regularizer keeps the promises of regularizers.
 

@@ -364,7 +364,7 @@ class Unsaid(Calibrator):
 
 class Misdeclared(Measurement):
     metrics: ClassVar = {"light": Metric("Light", "higher")}
-    put_name: str = "light"
+    put_name: str | list = "light"
 
     def measure(self, subject, out):
         out.put(self.put_name, 0.5)
@@ -383,6 +383,11 @@ class Listed(Mlp):
         module = super().build(width)
         module.scale = torch.nn.Parameter(torch.ones(width))
         return module
+
+
+class Unbuilt(NoisyTopK):
+    def build(self, width, experts, basis=None):
+        return {}["no module"]
 
 
 YEARS = torch.tensor([40.0, 60.0]).numpy()
@@ -405,6 +410,8 @@ YEARS = torch.tensor([40.0, 60.0]).numpy()
         ("measurement", Praised(), "better of light is one of '', 'higher', 'lower', 'score'"),
         ("measurement", Charted(), "declared: 'lihgt' is none of light"),
         ("experts", Listed(number=3), r"scale has a row per expert, \(E, …\)"),
+        ("router", Unbuilt(), r"KeyError: 'no module' \(.*test_own_parts.py:\d+\)$"),
+        ("measurement", Misdeclared(put_name=[]), "ValidationError: 1 validation error for Value"),
         ("router", Counted(), r"it builds on the meta device, .*\.item\(\)"),
         ("calibrator", Unsaid(), r"set the class attribute fitted, .* \(docs/api\.md\)$"),
     ],
