@@ -41,11 +41,8 @@ if TYPE_CHECKING:  # read by type checkers, by HOMES below, and by pipeline/code
     from moecore.training.job import routing_loss as routing_loss
     from moecore.training.upcycle import upcycle_in_place as upcycle
 
-    __all__ = (
-        "trace",
-        "upcycle",
-        "export",
-    )  # pyright takes renamed imports for private; not ``X as X``
+    # pyright takes renamed imports for private, except ``X as X``
+    __all__ = ("export", "trace", "upcycle")
     __version__: str
 else:
     import ast

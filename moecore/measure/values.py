@@ -25,6 +25,8 @@ from moecore.statistics.intervals import Interval, bootstrap_mean, mean_share
 from moecore.tasks.base import Task
 
 SCORE = "score"  # as a form or direction: that of the task's score
+BETTER = ("", "higher", "lower", SCORE)  # directions; "" where neither is better
+FORMS = ("number", "share", "count", "seconds", "bytes", SCORE)
 Place = str | int | float
 EVERYWHERE = (-math.inf, math.inf)
 
@@ -38,8 +40,8 @@ class Metric(NamedTuple):
     """
 
     label: str  # "" for a metric that charts alone show
-    better: str = ""  # "higher", "lower", or "" where neither is better; SCORE
-    form: str = "number"  # or "share", "count", "seconds", "bytes"; SCORE
+    better: str = ""  # one of BETTER: "higher", "lower", "" where neither is better, "score"
+    form: str = "number"  # one of FORMS: "share", "count", "seconds", "bytes", "score"
     note: str = ""  # what it is, for the glossary of the page
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     over: str | tuple[str, ...] = ""  # a place, such as "transform", or several: a column for each

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ else:
     Phase = Literal[PHASES]  # the names in this tuple
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")
+# of a paper; it may begin with a formula, or be a cell of a table
 WHOLE_SENTENCE = re.compile(r'(k ?=|[^a-z…]).*[.?!]|(figure|table) [^"]+: ".+"', re.DOTALL)
 MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
 
@@ -86,10 +88,10 @@ class Comparison(Config):
         gt=0,
         description="With equivalent and no_worse: the largest difference that counts as none.",
     )
-    beside: float | None = Field(
+    reference_effect: float | None = Field(
         None,
         gt=0,
-        description="With a margin: the effect beside which it is small, at least three times it.",
+        description="With a margin: a printed effect, of which the margin is a third or less.",
     )
     why: str = Field("", description="Why this margin.")
     phase: Phase = Field("pretrain", description="Which models are compared.")
@@ -101,9 +103,12 @@ class Comparison(Config):
             allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
             pair = f"margin {self.margin}, better {self.better}"
             raise ValueError(describe_refusal(found=pair, allowed=allowed))
-        if self.margin and self.beside and 2.999999 * self.margin > self.beside:
-            margin = f"margin {self.margin:g} beside an effect of {self.beside:g}"
-            raise ValueError(describe_refusal(found=margin, allowed="a third of it, or less"))
+        if self.margin and self.reference_effect:
+            share = self.margin / self.reference_effect
+            if share > 1 / 3 and not math.isclose(share, 1 / 3):
+                pair = f"margin {self.margin:g}, reference_effect {self.reference_effect:g}"
+                allowed = "a third of the reference_effect, or less"
+                raise ValueError(describe_refusal(found=pair, allowed=allowed))
         if self.against_metric == self.metric:
             metric = f"against_metric {self.metric}, the metric itself"
             raise ValueError(describe_refusal(found=metric, allowed="another one, or none"))
@@ -156,8 +161,8 @@ class Claim(Comparison):
 
     @model_validator(mode="after")
     def _has_effects_that_fit(self) -> Self:
-        if self.margin and not self.beside:
-            allowed = "the effect beside which it is small, as the paper prints it: beside: 0.1"
+        if self.margin and not self.reference_effect:
+            allowed = "also a reference_effect, which the paper prints, of three margins or more"
             raise ValueError(describe_refusal(found="a margin alone", allowed=allowed))
         side = {"higher": 1, "lower": -1}.get(self.better)
         if side and self.effect is not None and side * self.effect <= 0:

@@ -23,7 +23,7 @@ from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calculation import Calculation
 from moecore.measure.calibrators.base import Calibrator
-from moecore.measure.values import SCORE, Found, PartStore
+from moecore.measure.values import BETTER, FORMS, Found, PartStore
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 from moecore.testing.check_helpers import (
@@ -276,10 +276,6 @@ def _check_result(settings: Measurement, collect: Callable[[PartStore], Any]) ->
     promise = "killed after any piece and resumed it has the same result"
     assert_that(settings, resumed == result, promise)
     return result
-
-
-BETTER = ("", "higher", "lower", SCORE)
-FORMS = ("number", "share", "count", "seconds", "bytes", SCORE)
 
 
 def _check_declarations(settings: Measurement, found: Found) -> None:

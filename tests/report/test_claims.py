@@ -86,8 +86,8 @@ def flat_claims(evaluated) -> dict:
 def claim(**changes) -> Claim:
     text = {"source": "table 4", "says": "Views agree.", "quote": "Views agree more."}
     sides = {"method": "prc", "against": "vmoe", "metric": "match_top1", "better": "higher"}
-    beside = {"beside": 10.0} if "margin" in changes else {}
-    return Claim(**{"paper": "PRC"} | text | sides | beside | changes)
+    reference = {"reference_effect": 10.0} if "margin" in changes else {}
+    return Claim(**{"paper": "PRC"} | text | sides | reference | changes)
 
 
 def test_the_difference_is_paired_by_seed():
@@ -296,8 +296,8 @@ def test_questions_are_answered_in_a_table_of_their_own():
         ({"quote": "Views agree more"}, "stops inside a sentence: … Views agree more; allowed"),
         ({"quote": "agree more than theirs."}, "stops inside a sentence"),
         ({"quote": "… agree more."}, "stops inside a sentence"),
-        ({"better": "no_worse", "margin": 0.1, "beside": None}, "found a margin alone"),
-        ({"better": "no_worse", "margin": 0.1, "beside": 0.29}, "0.1 beside an effect of 0.29"),
+        ({"better": "no_worse", "margin": 0.1, "reference_effect": None}, "found a margin alone"),
+        ({"better": "no_worse", "margin": 0.1, "reference_effect": 0.29}, "margin 0.1, reference_"),
         ({"against_metric": "match_top1"}, "the metric itself"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_quote_is_whole_sentences_or_a_cell_and_a_margin_at_most_a_third_of_an
     claim(quote="Views agree more. And so on (Eq. 6)?")
     claim(quote="k = 1 is less, and k = 2 best.")
     claim(quote='table 4, E = 8: "VMoE 77.39%"')
-    claim(better="equivalent", margin=0.1, beside=0.3)
+    claim(better="equivalent", margin=0.1, reference_effect=0.3)
 
 
 def test_without_an_interval_a_claim_is_open():

@@ -92,7 +92,7 @@ CLAIM = {"paper": "PRC", "source": "table 4", "says": "so", "quote": "It is so."
 QUESTION = {"metric": "match_top1", "method": "tgr", "against": "vmoe", "better": "higher"}
 CLAIM |= QUESTION
 TURNED = CLAIM | {"method": "vmoe", "against": "tgr", "better": "lower", "says": "turned round"}
-SIZE = {"better": "equivalent", "margin": 0.1, "beside": 0.3}
+SIZE = {"better": "equivalent", "margin": 0.1, "reference_effect": 0.3}
 UNQUOTED = {key: value for key, value in CLAIM.items() if key != "quote"}
 ASKED = QUESTION | {"asks": "so"}
 SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
