@@ -99,10 +99,8 @@ def expand_generators(generator: Generators, images: int) -> ImageGenerators:
 
 
 def uniform_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
-    """Draw uniform noise in [-1, 1) of the shape of ``images`` (B, C, H, W), image by image.
-
-    Raises ValueError without a generator; who: name of the attack in the message.
-    """
+    """Draw uniform noise in [-1, 1) of the shape of ``images`` (B, C, H, W), image by image."""
+    # who: name of the attack, for the message.
     if generator is None:
         raise ValueError(f"attack: {who} draws a random start; pass a CPU generator")
     if not len(images):

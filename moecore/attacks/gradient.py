@@ -151,12 +151,10 @@ class GradientAttack(Attack):
         """
 
 
+# Of the sum, so that an image's gradient does not depend on its batch. In fp32 (but see
+# ``BFloat16Model``). Parameters, their ``grad`` and the model's mode do not change.
 class ModelGradient:
-    """Called with images: the objective per image (B,), and the gradient (B, C, H, W) of their sum.
-
-    The gradient of the sum, so an image's gradient does not depend on its batch. In fp32 (but see
-    ``BFloat16Model``). Parameters, their ``grad`` and the model's mode do not change.
-    """
+    """``gradient(images)``: the objectives (B,), and the gradient (B, C, H, W) of their sum."""
 
     def __init__(self, model: nn.Module, goal: Goal) -> None:
         self.model = model
@@ -225,16 +223,13 @@ def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | No
 
 def make_objective(
     objective: Objective,
-    weight: float,
+    weight: float,  # of the balance losses
     model: nn.Module,
     task: Task,
     images: Tensor,
     labels: Tensor,
 ) -> Goal:
-    """Return a function from the model's output for ``images`` to the objective of each, (B,).
-
-    Raises UserError if the labels do not allow the objective.  weight: of the balance losses.
-    """
+    """Return a function from the model's output for ``images`` to the objective of each, (B,)."""
     if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
     if objective == "routing_change":
@@ -252,12 +247,9 @@ def make_objective(
 
 
 def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Return the difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,).
-
-    Positive where the image is misclassified; invariant to shift and scale of the logits (B, K).
-    labels: (B,) classes. Raises UserError for fewer than 3 classes, which have no third largest
-    logit z_π3. Source: Croce & Hein (2020), eq. 6.
-    """
+    """Return the difference of logits ratio −(z_y − max_{i≠y} z_i) / (z_π1 − z_π3), (B,)."""
+    # Positive where the image is misclassified; invariant to shift and scale of the logits (B, K).
+    # Fewer than 3 classes have no third largest logit z_π3. Source: Croce & Hein (2020), eq. 6.
     if prediction.shape[1] < MIN_DLR_CLASSES:
         raise UserError(
             f"attack: the dlr objective needs at least {MIN_DLR_CLASSES} classes, and the model "
@@ -270,12 +262,10 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
-    """Return the sum over MoE layers of importance and load loss of all images together, a scalar.
-
-    0 for a dense model. It is added to the task loss of each of B images and counts B times in
-    their sum: the gradient is then B times that of *mean* task loss + weight · losses, which is
-    what the paper maximises. Source: adversarial-moe, eq. 12 and 16.
-    """
+    """Return the sum over MoE layers of importance and load loss of all images, a scalar."""
+    # It is added to the task loss of each of B images and counts B times in their sum: the gradient
+    # is then B times that of *mean* task loss + weight · losses, which is what the paper maximises.
+    # Source: adversarial-moe, eq. 12 and 16.
     return sum(
         squared_cv(record.probs.sum(dim=(0, 1))) + squared_cv(record.load.sum(dim=(0, 1)))
         for record in routing
@@ -283,11 +273,9 @@ def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
 
 
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
-    """Return how much probability has left the experts chosen ``before``, (B,).
-
-    A differentiable surrogate of 1 − IoU of chosen experts.  before: (B, T, E) bool per MoE layer.
-    Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none: 0).
-    """
+    """Return how much probability has left the experts chosen ``before``, (B,)."""
+    # A differentiable surrogate of 1 − IoU of chosen experts. before: (B, T, E) bool per MoE layer.
+    # Sum over layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none: 0).
     # A hash router has no gradient; adding 0 · prediction makes it 0 instead of undefined.
     values = 0.0 * output.prediction.float().sum(dim=1)
     for record, chosen in zip(output.routing, before, strict=True):

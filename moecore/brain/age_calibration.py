@@ -44,10 +44,8 @@ class AgeCalibration(ModelCalibration):
 def write_calibration_folder(
     folder: Path, ages: Ages, line: age_measurement.CalibratorFit, result: AgeResult, item: str
 ) -> None:
-    """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md, all or nothing.
-
-    Without a fitted calibrator there is no calibrator.json. item: phase/method/seed.
-    """
+    """Write calibrator.json, reference.json, predictions.csv and MODEL_CARD.md, all or nothing."""
+    # item: phase/method/seed.
     reference = prediction_table.collect_training_ranges(ages.data, result.interval, ages.sha256)
     rows = []
     for split in SPLITS:

@@ -45,10 +45,8 @@ def measure_age_errors(
     participants: Sequence[str],
     no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
-    """Return name → errors with bootstrap intervals of each variant, name → predictions (N,).
-
-    no_predictions: variants that used the known ages, and so have no MAE.
-    """
+    """Return name → errors with bootstrap intervals of each variant, name → predictions (N,)."""
+    # no_predictions: variants that used the known ages, and so have no MAE.
     if np.ptp(ages) == 0:
         raise UserError(
             f"calibrate: all {len(ages)} test ages are {ages[0]:g}; allowed: two ages or more"
@@ -101,11 +99,9 @@ def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) ->
 def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return ``mae``, ``corr``, ``slope``, ``intercept`` → (R,), one value per resample.
-
-    weights: (R, N), of each volume in each resample. NaN where a resample has a single age, or
-    errors that do not vary.
-    """
+    """Return ``mae``, ``corr``, ``slope``, ``intercept`` → (R,), one value per resample."""
+    # weights: (R, N), of each volume in each resample. NaN where a resample has a single age, or
+    # errors that do not vary.
     total = weights.sum(1)
     # The variances below subtract squares: centred ages lose fewer digits.
     shift = ages.mean()
@@ -168,10 +164,7 @@ class GapRows(NamedTuple):
 def measure_diagnosis_gaps(
     rows: GapRows, train_diagnoses: Sequence[str], corrected: bool
 ) -> tuple[DiagnosisGap, ...]:
-    """Return one row per diagnosis: its gaps against the gaps of training's most frequent one.
-
-    A diagnosis or a reference with fewer than ``MIN_PARTICIPANTS`` has no row.
-    """
+    """Return one row per diagnosis: its gaps against the gaps of training's most frequent one."""
     counts = Counter(diagnosis for diagnosis in train_diagnoses if diagnosis)
     if not counts:
         return ()
@@ -218,10 +211,8 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _adjusted_difference(
     rows: GapRows, cases: np.ndarray, controls: np.ndarray, first: np.ndarray, second: np.ndarray
 ) -> np.ndarray:
-    """Return cases' minus controls' gap at equal age and sex, (R,), by weighted least squares.
-
-    first, second: weights (R, n) of cases and of controls.
-    """
+    """Return cases' minus controls' gap at equal age and sex, (R,), by weighted least squares."""
+    # first, second: weights (R, n) of cases and of controls.
     chosen = np.concatenate([cases, controls])
     group = np.repeat([1.0, 0.0], [len(cases), len(controls)])
     women = np.array([{"F": 0.5, "M": -0.5}.get(rows.sexes[place], 0.0) for place in chosen])

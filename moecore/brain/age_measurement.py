@@ -73,11 +73,8 @@ class CalibratorFit(NamedTuple):
 def fit_age_line(
     ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
-    """Return the calibrator fitted on its ``split``, or the reason why the fit was refused.
-
-    ``out_of_fold`` is that stage's predictions.csv. With ``on_refusal`` "report", a refused fit
-    gives its reason instead of raising UserError.
-    """
+    """Return the calibrator fitted on its ``split``, or the reason why the fit was refused."""
+    # out_of_fold: that stage's predictions.csv. on_refusal "report": the reason is returned.
     if calibrator.split == "out_of_fold":
         rows = prediction_table.read_predictions(out_of_fold)
         predicted_volumes, training_volumes = (
@@ -308,12 +305,10 @@ def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval
 
 
 def conformal_radius(residuals: np.ndarray, level: float) -> float | None:
-    """Return half the width of the interval that covers new values with probability ≥ ``level``.
-
-    It is the ⌈(n + 1)·level⌉-th smallest |residual| of (n,) residuals, one per participant, which
-    training must not have seen; None if n is too small (n < 9 for 90 %). Valid on average over new
-    volumes exchangeable with these, for any model (Lei et al. 2018, algorithm 2).
-    """
+    """Return half the width of the interval that covers new values with probability ≥ ``level``."""
+    # It is the ⌈(n + 1)·level⌉-th smallest |residual| of (n,) residuals, one per participant, which
+    # training must not have seen; None if n is too small (n < 9 for 90 %). Valid on average over
+    # new volumes exchangeable with these, for any model (Lei et al. 2018, algorithm 2).
     # In floating point 10 · 0.9 may be 9.000000000000002, whose ceiling is 10.
     rank = math.ceil((len(residuals) + 1) * level - 1e-9)
     if rank > len(residuals):

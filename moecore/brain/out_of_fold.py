@@ -56,18 +56,13 @@ def train_and_predict_folds(
     recipe: FoldRecipe,
     data: Prepared,
     runtime: Runtime,
-    work: Path,
-    out: Path,
-    follow: Follow,
-    log: Log,
+    work: Path,  # checkpoints, from which a killed process continues
+    out: Path,  # the written folder
+    follow: Follow,  # runs the training of a fold
+    log: Log,  # receives the MAE of each fold
     inputs: Inputs | None = None,
 ) -> OutOfFoldResult:
-    """Train one model per fold without its volumes, predict them, and write predictions.csv.
-
-    work: folder of checkpoints, from which a killed process continues. out: the written folder.
-    follow: runs the training of a fold. log: receives the MAE of each fold.
-    Raises UserError for a method whose teacher saw the held-out volumes.
-    """
+    """Train one model per fold without its volumes, predict them, and write predictions.csv."""
     if recipe.method.guided or recipe.method.upcycle:
         raise UserError(
             "out_of_fold: the method learns from a teacher that saw all training volumes; allowed: "

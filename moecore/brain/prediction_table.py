@@ -173,17 +173,13 @@ def correct_ages(
 
 
 def prediction_rows(
-    subjects: Sequence[Mapping[str, str]],
+    subjects: Sequence[Mapping[str, str]],  # rows of the prepared data's subjects table
     split: str,
     corrected: CorrectedAges,
-    radius: float | None,
-    flags: Sequence[Sequence[str]],
+    radius: float | None,  # half the interval's width in years
+    flags: Sequence[Sequence[str]],  # (N,) additional flags of each volume
 ) -> list[PredictionRow]:
-    """Return one row per subject, in order; brain-PADs are empty where the age is unknown.
-
-    subjects: rows of the prepared data's subjects table; radius: half the interval's width in
-    years; flags: (N,) additional flags of each volume.
-    """
+    """Return one row per subject, in order; brain-PADs are empty where the age is unknown."""
     rows = []
     empty = [None] * len(subjects)
     for subject, raw, pooled, sex_specific, group, centre, added in zip(
@@ -224,16 +220,13 @@ def write_predictions(
     rows: Iterable[PredictionRow],
     left_out: Sequence[tuple[Mapping[str, str], str]] | None = None,
 ) -> None:
-    """Write predictions.csv with the columns ``COLUMNS``; numbers have four decimals.
-
-    left_out: subjects without a prediction, and why. They come last, with the reason in a column
-    ``error``, which is not written for None.
-    """
+    """Write predictions.csv with the columns ``COLUMNS``; numbers have four decimals."""
     lines = [
         [f"{value:.4f}" if isinstance(value, float) else str(value or "") for value in row]
         for row in rows
     ]
     columns = [*COLUMNS]
+    # subjects without a prediction, and why
     if left_out is not None:
         columns.append("error")
         lines = [[*line, ""] for line in lines]

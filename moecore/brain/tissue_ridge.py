@@ -51,10 +51,7 @@ class SiteHarmonisation(NamedTuple):
     def fit(
         cls, features: np.ndarray, covariates: np.ndarray, sites: Sequence[str]
     ) -> "SiteHarmonisation":
-        """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training.
-
-        Raises UserError for a single site, an unnamed one, or fewer than ``MIN_PEOPLE`` at a site.
-        """
+        """Return ComBat fitted to features (N, V), covariates (N, P) and sites in training."""
         names, place, counts = np.unique(sites, return_inverse=True, return_counts=True)
         if len(names) < 2 or "" in names:
             listed = ", ".join(name or "(no name)" for name in names)
@@ -95,11 +92,8 @@ class SiteHarmonisation(NamedTuple):
     def harmonise(
         self, features: np.ndarray, sites: Sequence[str], covariates: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return features (N, V) without additive site effects: y − σ γ*.
-
-        With covariates, also without multiplicative ones: σ (z − γ*) / δ* + α + x·β. Raises
-        UserError for a site without an effect.
-        """
+        """Return features (N, V) without additive site effects: y − σ γ*."""
+        # With covariates, also without multiplicative ones: σ (z − γ*) / δ* + α + x·β.
         if missing := sorted(set(sites) - set(self.effects)):
             sites_of_training = ", ".join(sorted(self.effects))
             raise UserError(

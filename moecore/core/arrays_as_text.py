@@ -28,11 +28,8 @@ def decode_compressed_text(text: str) -> bytes:
 
 
 def pack_numbers(values: np.ndarray) -> str:
-    """Encode numbers (N,) as ``mean:largest:deviations``, with the exact mean.
-
-    Deviations from the mean are float16 shares of the largest, so they keep three digits; see
-    ``encode_concatenated_arrays``. Raises ValueError for no values, or values that are not finite.
-    """
+    """Encode numbers (N,) as ``mean:largest:deviations``, with the exact mean."""
+    # Deviations from the mean are float16 shares of the largest, so they keep three digits.
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
         raise ValueError(f"pack_numbers: shape {values.shape}; (N ≥ 1,) finite numbers are needed")

@@ -85,10 +85,8 @@ class Surroundings(NamedTuple):
 def changed_settings(
     settings: Any, names: Iterable[str], why: str, allowed: str
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield ((name,), message) for each of ``names`` whose setting is not its default.
-
-    why: the reason that it has no effect. allowed: what would give it one.
-    """
+    """Yield ((name,), message) for each of ``names`` whose setting is not its default."""
+    # why: the reason that it has no effect. allowed: what would give it one.
     for name in names:
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
@@ -139,10 +137,8 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 def replace_and_validate(
     section: str, settings: AnySettings, changes: Mapping[str, Any], family: Any = None
 ) -> AnySettings:
-    """Return settings with ``changes``, validated; UserError names ``section`` and the key.
-
-    family: the family of the new part if ``kind`` changes; fields that it lacks are dropped.
-    """
+    """Return settings with ``changes``, validated; UserError names ``section`` and the key."""
+    # family: of the new part if ``kind`` changes; fields that it lacks are dropped.
     values = settings.model_dump()
     if family is not None and "kind" in changes:
         fields = family.fields_of_kind(str(changes["kind"]))
@@ -247,10 +243,9 @@ def list_own_names(family: type[Config]) -> list[str]:
 def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
-    """Return kind → class of a family's parts: built-in parts, then parts of allowed packages.
-
-    imports: also import parts that are not loaded yet; ValueError with one line if one is invalid.
-    """
+    """Return kind → class of a family's parts: built-in parts, then parts of allowed packages."""
+    # imports: also import parts that are not loaded yet; ValueError with one line if one is
+    # invalid.
     named = {name: find_class(family, name) for name in list_own_names(family)}
     for name in outside_packages.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
@@ -276,10 +271,8 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
 
 
 def offer_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a public package, which import on first use.
-
-    package: its name. base: ``module:name`` of the family's base class.
-    """
+    """Return ``__getattr__`` and ``__dir__`` of a public package, which import on first use."""
+    # base: ``module:name`` of the family's base class.
     module, _, base_name = base.partition(":")
 
     def load_family() -> type[Config]:

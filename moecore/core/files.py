@@ -83,10 +83,8 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Raise UnusableFile, with the system's message, for file errors that a user can fix.
-
-    path: the file that the block reads or writes, for errors that name no file.
-    """
+    """Raise UnusableFile, with the system's message, for file errors that a user can fix."""
+    # path: the file that the block reads or writes, for errors that name no file.
     try:
         yield
     except UserError:
@@ -216,11 +214,9 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Append a line to a file; sync: it is on the disk before this returns.
-
-    A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
-    stage removes it first. Raises UserError if the file cannot be written.
-    """
+    """Append a line to a file; sync: it is on the disk before this returns."""
+    # A kill or a full disk may leave an incomplete last line. Readers stop before it, and a resumed
+    # stage removes it first.
     try:
         with explain_file_errors(path), open(path, "ab") as file:
             file.write(line.encode())
@@ -292,11 +288,8 @@ def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
 
 
 def join_below_root(root: Path, name: str | Path) -> Path:
-    """Return ``root / name``, checked to be below ``root`` after following links; not opened.
-
-    A Path that begins with ``root`` is not joined again; a str always is. Raises UserError for a
-    name that leads out of ``root`` or that no file can have.
-    """
+    """Return ``root / name``, checked to be below ``root`` after following links; not opened."""
+    # A Path that begins with ``root`` is not joined again; a str always is.
     if isinstance(name, Path) and name.is_relative_to(root):
         name = str(name.relative_to(root))
     path = root / name

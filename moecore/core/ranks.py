@@ -117,10 +117,8 @@ class _MeetingPlace:
 
 
 def print_failure_once(text: str) -> None:
-    """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it.
-
-    Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
-    """
+    """Print ``text`` to stderr on the first rank that fails; other failing ranks wait for it."""
+    # Ranks that are not connected yet connect for this; if they cannot in ten seconds, each prints.
     try:
         store = _MeetingPlace.store or _find_store(FAILURE_PATIENCE)
         first = store.add("failed", 1) == 1
@@ -215,10 +213,9 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
-    """Return the sum over ranks of ``part``, computed from each rank's shard of parameter ``of``.
-
-    The gradient flows to this rank's part only; no other rank has the shard, so it is not averaged.
-    """
+    """Return the sum over ranks of ``part``, computed from each rank's shard of ``of``."""
+    # The gradient flows to this rank's part only; no other rank has the shard, so it is not
+    # averaged.
     mesh = getattr(of, "device_mesh", None)
     if mesh is None:
         return part
@@ -258,12 +255,10 @@ class _AllReduce(Function):
         return _AllReduce.apply(*grads)
 
 
+# If the count does not change for a minute, it asks all ranks for theirs. A rank that has begun
+# fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
 class RankWatch(Thread):
-    """A thread that counts its rank's collectives, and reports ranks for which others wait.
-
-    If the count does not change for a minute, it asks all ranks for theirs. A rank that has begun
-    fewer, or that does not answer, is late. The thread ends with ``stop`` or with its process.
-    """
+    """A thread that counts its rank's collectives, and reports ranks for which others wait."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         """Take ``store``, where the ranks meet; the thread opens a separate connection to it."""

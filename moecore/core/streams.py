@@ -40,17 +40,14 @@ def generator_for(*numbers: int) -> Generator:
     return Generator().manual_seed(_hash_words(*numbers))
 
 
+# The numbers of the complete batch are always drawn, so an image's numbers do not depend on how
+# many processes share the batch.
 class BatchDraws(NamedTuple):
-    """Random numbers for the images of a batch, or for the images at ``rows``.
+    """Random numbers for the images of a batch, or for the images at ``rows``."""
 
-    The numbers of the complete batch are always drawn, so an image's numbers do not depend on how
-    many processes share the batch. generator: on the CPU. batch_size: images of the complete batch.
-    rows: indices into it, (B,) int64, in any order; None for all.
-    """
-
-    generator: Generator
-    batch_size: int
-    rows: Tensor | None = None
+    generator: Generator  # on the CPU
+    batch_size: int  # images of the complete batch
+    rows: Tensor | None = None  # indices into it, (B,) int64, in any order; None for all
 
     @classmethod
     def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":

@@ -36,10 +36,8 @@ def innermost_transform() -> str:
 
 
 def count_begun_collectives() -> int:
-    """Return how many collectives this process has begun, in all its groups of ranks.
-
-    A backend for several kinds of devices is counted once per kind.
-    """
+    """Return how many collectives this process has begun, in all its groups of ranks."""
+    # A backend for several kinds of devices is counted once per kind.
     groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
     return sum(backend._get_sequence_number_for_group() for backend in backends)

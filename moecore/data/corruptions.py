@@ -71,10 +71,8 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 def cloud_field(
     size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
 ) -> np.ndarray:
-    """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids.
-
-    cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
-    """
+    """Return a random cloud (H, W) from 0 to 1, a sum of smooth noises on finer and finer grids."""
+    # cells: per side of the coarsest grid. roughness: amplitude of a grid / that of the next one.
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
@@ -200,11 +198,9 @@ def local_shuffle_order(
 
 
 def snow(image: np.ndarray, severity: Severity, random: np.random.Generator) -> np.ndarray:
-    """Whiten the image and add flakes: smeared peaks of a random field, and these turned by 180°.
-
-    The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened share
-    of the image. Trails have a direction between 45° and 135° (90° is down).
-    """
+    """Whiten the image and add flakes: smeared peaks of a random field, also turned by 180°."""
+    # The severity sets the field's mean (more flakes), the trail in pixels, and the unwhitened
+    # share of the image. Trails have a direction between 45° and 135° (90° is down).
     flake = severity.length((1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
     mean = severity.parameter((0.1, 0.15, 0.2, 0.25, 0.3), (0.15, 0.25, 0.35, 0.45, 0.55))
     image_share = severity.parameter((0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55))
@@ -333,11 +329,10 @@ MIN_SIDE = 8  # pixels; blurs and blocks mean nothing in smaller images
 def corrupt_images(
     images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
 ) -> np.ndarray:
-    """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type.
-
-    name: key of CORRUPTIONS; indices: (N,) positions in the split. A result depends on the image's
-    bytes and (seed, name, severity, index) alone: not on the batch or the global random state.
-    """
+    """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type."""
+    # name: key of CORRUPTIONS; indices: (N,) positions in the split. A result depends on the
+    # image's bytes and (seed, name, severity, index) alone: not on the batch or the global random
+    # state.
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
         raise UserError(

@@ -101,12 +101,10 @@ def few_shot_indices(
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
+# The first pass begins at token 0, each later one at a random token of the first block, so that
+# block boundaries differ between passes.
 class TextStreams(NamedTuple):
-    """A text on a device as ``batch`` contiguous streams, read block after block.
-
-    The first pass begins at token 0, each later one at a random token of the first block, so that
-    block boundaries differ between passes.
-    """
+    """A text on a device as ``batch`` contiguous streams, read block after block."""
 
     tokens: Tensor  # (R, n) int32: words and, where known, their kinds
     block: int  # M

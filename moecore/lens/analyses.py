@@ -59,11 +59,8 @@ class TokenLabels:
             self.remarks.append("purity: found one label; allowed: two or more")
 
     def by_kind(self, number: int, previous_experts: Tensor | None) -> dict[str, Tensor]:
-        """Return name of a labelling → labels of a layer's tokens, (N or 1, T or 1), −1 if unknown.
-
-        Names: position, word, label (of the trace), layer_before (``previous_experts``: the first
-        experts of the previous layer's tokens, (N, T')). number: of the layer.
-        """
+        """Return labelling → labels of a layer's tokens, (N or 1, T or 1), −1 if unknown."""
+        # previous_experts: the first experts of the previous layer's tokens, (N, T').
         tokens = self.layers[number].tokens
         labels = {"position": torch.arange(tokens)[None]}
         by_kind = dict(self.values)
@@ -108,11 +105,10 @@ class Example(NamedTuple):
 def update_top_tokens(
     top: TopTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
 ) -> TopTokens:
-    """Return per expert the ``EXAMPLES`` tokens with the highest keys in ``top`` and in new items.
-
-    An item offers each expert the token with the highest key among those that chose it; the earlier
-    one wins ties. keys: (N, T, E or 1), ≥ 0; items: indices (N,), higher than those in ``top``.
-    """
+    """Return per expert the ``EXAMPLES`` tokens of ``top`` and new items with the highest keys."""
+    # An item offers each expert the token with the highest key among those that chose it; the
+    # earlier one wins ties. keys: (N, T, E or 1), ≥ 0; items: indices (N,), higher than those in
+    # ``top``.
     chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
     highest, patches = chosen_keys.max(dim=1)
     probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]
@@ -195,17 +191,14 @@ def record_of_layer(routing: LayerRouting) -> RoutingRecord:
 
 
 def use_metrics_by_item(record: RoutingRecord) -> dict[str, np.ndarray]:
-    """Return metric → values (N,), one per item: of ``measure_layer_use_by_image``, and two shares.
-
-    dropped: of the choices, those over the experts' capacity. coverage: of the choices, those of
-    the most used quarter of experts.
-    """
+    """Return metric → values (N,), per item: ``measure_layer_use_by_image``'s and two shares."""
     k = int(record.chosen.sum(dim=-1).max())
     metrics = layer_metrics.measure_layer_use_by_image(record, None, k)
     counts = record.chosen.sum(dim=1).double()
     most_used = counts.sum(dim=0).topk(quarter_of_experts(counts.shape[1])).indices
     choices = counts.sum(dim=1).numpy()
     parts = {
+        # over the experts' capacity
         "dropped": (record.chosen & (record.combine == 0)).sum(dim=(1, 2)).double(),
         "coverage": counts[:, most_used].sum(dim=1),
     }
@@ -271,16 +264,12 @@ def analyse_trace(
 def analyse_layer(
     routing: LayerRouting,
     layout: TokenLayout,
-    labels: dict[str, Tensor],
-    theirs: LayerRouting | None,
+    labels: dict[str, Tensor],  # see ``TokenLabels.by_kind``
+    theirs: LayerRouting | None,  # the same layer in the other trace
     analyses: Sequence[Analysis],
-    context: expert_roles.RoleAnalysisInputs,
+    context: expert_roles.RoleAnalysisInputs,  # choices of the previous layer
 ) -> tuple[LayerNumbers, expert_roles.ByImage]:
-    """Return a layer's quantities, and name → (N,) for those that have one value per item.
-
-    labels: see ``TokenLabels.by_kind``; theirs: the same layer in the other trace, or None;
-    context: choices of the previous layer.
-    """
+    """Return a layer's quantities, and name → (N,) for those that have one value per item."""
     record = record_of_layer(routing)
     counts = layer_metrics.expert_counts(routing.chosen)
     dead = layer_metrics.dead_expert_share(counts)  # refuses a layer in which nothing was chosen
@@ -354,11 +343,9 @@ def item_mean(values: np.ndarray) -> Interval:
 
 
 def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
-    """Return the purity by item (N,), and its mean with permuted labels.
-
-    Purity: share of tokens with the most common label of their expert. first: the tokens' first
-    experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
-    """
+    """Return the purity by item (N,), and its mean with permuted labels."""
+    # Purity: share of tokens with the most common label of their expert. first: the tokens' first
+    # experts (N, T), −1 for none; labels: (N, 1 or T), −1 if unknown.
     chosen = first.numpy()
     kinds = labels.expand(first.shape).numpy() + 1
     number = int(kinds.max())
@@ -370,11 +357,9 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
 def compare_matched(
     ours: LayerRouting, theirs: LayerRouting
 ) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
-    """Match two traces' experts on a random half of the items, and compare them on the other half.
-
-    Returns each expert's partner in ``theirs`` (E,), and name → agreement by item of the other
-    half, and by chance.
-    """
+    """Match two traces' experts on a random half of the items, compare them on the other half."""
+    # Returns each expert's partner in ``theirs`` (E,), and name → agreement by item of the other
+    # half, and by chance.
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2

@@ -158,10 +158,8 @@ def decode_ids(choice: Mapping[str, Any], place: str, form: EngineFormat) -> np.
 
 
 def read_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
-    """Return the request of llama.cpp's lines: in each pass, k per token for each layer.
-
-    The prompt is what is evaluated before the last passes of one token each.
-    """
+    """Return the request of llama.cpp's lines: in each pass, k per token for each layer."""
+    # The prompt is what is evaluated before the last passes of one token each.
     lines = [line.split(",") for line in content.splitlines()]
     for line, cells in enumerate(lines, 1):
         if len(cells) != 2 or not all(cell.isdecimal() for cell in cells):
@@ -190,12 +188,10 @@ def read_csv(path: Path, content: str, form: EngineFormat) -> EngineRequest:
 
 
 def simulate_cache(requests: Sequence[np.ndarray], size: int, policy: str) -> np.ndarray:
-    """Return each request's hits (R,) in a cache of ``size`` experts, kept between requests.
-
-    requests: experts (n,) in the order of use. A missing one replaces the least recently used
-    (lru), the least often used, of equals the older (lfu), or the one whose next use is farthest
-    (belady, the best that stores each). static: the experts most used in other requests stay.
-    """
+    """Return each request's hits (R,) in a cache of ``size`` experts, kept between requests."""
+    # requests: experts (n,) in the order of use. A missing one replaces the least recently used
+    # (lru), the least often used, of equals the older (lfu), or the one whose next use is farthest
+    # (belady, the best that stores each). static: the experts most used in other requests stay.
     if policy == "static":
         counts = [Counter(request.tolist()) for request in requests]
         total = sum(counts, Counter())
@@ -274,11 +270,9 @@ def measure_layer(chosen: np.ndarray, sizes: Sequence[int]) -> Measured:
 
 
 def measure_phases(chosen: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> Measured:
-    """Return how far the loads of prompts and of generated tokens are apart in a layer.
-
-    By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
-    tokens of each request and of its prompt, (R, 1).
-    """
+    """Return how far the loads of prompts and of generated tokens are apart in a layer."""
+    # By chance: phases rotated by random numbers of tokens within each request. lengths, prompts:
+    # tokens of each request and of its prompt, (R, 1).
     generator = np.random.default_rng(0)
     values = []
     for rotation in range(1 + ROTATIONS):
@@ -311,10 +305,8 @@ def pad_choices(requests: Sequence[EngineRequest], layer: int, experts: int) -> 
 def analyse_engine(
     files: Sequence[Path], against: Sequence[Path], form: EngineFormat
 ) -> list[dict[str, Any]]:
-    """Return rows per layer, and "mean" over layers: quantity, its 95 % interval, and chance.
-
-    files: of one engine, requests in their order; against: the same requests in another, or ().
-    """
+    """Return rows per layer, and "mean" over layers: quantity, its 95 % interval, and chance."""
+    # files: of one engine, requests in their order; against: the same requests in another, or ().
     requests = read_engine_files(files, form)
     theirs = read_engine_files(against, form) if against else []
     shapes, their_shapes = ([part.ids.shape for part in parts] for parts in (requests, theirs))

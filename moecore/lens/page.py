@@ -79,10 +79,8 @@ WITHOUT_INTERVAL = {  # name → reason
 def write_lens_page(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
-    """Analyse a trace (see ``analyse_trace``), print its quantities, write ``page`` and explorer.
-
-    The explorer is written next to ``page``; if the trace has none, an old explorer is removed.
-    """
+    """Analyse a trace, print its quantities, and write ``page`` and the explorer."""
+    # The explorer is written next to ``page``; if the trace has none, an old explorer is removed.
     trace = Trace(folder)
     other = None if against is None else Trace(against)
     numbers = analyse_trace(trace, items, other)
@@ -264,10 +262,7 @@ def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
 
 
 def main_experts(trace: Trace, number: int) -> np.ndarray:
-    """Return the expert with most weight of each patch in a layer, of ``IMAGES`` items; −1: none.
-
-    The shape is (items, *grid).
-    """
+    """Return the main expert of each patch of ``IMAGES`` items, (items, *grid); −1: none."""
     shape = trace.card.layers[number]
     items = evenly_spaced_indices(trace.items, IMAGES)
     combine = trace.layer(number, items).combine[:, shape.special :]

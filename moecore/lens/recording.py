@@ -58,10 +58,8 @@ def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterato
 
 
 def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    """Return images (N, C, H, W) in [0, 1] as uint8 with 1 or 3 channels and sides ≤ ``SIDE``.
-
-    Sides become multiples of the ``grid`` of patches (rows, columns).
-    """
+    """Return images (N, C, H, W) in [0, 1] as uint8 with 1 or 3 channels and sides ≤ ``SIDE``."""
+    # Sides become multiples of the ``grid`` of patches (rows, columns).
     pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1]
     pairs = zip(pixels.shape[2:], grid, strict=True)
     size = [max(1, min(side, SIDE) // patches) * patches for side, patches in pairs]
@@ -71,13 +69,11 @@ def shrink_to_pictures(pixels: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 def record_python_file(path: Path, out: Path) -> int:
-    """Write the trace ``out`` of the model that a Python file defines; return the number of items.
-
-    The file defines ``model``, a module, and ``batches``, an iterable of inputs: a tensor, a
-    mapping of arguments, or a pair of inputs and a mapping of item tensors. ``input_ids`` are
-    tokens. Optional: ``adapters`` (see ``moecore.trace``), ``vocabulary`` and ``layouts`` (see
-    ``write_trace``), and ``name``, of the model.
-    """
+    """Write the trace of the model that a Python file defines; return the number of items."""
+    # The file defines ``model``, a module, and ``batches``, an iterable of inputs: a tensor, a
+    # mapping of arguments, or a pair of inputs and a mapping of item tensors. ``input_ids`` are
+    # tokens. Optional: ``adapters`` (see ``moecore.trace``), ``vocabulary`` and ``layouts``
+    # (see ``write_trace``), and ``name``, of the model.
     names = run_python_file(path)
     model, batches = names.get("model"), names.get("batches")
     if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):

@@ -268,11 +268,9 @@ def count_item_numbers(trace: Trace, name: str, parts: Sequence[np.ndarray]) -> 
 
 
 def add_uses(uses: Tensor, numbers: Tensor | None, chosen: Tensor) -> None:
-    """Add to ``uses`` (1 + V, E), in place, how often tokens of each number chose each expert.
-
-    Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
-    Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
-    """
+    """Add to ``uses`` (1 + V, E), in place, how often tokens of each number chose each expert."""
+    # Row 1 + n counts tokens whose word or label is n, row 0 unknown ones; chosen: (N, T, E).
+    # Numbers (N,) or (N, T) are ignored if T is another than in ``chosen``.
     if numbers is not None and numbers.shape[1:] in ((), chosen.shape[1:2]):
         of_tokens = numbers.view(len(numbers), -1).expand(chosen.shape[:2])
         rows = (of_tokens.clamp(min=-1) + 1).flatten()

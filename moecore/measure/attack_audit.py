@@ -99,15 +99,12 @@ class AttackedGallery(Config):
 def attack_gallery(
     target: Target, attacks: Sequence[Attack], number: int, curves: Curves
 ) -> AttackedGallery | None:
-    """Return ``number`` images, evenly spread, at each epsilon under the strongest attack.
-
-    Strongest: worst score at the largest epsilon, in a tie the larger loss. None for volumes, and
-    without attacks or images.
-    """
+    """Return ``number`` images, evenly spread, at each epsilon under the strongest attack."""
     if not number or not curves or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
     last = {name: rows[-1] for name, rows in curves.items()}
+    # worst score at the largest epsilon, in a tie the larger loss
     strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
     attack = next(attack for attack in attacks if attack.name == strongest)
     indices = evenly_spaced_indices(len(target.labels), number)
@@ -192,13 +189,10 @@ def run_audit(
     target: Target,
     settings: AuditSettings,
     epsilon: float,
-    curves: Curves,
+    curves: Curves,  # scores under ``attacks``, which some checks compare
     attacks: Sequence[Attack],
 ) -> tuple[AuditLine, ...]:
-    """Check the attacks on the first images of ``target`` at ``epsilon``; return a line per check.
-
-    curves: scores under the ``attacks`` of the settings, which some checks compare.
-    """
+    """Check the attacks on the first images of ``target`` at ``epsilon``, with a line per check."""
     part = target.first(settings.images)
     direct = Pgd(steps=settings.steps)
     longer = Pgd(steps=2 * settings.steps)
@@ -291,10 +285,8 @@ def check_more_steps(
 
 
 def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor) -> AuditLine:
-    """Return an ``AuditLine`` on whether attacks on a soft surrogate do no more harm.
-
-    The surrogate uses all experts. direct: (N,), scores under attacks on the model itself.
-    """
+    """Return an ``AuditLine`` on whether attacks on a soft surrogate do no more harm."""
+    # The surrogate uses all experts. direct: (N,), scores under attacks on the model itself.
     if getattr(target.model, "moe", None) is None:
         return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))

@@ -35,10 +35,7 @@ FITTED = 2**14  # tokens of the validation text that the temperature is fitted t
 
 
 class FinalTokens(NamedTuple):
-    """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M).
-
-    Their logits are computed for few tokens at a time, as a whole text would take gigabytes.
-    """
+    """Final tokens (N, M, d) of blocks, on the model's device, and the words after them (N, M)."""
 
     model: LanguageTransformer
     final: Tensor
@@ -46,6 +43,7 @@ class FinalTokens(NamedTuple):
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (n, V) fp32 and labels (n,) of some tokens at a time."""
+        # the logits of a whole text would take gigabytes
         rows = predict.words_at_once(self.model.image.task.outputs, self.final.device)
         final = self.final.flatten(0, 1).split(rows)
         labels = self.labels.flatten().split(rows)
@@ -207,12 +205,10 @@ class ClassCalibration(ModelCalibration):
     page = OnPage("calibration", place=2)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Fit on validation; put test score, NLL, Brier score and ECE before and after calibration.
-
-        facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
-        after; scores, one per test image as the task packs them, equal before and after; top5,
-        likewise, whether the class is among the five largest.
-        """
+        """Fit on validation; put test score, NLL, Brier score and ECE before and after."""
+        # facts: at_limit, whether the temperature is at its largest or smallest; bins, before and
+        # after; scores, one per test image as the task packs them, equal before and after; top5,
+        # likewise, whether the class is among the five largest.
         calibrator = self.settings.calibrator
         if subject.data.task.long and isinstance(calibrator, Temperature):
             self._measure_words(subject, calibrator, out)
@@ -271,10 +267,8 @@ def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
-    """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins.
-
-    logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
-    """
+    """Return score, NLL, Brier score and ECE with intervals over images, and reliability bins."""
+    # logits: (N, K) with labels (N,), or (N, C·K) with labels of C cells, (N, C).
     rows = logits_by_answer(logits, labels)
     right = labels.flatten()
     by_row = (

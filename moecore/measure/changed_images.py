@@ -30,11 +30,9 @@ class ChangedImages(NamedTuple):
 def iterate_noisy_images(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
 ) -> Iterator[ChangedImages]:
-    """Yield the images with Gaussian noise of each sigma, in one fixed direction per image.
-
-    places: indices of the images in the split, which the noise depends on, as in ``stability``;
-    channels: number of the first channels that get noise; the others hold the truth.
-    """
+    """Yield the images with Gaussian noise of each sigma, in one fixed direction per image."""
+    # places: indices in the split, which the noise depends on, as in ``stability``. channels: how
+    # many get noise.
     noise = standard_normal_noise(np.array(places), tuple(clean.shape[1:]), seed)
     noise[:, channels:] = 0  # the remaining channels hold the truth, which no model reads
     if clean.ndim == 5:

@@ -149,10 +149,8 @@ class CohortChecks(Measurement):
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put errors on single tissues, changes over age and rescans, region experts' agreement.
-
-        facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
-        """
+        """Put errors on single tissues, changes over age and rescans, region experts' agreement."""
+        # facts: ageing, its ages and predictions [subject][age]; not_checked, check → reason.
         out.people = subject.data.test.people
         out.facts["not_checked"] = {}
         put_tissue_errors(subject, self, out)
@@ -268,10 +266,8 @@ def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Valu
 
 
 def put_agreements(experts: region_experts_on_new_data.RegionExperts, out: Values) -> None:
-    """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations.
-
-    volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
-    """
+    """Put ``{volumes}_{field}`` for all fields of each ``TissueAgreement``, and correlations."""
+    # volumes: isolated (single tissues), whole, mixed, mixture, or another generator's.
     put_agreement("isolated", experts.test.isolated, out)
     put_agreement("whole", experts.test.complete, out)
     volumes = {"whole": experts.test}

@@ -125,10 +125,7 @@ class Corruptions(Measurement):
         return {"corruption": self.names or get_args(Name)}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``error`` per corruption and severity, means over either, and ``corruption_error``.
-
-        The interval of the mean over all is over images, as an image's corruptions are dependent.
-        """
+        """Put ``error`` per corruption and severity, their means, and ``corruption_error``."""
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[indices]
@@ -138,6 +135,7 @@ class Corruptions(Measurement):
             prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
             return out.task.scores(prediction, labels)
 
+        # The interval of the mean over all is over images, as an image's corruptions are dependent.
         wrong = put_errors(hits_on, images, indices, self, out)
         errors = errors_of(out.found())
         for name, row in errors.items():
@@ -159,17 +157,13 @@ def errors_of(result: Found) -> Errors:
 
 
 def put_errors(
-    hits_on: Callable[[np.ndarray], Tensor],
+    hits_on: Callable[[np.ndarray], Tensor],  # images (N, C, H, W) → bool (N,)
     images: np.ndarray,
-    indices: np.ndarray,
+    indices: np.ndarray,  # in the split; the corruptions' random draws depend on them
     settings: Corruptions,
     out: Values,
 ) -> np.ndarray:
-    """Put ``error`` per corruption and severity; return each image's share of errors, (N,).
-
-    hits_on: images (N, C, H, W) → bool (N,), right or wrong; indices: of the images in the split,
-    which the corruptions' random draws depend on.
-    """
+    """Put ``error`` per corruption and severity; return each image's share of errors, (N,)."""
 
     def compute_hits(name: str, severity: int) -> str | list[float]:
         pixels = corrupt_images(images, name, severity, SEED, indices)

@@ -59,12 +59,9 @@ def timing_quartiles(values: Sequence[float]) -> Interval:
     return Interval(median, low, high)
 
 
+# On CUDA a mark is an event in the stream, as waiting for the device would change the timing.
 class Clock:
-    """Measures seconds between marks in a computation, without synchronisation at the marks.
-
-    Call ``mark()`` during the computation, then ``wait()``, then ``seconds(a, b)``. On CUDA a mark
-    is an event in the stream, as waiting for the device would change the timing.
-    """
+    """Measures seconds between marks: ``mark()`` while computing, ``wait()``, ``seconds(a, b)``."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -90,12 +87,9 @@ class Clock:
 
 
 def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
-    """Return FLOPs per image in evaluation mode; a multiplication and an addition count as two.
-
-    Matrix products (also grouped ones), convolutions and attention are counted; element-wise work
-    is not (torch.utils.flop_counter). Padding rows of experts on CPU are subtracted: the count
-    does not depend on the machine. images: (B, C, H, W) in [0, 1], on the model's device.
-    """
+    """Return FLOPs per image in evaluation mode; a multiplication and an addition count as two."""
+    # images: (B, C, H, W) in [0, 1], on the model's device.
+    # Of matrix products (also grouped ones), convolutions and attention, not of element-wise work.
     register_flop_formulas()
     counter = FlopCounterMode(display=False)
     with (
@@ -105,6 +99,7 @@ def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRouting
         record_spans(model, counter.get_total_flops) as spans,
     ):
         model(images)
+    # of experts on CPU: subtracted, so that the count does not depend on the machine
     padding = sum(
         (span.end - span.start) * span.padding for span in spans if span.part == "experts"
     )
@@ -251,10 +246,8 @@ class Cost(Measurement):
     images: int = Field(64, ge=1, description="Test images that the passes use in turn.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put FLOPs, milliseconds per pass, images per second, peak bytes and the routing's share.
-
-        facts: parameters; active_parameters, which an image's tokens use; the machine.
-        """
+        """Put FLOPs, milliseconds per pass, images per second, peak bytes and routing's share."""
+        # facts: parameters; active_parameters, which an image's tokens use; the machine.
         test = subject.data.test.images
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
         single = cyclic_batch_function(images, 1, subject.device)
@@ -286,10 +279,8 @@ class Cost(Measurement):
 
 
 def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images:
-    """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N.
-
-    images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
-    """
+    """Return a function: number n of a pass → its images n·batch, n·batch + 1, …, modulo N."""
+    # images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     pixels = torch.cat(list(image_batches(images, batch, device)))
     return lambda number: pixels[
         torch.arange(number * batch, (number + 1) * batch, device=device) % len(pixels)

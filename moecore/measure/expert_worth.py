@@ -104,11 +104,9 @@ class ExpertWorth(Measurement):
         return alternative_choices.no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the loss of score without one expert, without several, and without a token's choice.
-
-        Losses are positive if the score is worse without. facts: load, (L, E), each expert's share
-        of the choices on validation images.
-        """
+        """Put the loss of score without one expert, several, or one of a token's choices."""
+        # Losses are positive if the score is worse without. facts: load, (L, E), each expert's
+        # share of the choices on validation images.
         model = subject.model
         layers = len(model.layouts)
         experts = model.experts_and_router.experts.choices
@@ -157,11 +155,8 @@ MeasureLoss = Callable[[str, AbstractContextManager], np.ndarray]
 def put_removals(
     model: Model, measure_loss: MeasureLoss, counts: Tensor, draws: int, out: Values
 ) -> None:
-    """Put the loss of score without the most used, least used or random experts of every layer.
-
-    counts: (L, E), choices of each expert; draws: random sets per number of experts. Tables show
-    the largest number that is at most half of the experts.
-    """
+    """Put the loss of score without the most used, least used or random experts of every layer."""
+    # counts: (L, E), choices of each expert; draws: random sets per number of experts.
     layers, experts = counts.shape
     by_use = counts.argsort(dim=1, descending=True, stable=True).tolist()
     numbers = expert_counts_to_remove(alternative_choices.removable_expert_count(model))

@@ -135,12 +135,10 @@ class ShownVariant(Config):
     trace: ImageTraces
 
 
+# T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two axes
+# for images, three for volumes, one for text.
 class Result(Config):
-    """Data of explorer.html for N images; traces are per token and layer, on the finest grid.
-
-    T tokens: ``special`` ones first, then a ``grid`` of patches with the last axis fastest: two
-    axes for images, three for volumes, one for text.
-    """
+    """Data of explorer.html for N images; traces are per token and layer, on the finest grid."""
 
     special: int
     grid: tuple[int, ...]

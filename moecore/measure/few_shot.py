@@ -126,10 +126,8 @@ class FewShot(Measurement):
 
 
 def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
-    """Return indices of ``shots`` training images per class, (K, shots).
-
-    Each class is permuted once per draw: fewer shots are a subset of more, for all methods.
-    """
+    """Return indices of ``shots`` training images per class, (K, shots)."""
+    # Each class is permuted once per draw: fewer shots are a subset of more, for all methods.
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))
     if members is None:
@@ -148,11 +146,9 @@ def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
 def score_few_shot_draw(
     subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
 ) -> tuple[Tensor, int, Tensor]:
-    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``.
-
-    Return the scores (30,) on the test split, the exponent chosen by leave-one-out, and each test
-    image's score with that exponent, (M,) fp64.
-    """
+    """Score ridges, one per penalty, fitted to ``few`` (N, D) and labels (N,), on ``tested``."""
+    # Return the scores (30,) on the test split, the exponent chosen by leave-one-out, and each test
+    # image's score with that exponent, (M,) fp64.
     from sklearn.linear_model import Ridge  # slow to import
 
     task = subject.data.task

@@ -82,11 +82,9 @@ class Invariance(Measurement):
         return {"transform": TRANSFORMS}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``imed``, ``imed_normalised`` and ``agreement_transformed`` per transform.
-
-        facts: classes; class_maps, [class][layer][expert], the mean probability, None for a class
-        without images.
-        """
+        """Put ``imed``, ``imed_normalised`` and ``agreement_transformed`` per transform."""
+        # facts: classes; class_maps, [class][layer][expert], the mean probability, None for a class
+        # without images.
         test = subject.data.test
         task = subject.data.task
         indices = evenly_spaced_indices(len(test.labels), self.images)
@@ -121,12 +119,9 @@ class Invariance(Measurement):
 
 
 def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
-    """Return mean IMED under a transform / mean IMED between images, both (N,), with interval.
-
-    0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
-    ratio, unlike IMED, distinguishes invariant routing from uniform routing. None if all images
-    have the same routing.
-    """
+    """Return mean IMED under a transform / mean IMED between images, both (N,), with interval."""
+    # 0: unchanged; 1: routed like another image. Near-uniform probabilities make both small, so the
+    # ratio, unlike IMED, distinguishes invariant routing from uniform routing.
     if not between.any():
         return None
 

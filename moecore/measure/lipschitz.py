@@ -66,17 +66,13 @@ METRICS = {name: metric._replace(paper="adversarial") for name, metric in METRIC
 def put_lemma(
     subject: MeasuredModel, images: np.ndarray, tokens: int, batch: int, seed: int, out: Values
 ) -> None:
-    """Put ``lemma1_violations`` and ``lemma1_router_share`` at ``tokens`` tokens of each layer.
-
-    images: (N, C, H, W), whose tokens are sampled with ``seed``. A violation would be an error of
-    the code. facts: lemma_terms, per layer the three ``LemmaTerms`` at each token; or
-    lemma_reason, why the lemma is not defined for the model, which then has no values.
-    """
+    """Put ``lemma1_violations`` and ``lemma1_router_share`` at ``tokens`` tokens of each layer."""
     if reason := why_lemma_undefined(subject.model):
         out.facts["lemma_reason"] = reason
         return
     terms = lemma_terms_by_layer(subject.model, images, tokens, batch, seed, subject.device)
     shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
+    # a violation would be an error of the code
     out.put("lemma1_violations", sum(int(layer.violated.sum()) for layer in terms))
     out.put("lemma1_router_share", sum(shares) / len(shares))
     out.facts["lemma_terms"] = [
@@ -137,24 +133,20 @@ MIN_DISTANCE = 1e-3  # of a pair, relative to the radius; closer pairs do not co
 
 
 class LipschitzSlopes(NamedTuple):
-    """One value per image, each (N,) fp64, ``crossed`` bool. Logits over pixels in [0, 1].
+    """One value per image, each (N,) fp64, ``crossed`` bool. Logits over pixels in [0, 1]."""
 
-    local: ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small
-    neighbourhood without a change of routing.
-    margin: max over classes c ≠ label y of ‖∇(z_y − z_c)‖₁, the rate at which an ℓ∞ attack can
-    change a margin.
-    lower_bound: ‖f(a) − f(b)‖₂ / ‖a − b‖₂ of the steepest pair that the ascent visits, after
-    repeated halving; a lower bound of the Lipschitz constant on the ball.
-    crossed: whether the ends of the halved pair choose different experts; their ratio then has no
-    limit as they approach.
-    jump: ‖f(a) − f(b)‖₂ of the halved pair if crossed, else 0.
-    """
-
+    # ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small neighbourhood
+    # without a change of routing
     local: Tensor
+    # max over classes c ≠ label y of ‖∇(z_y − z_c)‖₁, the rate at which an ℓ∞ attack can change a
+    # margin
     margin: Tensor
+    # ‖f(a) − f(b)‖₂ / ‖a − b‖₂ of the steepest pair that the ascent visits, after repeated halving;
+    # a lower bound of the Lipschitz constant on the ball
     lower_bound: Tensor
+    # the ends of the halved pair choose different experts: no limit as they approach
     crossed: Tensor
-    jump: Tensor
+    jump: Tensor  # ‖f(a) − f(b)‖₂ of the halved pair if crossed, else 0
 
 
 class ImagePairSlope(NamedTuple):
@@ -167,19 +159,14 @@ class ImagePairSlope(NamedTuple):
 
 def slopes_at(
     model: Model,
-    images: ImageSequence,
+    images: ImageSequence,  # (N, C, H, W)
     labels: Tensor,
     batch: int,
-    radius: float,
-    steps: int,
-    halvings: int,
+    radius: float,  # of the ℓ2 ball around an image, intersected with [0, 1]
+    steps: int,  # of the ascent
+    halvings: int,  # of its best pair, to a distance of at most 2·radius/2^halvings
 ) -> LipschitzSlopes:
-    """Return the slopes of a model's logits at images, on the CPU.
-
-    images: (N, C, H, W); radius: of the ℓ2 ball around an image, intersected with [0, 1]; steps: of
-    the ascent; halvings: of its best pair, to a distance of at most 2·radius/2^halvings. The model
-    and the global random state do not change.
-    """
+    """Return the slopes of a model's logits at images, on the CPU."""
     exact = lipschitz_lemma.frozen_double_copy(model)
     device = model_device(exact)
     chunks = []
@@ -217,15 +204,12 @@ def margin_slope(jacobians: Tensor, labels: Tensor) -> Tensor:
 def find_steepest_pair(
     model: Model, images: Tensor, direction: Tensor, radius: float, steps: int
 ) -> ImagePairSlope:
-    """Return the steepest pair that gradient ascent of ‖f(x + δ) − f(x)‖₂ visits in the ball.
-
-    Starts are x ± radius · direction: the gradient at δ = 0 is 0, and a singular vector has no
-    sign. Pairs are (x, current) and (previous, current). The step length of 2.5 · radius / steps
-    (as in PGD) can cross the ball.
-    """
+    """Return the steepest pair that gradient ascent of ‖f(x + δ) − f(x)‖₂ visits in the ball."""
+    # Pairs are (x, current) and (previous, current).
     best = ImagePairSlope(images, images, torch.zeros_like(images[:, 0, 0, 0]))
     clean = model(images).prediction
-    length = 2.5 * radius / max(steps, 1)
+    length = 2.5 * radius / max(steps, 1)  # as in PGD; it can cross the ball
+    # the gradient at δ = 0 is 0, and a singular vector has no sign
     for sign in (1, -1):
         previous = images
         before = clean
@@ -249,11 +233,9 @@ def find_steepest_pair(
 def halve_to_steeper(
     model: Model, pair: ImagePairSlope, halvings: int
 ) -> tuple[ImagePairSlope, Tensor, Tensor]:
-    """Return the pair after halvings to its steeper half, ``crossed`` (B,) bool, and ``jump`` (B,).
-
-    The ratio never decreases, as the change over a pair is at most the sum over its halves. For a
-    continuous model it tends to a local slope; at a jump it doubles with every halving.
-    """
+    """Return the pair halved to its steeper half, ``crossed`` (B,) bool, and ``jump`` (B,)."""
+    # The ratio never decreases, as the change over a pair is at most the sum over its halves. For a
+    # continuous model it tends to a local slope; at a jump it doubles with every halving.
     first, second, _ = pair
     with torch.no_grad():
         start = model(first).prediction

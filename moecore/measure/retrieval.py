@@ -96,12 +96,10 @@ class Retrieval(Measurement):
         return {"k": self.at}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put recall R@k of images by captions and of captions by images, and words' routing.
-
-        facts: images, captions; scale, the factor of cosines; layers, for each MoE layer of the
-        text tower the most frequent words with their experts; overlays, a few images;
-        captions_read, for each layer their first captions, as ``Read``.
-        """
+        """Put recall R@k of images by captions and of captions by images, and words' routing."""
+        # facts: images, captions; scale, the factor of cosines; layers, for each MoE layer of the
+        # text tower the most frequent words with their experts; overlays, a few images;
+        # captions_read, for each layer their first captions, as ``Read``.
         test = subject.data.test
         number = len(test.labels) if self.images is None else self.images
         images = test.images[:number]
@@ -154,10 +152,8 @@ def captioned_pictures(
 def put_recall(
     name: str, hits: Tensor, at: tuple[int, ...], gallery: int, right: Tensor, out: Values
 ) -> None:
-    """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``.
-
-    gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
-    """
+    """Put recall ``{name}`` at each k of ``at``, mean of hits (N, k), and ``{name}_chance``."""
+    # gallery: its size; right: number of right answers in it, per image, or (1,) if equal for all.
     # By chance all of the gallery are tied.
     ties = (torch.zeros_like(right), gallery - right, right, at)
     chances = image_text.hit_probability_under_ties(*ties).mean(dim=0).tolist()
@@ -198,10 +194,8 @@ def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> 
 def summarize_caption_routing(
     record: RoutingRecord, tokens: Tensor, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return metric → value of one layer, and its most frequent words with shares of experts.
-
-    record: fields (n, 1, E); tokens: (n,) int64.
-    """
+    """Return metric → value of one layer, and its most frequent words with shares of experts."""
+    # record: fields (n, 1, E); tokens: (n,) int64.
     experts = record.probs.shape[-1]
     first = first_choices(record)[:, 0]
     tokens, first = tokens[first >= 0], first[first >= 0]

@@ -115,11 +115,9 @@ class RouterRegret(Measurement):
         return None
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put regret, its normalised form, better sets and fixed-set gain, per layer and as means.
-
-        facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
-        lower bound); best, per layer the ``BestChoice``s on images of the explorer.
-        """
+        """Put regret, normalised regret, better sets and fixed-set gain, per layer and as means."""
+        # facts: unit, of the loss; is_exact, whether all sets were tried (otherwise the regret is a
+        # lower bound); best, per layer the ``BestChoice``s on images of the explorer.
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)

@@ -304,11 +304,9 @@ class Routing(Measurement):
         return {"augmentation": names, "k": self.sweeps.k, "threshold": self.sweeps.threshold}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put load, entropy, confidence, matches of views and sweeps, also per layer.
-
-        facts: load, per layer each expert's share of the choices; overlays; corresponding, two
-        crops of an image (None for volumes and single patches); roles, None without that setting.
-        """
+        """Put load, entropy, confidence, matches of views and sweeps, also per layer."""
+        # facts: load, per layer each expert's share of the choices; overlays; corresponding, two
+        # crops of an image (None for volumes and single patches); roles, None without that setting.
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.images), self.images)
@@ -397,11 +395,8 @@ def put_averages(layers: Layers, by_image: LayerItems, key: str, out: Values, **
 
 
 def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
-    """Put matches and switch fraction of two views under each augmentation.
-
-    Draws depend on the augmentation's name alone. Nothing is put for text, and for images with a
-    channel of truth, which a change would falsify.
-    """
+    """Put matches and switch fraction of two views under each augmentation."""
+    # a change would falsify a channel of truth
     if images.ndim == TEXT or model.image.truth:
         return
     few = evenly_spaced_indices(len(images), settings.augmentation_images)
@@ -410,6 +405,7 @@ def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Valu
 
     def put_matches(augmentation: TwoViewAugmentation, out: Values) -> None:
         out.people = people
+        # draws depend on the augmentation's name alone
         views = draw_two_views(images, augmentation, SEED, *augmentation.name.encode())
         for name, shares in augmented_row(model, views, settings.batch, people).items():
             out.put(f"{name}_augmented", *shares, augmentation=augmentation.name)

@@ -96,12 +96,10 @@ class Stability(Measurement):
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put score, selection change and first-expert agreement per σ, and jumps along ramps.
-
-        facts: ramp, its sigmas and, of a few images, index in the split, label, the label's
-        probability and the predicted class; overlays, of these images at each sigma, clean first
-        (none for a dense model).
-        """
+        """Put score, selection change and first-expert agreement per σ, and jumps along ramps."""
+        # facts: ramp, its sigmas and, of a few images, index in the split, label, the label's
+        # probability and the predicted class; overlays, of these images at each sigma, clean first
+        # (none for a dense model).
         model = subject.model
         test = subject.data.test
         indices = evenly_spaced_indices(len(test.labels), self.images)
@@ -150,11 +148,9 @@ class Stability(Measurement):
 
 
 def count_jumps(probs: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Count the steps that change the true class's probability by more than ``threshold``, (N,).
-
-    A step is between neighbouring points: a steep continuous change counts, too. probs: (N, S + 1,
-    K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
-    """
+    """Count the steps that change the true class's probability by more than ``threshold``, (N,)."""
+    # A step is between neighbouring points: a steep continuous change counts, too. probs:
+    # (N, S + 1, K) at S + 1 points of a ramp of noise, the first clean; labels: (N,).
     steps = true_probability(probs, labels).diff(dim=1).abs()
     return (steps > threshold).sum(1)
 
@@ -168,10 +164,8 @@ def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
 def class_probs_by_sigma(
     model: Model, images: np.ndarray, noise: Tensor, sigmas: Sequence[float], batch: int = BATCH
 ) -> Tensor:
-    """Return class probabilities (N, S + 1, K) fp64 of every image at every sigma.
-
-    images: uint8 (N, C, H, W); noise: (N, C, H, W), one direction per image.
-    """
+    """Return class probabilities (N, S + 1, K) fp64 of every image at every sigma."""
+    # images: uint8 (N, C, H, W); noise: (N, C, H, W), one direction per image.
     chunks = []
     for start in range(0, len(images), CHUNK_SIZE):
         chunk = slice(start, start + CHUNK_SIZE)
@@ -184,17 +178,14 @@ def class_probs_by_sigma(
 
 
 def put_ramps(
-    probs: Tensor,
-    labels: Tensor,
-    indices: np.ndarray,
+    probs: Tensor,  # (N, S + 1, K)
+    labels: Tensor,  # (N,)
+    indices: np.ndarray,  # of the images in the split
     sigmas: Sequence[float],
     shown: Sequence[int] | np.ndarray,
     out: Values,
 ) -> None:
-    """Put ``jumps`` along ramps, and facts.ramp: curves of the images at positions ``shown``.
-
-    probs: (N, S + 1, K); labels: (N,); indices: of the images in the split.
-    """
+    """Put ``jumps`` along ramps, and facts.ramp: curves of the images at positions ``shown``."""
     out.put("jumps", count_jumps(probs, labels, JUMP))
     true = true_probability(probs, labels)
     predicted = probs.argmax(-1)

@@ -229,10 +229,8 @@ def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
 
 
 def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
-    """Return the mean share of a tissue's tokens that choose its expert, at the last epoch.
-
-    prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
-    """
+    """Return the mean share of a tissue's tokens that choose its expert, at the last epoch."""
+    # prefix: CONTROL for random masks of the tissues' sizes. None without experts named by tissues.
     if not outcome.region_routing:
         return None
     last = max(outcome.region_routing, key=lambda probe: probe.epoch)
@@ -241,14 +239,12 @@ def own_expert_share(outcome: Outcome, prefix: str = "") -> float | None:
 
 
 def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
-    """Return (step, training loss averaged over the preceding epoch); [] if a point lacks a value.
-
-    A logged loss is the mean of the steps since the last point, and is weighted by their number.
-    """
+    """Return (step, mean training loss of the preceding epoch); [] if a point lacks a value."""
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):
         return []
     steps, epochs, losses = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    # a logged loss is the mean of the steps since the last point
     spans = np.diff(steps, prepend=0)
     summed = np.concatenate([[0], np.cumsum(losses * spans)])
     passed = np.concatenate([[0], np.cumsum(spans)])
@@ -260,11 +256,9 @@ def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
 
 
 def steps_until_baseline_loss(result: Outcome, baseline: Outcome) -> int | None:
-    """Return the first logged step at which the training loss reaches the baseline's final one.
-
-    Both are means over an epoch (TGR, figure S5). If it is never reached: the step one epoch after
-    the end. None without a log.
-    """
+    """Return the first logged step at which the training loss reaches the baseline's final one."""
+    # Both are means over an epoch (TGR, figure S5). If it is never reached: the step one epoch
+    # after the end. None without a log.
     baseline_losses = trailing_epoch_losses(baseline)
     losses = trailing_epoch_losses(result)
     if not baseline_losses or not losses:

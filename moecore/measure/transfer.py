@@ -58,11 +58,9 @@ class Transfer(MeasuredPart):
 def measure(
     models: Mapping[str, Model], data: Prepared, settings: Transfer, parts: PartStore
 ) -> Found:
-    """Return scores of every (attacked, scoring) pair of models; finished pairs are stored.
-
-    facts: the attack's settings; score: of the task; skipped: method → why no image is made on its
-    model; reading: an ``AuditLine``. Raises UserError where the attack does not suit the task.
-    """
+    """Return scores of every (attacked, scoring) pair of models; finished pairs are stored."""
+    # facts: the attack's settings; score: of the task; skipped: method → why no image is made on
+    # its model; reading: an ``AuditLine``.
     task = data.task
     if reason := settings.attack.refuses(task):
         raise UserError(

@@ -131,10 +131,8 @@ class Truth(Measurement):
         return {"change": [*noise, *attack]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put purity, mutual information and match with true kinds, per layer and as means.
-
-        facts: counts, per layer (E, D), experts in the order of the matching.
-        """
+        """Put purity, mutual information and match with true kinds, per layer and as means."""
+        # facts: counts, per layer (E, D), experts in the order of the matching.
         model = subject.model
         indices = evenly_spaced_indices(len(subject.data.test.labels), self.images)
         pixels = torch.from_numpy(np.array(subject.data.test.images[indices]))

@@ -165,12 +165,8 @@ class PartStore(Protocol):
     """Stores finished pieces of a measurement under unique names, so that a restart skips them."""
 
     def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return a piece as decoded from JSON; it is computed unless an earlier process stored it.
-
-        Args:
-            name: Unique name of the piece.
-            compute: Returns the piece, as plain values that JSON can hold.
-        """
+        """Return a piece as decoded from JSON, computed unless an earlier process stored it."""
+        # compute: returns the piece, as plain values that JSON can hold.
         ...
 
 

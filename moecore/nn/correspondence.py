@@ -36,16 +36,14 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Return the patch of image 2 nearest to each patch centre of image 1, mapped by R₂ · R₁⁻¹.
-
-    affines_1, affines_2: R (B, D+1, D+1), original to view, of both views of each image. Image 1
-    is the view whose affine has the larger |det|: views have equal sizes, so it is the smaller
-    crop; ties keep the order. A centre midway between patches goes to the higher one. Raises
-    UserError for affines that do not fit the layout or are singular. Source: PRC, §III-C.
-    """
+    """Return the patch of image 2 nearest to each patch centre of image 1, mapped by R₂ · R₁⁻¹."""
+    # affines_1, affines_2: R (B, D+1, D+1), original to view, of both views of each image. Source:
+    # PRC, §III-C.
     first = affines_1.double()
     second = affines_2.double()
     _check_axes(first, second, layout)
+    # Image 1 is the view with the larger |det|: views have equal sizes, so it is the smaller crop.
+    # Ties keep the order.
     areas = _expansion(first, 1), _expansion(second, 2)
     swapped = areas[1] > areas[0] * (1 + TOLERANCE)
     swap = swapped[:, None, None]
@@ -53,14 +51,13 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     coarse = torch.where(swap, first, second)
     # inv_ex: plain inv would make the host wait for the device
     transform = coarse @ torch.linalg.inv_ex(fine).inverse
+    # A centre midway between patches goes to the higher one.
     return PatchPartners(*_patches_at_centres(transform, layout), swapped)
 
 
 def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the original image's patch at each patch centre of a view, and whether it has one.
-
-    Both (B, P), int64 (0 if it has none) and bool.  affines: (B, D+1, D+1), original to view.
-    """
+    """Return the original's patch at each patch centre of a view (0: none), and if it has one."""
+    # Both (B, P), int64 and bool. affines: (B, D+1, D+1), original to view.
     views = affines.double()
     _check_axes(views, views, layout)
     _expansion(views, 1)
@@ -68,11 +65,8 @@ def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Ten
 
 
 def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
-    """Return the pairs of tokens that show the same patch in the two views of each image.
-
-    affines: (2B, D+1, D+1), first B = view 1, last B = view 2.  special: also pair each special
-    token with itself.
-    """
+    """Return the pairs of tokens that show the same patch in the two views of each image."""
+    # affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
     if len(affines) % 2:
         raise UserError.at(
             "correspondence",
@@ -82,6 +76,7 @@ def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> Tok
     count = len(affines) // 2
     index, inside, swapped = match_patches(affines[:count], affines[count:], layout)
     patches = torch.arange(index.shape[1], device=index.device)
+    # each special token is paired with itself
     number = layout.special if special else 0
     special_tokens = torch.arange(number, device=index.device).expand(count, -1)
     tokens = layout.special + index.shape[1]
@@ -123,14 +118,12 @@ def token_pair_values(
 
 
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
-    """Return the teacher's probs for the tokens of the student, whose probs have shape ``student``.
-
-    (B, T, E). A student's additional distillation token, after CLS, gets the teacher's CLS.
-    """
+    """Return the teacher's probs (B, T, E) for the student's tokens; ``student`` is their shape."""
     batch, tokens, experts = student
     if teacher.shape == student:
         return teacher
     if teacher.shape == (batch, tokens - 1, experts):
+        # a student's distillation token, after CLS, gets the teacher's CLS
         return torch.cat([teacher[:, :1], teacher], dim=1)
     raise UserError(
         f"teacher guidance: the teacher's routing has shape {tuple(teacher.shape)} (images, "

@@ -62,10 +62,8 @@ class SparsePlan(NamedTuple):
 
     @classmethod
     def build(cls, experts: Tensor, weights: Tensor, processed: Tensor | None, number: int) -> Self:
-        """Return the plan for the chosen of ``number`` experts and their weights, (B, T, k) each.
-
-        processed: (B, T, k) bool, pairs within capacity; None for all.
-        """
+        """Return the plan for the chosen of ``number`` experts, (B, T, k), and their weights."""
+        # processed: (B, T, k) bool, pairs within capacity; None for all.
         # stable: within an expert tokens keep their order, so sums do not depend on the sort
         keys = experts.flatten()
         if keys.is_cuda and number <= 2**15:  # CUDA's sort takes one pass per byte
@@ -95,12 +93,10 @@ class SparsePlan(NamedTuple):
         return cls.build(experts, weights, None, weights.shape[-1])
 
     def keep_experts(self, number: int) -> "SparsePlan":
-        """Return the plan of the first ``number`` experts; outputs of all other experts count as 0.
-
-        On a CPU the rows of other experts are dropped, except one that represents all of them.
-        On a GPU, where the number of rows must not depend on the data, the last expert computes
-        them, unused. On the meta device every expert counts as chosen equally often.
-        """
+        """Return the plan of the first ``number`` experts; outputs of others count as 0."""
+        # On a CPU the rows of other experts are dropped, except one that represents all of them. On
+        # a GPU, where the number of rows must not depend on the data, the last expert computes
+        # them, unused. On the meta device every expert counts as chosen equally often.
         last = self.offsets[number - 1]
         is_kept = self.rows < last
         rows = len(self.order)
@@ -135,13 +131,11 @@ class SparsePlan(NamedTuple):
 
 
 def round_row_counts(sizes: Tensor) -> Tensor:
-    """Round row counts (int64) up on a CPU, so that few distinct counts occur.
-
-    oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms; the product itself takes
-    0.03 to 0.1 ms in a small model), and routing brings new numbers in every step: with 32 experts
-    a training step took 2.6 times as long without rounding. There are four counts per octave, up to
-    multiples of 64, and of 128 from 4,096 rows on.
-    """
+    """Round row counts (int64) up on a CPU, so that few distinct counts occur."""
+    # oneDNN compiles a kernel for every new number of rows (0.6 to 0.9 ms; the product itself takes
+    # 0.03 to 0.1 ms in a small model), and routing brings new numbers in every step: with 32
+    # experts a training step took 2.6 times as long without rounding. There are four counts per
+    # octave, up to multiples of 64, and of 128 from 4,096 rows on.
     step = 2.0 ** (sizes.clamp(min=1).double().log2().floor() - 2)
     step = step.clamp(1, 64).where(sizes < 4096, 128).to(sizes.dtype)
     return (sizes + step - 1).div(step, rounding_mode="floor").mul(step)
@@ -193,10 +187,8 @@ class _WeightedSum(Function):
 def weighted_sum_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, sources: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows (R, d) and of their weights, (R,), in a weighted sum of rows.
-
-    grad: (N, d), of the sums.  weights: (R, 1).  sources: (R,), the token whose sum has the row.
-    """
+    """Return the gradients of rows (R, d) and of their weights, (R,), in a weighted sum of rows."""
+    # grad: (N, d), of the sums. weights: (R, 1). sources: (R,), the token whose sum has the row.
     chunk = rows_at_once(rows)
     to_rows = []
     to_weights = []

@@ -84,10 +84,8 @@ def predict_in_batches(
 
 
 def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
-    """Return the mean loss in nats per word of the last of C blocks of M words, (N,) fp64.
-
-    images: (N, C, M) word ids, as a LanguageTransformer reads them.  labels: (N, M), next words.
-    """
+    """Return the mean loss in nats per word of the last of C blocks of M words, (N,) fp64."""
+    # images: (N, C, M) word ids, as a LanguageTransformer reads them. labels: (N, M), next words.
     return block_scores_with_routing(model, images, labels, routing=False)[0]
 
 
@@ -116,13 +114,11 @@ def block_scores_with_routing(
 def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, full_blocks: bool = True
 ) -> float:
-    """Return a text's perplexity, exp of the mean nats per word, in evaluation mode, in fp32.
-
-    tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
-    of equal length, which are read block by block from an empty cache. ``full_blocks``: drop a last
-    incomplete block, as papers do. A few streams are cut into parts, which are read in parallel,
-    each after the blocks that its predictions depend on.
-    """
+    """Return a text's perplexity, exp of the mean nats per word, in evaluation mode, in fp32."""
+    # tokens: (1, n) words, or (2, n) words and true kinds. The text is cut into ``streams`` streams
+    # of equal length, which are read block by block from an empty cache. ``full_blocks``: drop a
+    # last incomplete block, as papers do. A few streams are cut into parts, which are read in
+    # parallel, each after the blocks that its predictions depend on.
     block = model.image.shape[0]
     number_of_words = tokens.shape[1]
     length = number_of_words // streams
@@ -183,10 +179,8 @@ def words_at_once(outputs: int, device: torch.device) -> int:
 def read_block(
     model: LanguageTransformer, images: Tensor, labels: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return a function: read the last block in ``times`` copies → nats per word, (times,) fp64.
-
-    images: (1, C, M); all blocks but the last are read once, here.  labels: (1, M), next words.
-    """
+    """Return a function: read the last block in ``times`` copies → nats per word, (times,) fp64."""
+    # images: (1, C, M); all blocks but the last are read once, here. labels: (1, M), next words.
     word_ids, kinds = model.split_kinds(images)
     states = model.read_earlier(word_ids, kinds)
 

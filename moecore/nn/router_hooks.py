@@ -115,15 +115,13 @@ def _find_routers(
     routers: dict[nn.Module, nn.Module | None],
     candidates: dict[nn.Module, nn.Module | None],
 ) -> None:
-    """Put each outermost known router → its parent into ``routers``; block: the first parent.
-
-    Other modules, except those of torch, may prove to be routers: they go into ``candidates``.
-    """
+    """Put each outermost known router → its parent into ``routers``; block: the first parent."""
     is_ours = isinstance(module, Model) and module.moe is not None
     if is_ours or isinstance(module, MoELayer) or type(module).__name__ in adapters:
         routers.setdefault(module, block)
         return
     if not type(module).__module__.startswith("torch."):
+        # may prove to be a router
         candidates.setdefault(module, block)
     for child in module.children():
         _find_routers(child, module, adapters, routers, candidates)
@@ -268,11 +266,9 @@ def find_routing(output: Any) -> tuple[Tensor, ...] | None:
 
 @torch.no_grad()
 def find_score(logits: Tensor, weights: Tensor, experts: Tensor) -> Score | None:
-    """Return the score of the logits that the weights are, up to a scale or sum; None: none is.
-
-    A bias or groups may change the choice, not the weights: ids need not be the highest scores.
-    One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
-    """
+    """Return the score of the logits that the weights are, up to a scale or sum; None: none is."""
+    # A bias or groups may change the choice, not the weights: ids need not be the highest scores.
+    # One weight per token that is always the same tells nothing: ids must be, and softmax is taken.
     bits = min(torch.finfo(part.dtype).bits for part in (logits, weights))
     tolerance = TOLERANCE if bits >= 32 else HALF_TOLERANCE
     if experts.min() < 0 or experts.max() >= logits.shape[-1]:
@@ -298,11 +294,9 @@ def are_highest(logits: Tensor, experts: Tensor) -> bool:
 
 
 def read_routing(name: str, logits: Tensor, weights: Tensor, experts: Tensor) -> RoutingRecord:
-    """Return the record of a router of the class ``name``; UserError for weights of no score.
-
-    Probabilities in the place of logits become their logarithms; weights may then have a factor
-    per expert, if the experts are the most probable ones.
-    """
+    """Return the record of a router of the class ``name``; UserError for weights of no score."""
+    # Probabilities in the place of logits become their logarithms; weights may then have a factor
+    # per expert, if the experts are the most probable ones.
     sums = logits.detach().float().sum(-1)
     are_probs = torch.allclose(sums, torch.ones_like(sums), atol=HALF_TOLERANCE)
     if are_probs and (logits >= 0).all() and are_highest(logits, experts):
@@ -336,10 +330,8 @@ def read_jetmoe_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
 def read_capacity_router(
     router: nn.Module, inputs: tuple[Any, ...], output: Any, k: int
 ) -> RoutingRecord:
-    """Return the record of a router whose output is (first, weights, logits), k experts per token.
-
-    Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
-    """
+    """Return the record of a router with output (first, weights, logits), k experts per token."""
+    # Weights are (…, E), or (…, 1) for ``first``, (…, E): 0 for experts over capacity.
     first, weights, logits = output
     if weights.shape[-1] == 1:
         weights = first * weights

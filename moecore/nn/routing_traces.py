@@ -82,11 +82,9 @@ def coarse_patch_indices(layout: TokenLayout, fine: TokenLayout) -> Tensor:
 
 
 def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the A best answers per image, as indices into ``task.answers``, and values: (N, A).
-
-    Values are probabilities by softmax, or by the sigmoid if an image can have several classes; for
-    a real target the prediction in its unit; for a mosaic the best answer per cell.
-    """
+    """Return the A best answers per image, as indices into ``task.answers``, and values: (N, A)."""
+    # Values are probabilities by softmax, or by the sigmoid if an image can have several classes;
+    # for a real target the prediction in its unit; for a mosaic the best answer per cell.
     if task.cells > 1:
         values, answers = prediction.unflatten(1, (task.cells, -1)).softmax(dim=-1).max(dim=-1)
         return answers, values
@@ -102,13 +100,12 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
 
 
 def encode_top_experts(record: RoutingRecord) -> str:
-    """Return each token's MAX_EXPERTS best experts as a text (``encode_concatenated_arrays``).
-
-    Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
-    dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
-    unprocessed ones, then by probability; (N, T, n) uint8 marks, the probability · MAX_PROBABILITY,
-    plus CHOSEN_BIT if chosen. Experts are uint8, or uint16 above MAX_BYTE_EXPERTS.
-    """
+    """Return each token's MAX_EXPERTS best experts as a text (``encode_concatenated_arrays``)."""
+    # Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
+    # dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
+    # unprocessed ones, then by probability; (N, T, n) uint8 marks, the
+    # probability · MAX_PROBABILITY, plus CHOSEN_BIT if chosen. Experts are uint8, or uint16 above
+    # MAX_BYTE_EXPERTS.
     combine = record.combine.numpy()
     probs = record.probs.numpy()
     chosen = record.chosen.numpy()

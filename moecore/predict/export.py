@@ -80,11 +80,8 @@ def export_module(module: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Ex
 def export_model(
     folder: Path, to: Format, out: Path, records: bool = False, packages: Sequence[str] = ()
 ) -> str:
-    """Write the model of ``folder`` to the file ``out``, and return a description of the file.
-
-    records: add outputs with each MoE layer's routing record. Raises UserError for models that
-    cannot be exported, and if outputs of the file differ from the model's.
-    """
+    """Write the model of ``folder`` to the file ``out``, and return a description of the file."""
+    # records: add outputs with each MoE layer's routing record.
     if missing := [name for name in NEEDED[to] if find_spec(name) is None]:
         raise UserError(f"--to {to}: needs {', '.join(missing)}; pip install 'moecore[export]'")
     model = load_model(folder, packages)

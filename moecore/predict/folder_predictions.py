@@ -47,12 +47,10 @@ class NewVolumeFile(NamedTuple):
 
 
 def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
-    """Return every T1-weighted volume of a folder, sorted by path.
-
-    BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
-    that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
-    folder the file's name without its ending) and session_id.
-    """
+    """Return every T1-weighted volume of a folder, sorted by path."""
+    # BIDS: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz directly in the folder
+    # that is not a mask. participants.tsv may give age, sex and site by participant_id (in a plain
+    # folder the file's name without its ending) and session_id.
     folder = Path(folder)
     paths = sorted(path for path in folder.glob("sub-*/**/*_T1w.nii*") if _stem(path))
     bids = bool(paths)
@@ -149,12 +147,9 @@ class NewAges(NamedTuple):
 def predict_ages(
     model_folder: Path, folder: Path, out: Path, calibrator: Path | None = None, batch: int = 8
 ) -> NewAges:
-    """Predict the age of every volume below ``folder``, and write the table ``out``.
-
-    An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
-    the stage ``calibrate`` wrote; None: the model's. Raises UserError for another model's
-    calibrator, or if no volume is usable.
-    """
+    """Predict the age of every volume below ``folder``, and write the table ``out``."""
+    # An unusable volume has a line with the reason in the column ``error``. calibrator: folder that
+    # the stage ``calibrate`` wrote; None: the model's.
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
     prepared = list(
@@ -223,12 +218,10 @@ class PredictionRequest(NamedTuple):
 
 
 def predict_folder(request: PredictionRequest) -> int:
-    """Write the table ``out`` and a page; return the number of files without a prediction.
-
-    With texts, also write a table of the best pictures of each text. Prints the written files, and
-    on stderr the files without a prediction. Raises UserError for arguments that do not fit, before
-    anything is computed.
-    """
+    """Write the table ``out`` and a page; return the number of files without a prediction."""
+    # With texts, also write a table of the best pictures of each text. Prints the written files,
+    # and on stderr the files without a prediction. Arguments are refused before anything is
+    # computed.
     model, folder, out = request.model, request.folder, request.out
     card = load_trained_model_card(model)
     if card.image.task.long:

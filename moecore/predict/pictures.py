@@ -132,11 +132,9 @@ class OutputReader(NamedTuple):
 
 
 def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
-    """Return what turns an output (K,) into a table row: probabilities of classes, or a number.
-
-    The output of G × G cells is (G² · K,), and its row has each cell's best class. calibrator: the
-    folder of calibrator.json; None: the model's, if it exists.
-    """
+    """Return what turns an output (K,) into a table row: probabilities of classes, or a number."""
+    # The output of G × G cells is (G² · K,), and its row has each cell's best class. calibrator:
+    # the folder of calibrator.json; None: the model's, if it exists.
     task = load_card(model_folder).image.task
     if not task.classes:
         remark = "raw predictions: a number has no probability"
@@ -275,10 +273,8 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
 
 
 def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return what turns an image embedding into a row: the nearest text, cosines with all texts.
-
-    pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
-    """
+    """Return what turns an image embedding into a row: the nearest text, cosines with all texts."""
+    # pairs: the loss of the model's training, ``sigmoid`` or ``softmax``.
 
     def row(side: Tensor) -> Row:
         cosines = cosine_matrix(side[None], texts.sides)[0]

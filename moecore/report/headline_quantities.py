@@ -159,10 +159,8 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
 
 
 def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
-    """Return the columns of the score under attack and of the routing change; "" without attacks.
-
-    The score is of the worst case, if measured, else of the last attack; the change of the last.
-    """
+    """Return the columns of the score under attack and of the change of routing, or ""."""
+    # The score is of the worst case, if measured, else of the last attack; the change of the last.
     attack = shown_attack(phase)
     if not attack:
         return "", ""
@@ -179,11 +177,9 @@ def shown_attack(phase: Phase) -> str:
 
 
 def first_columns(phase: Phase, columns: Collection[str]) -> dict[str, str]:
-    """Return column → slug, of those in a phase's first table and MLflow's parent runs.
-
-    For attacks: the worst case, if measured, else the last attack. For swapped words: the last
-    column of each kind, with the most words swapped.
-    """
+    """Return column → slug, of those in a phase's first table and MLflow's parent runs."""
+    # For attacks: the worst case, if measured, else the last attack. For swapped words: the last
+    # column of each kind, with the most words swapped.
     score, moved = attacked_score_and_change_names(phase)
     attack = shown_attack(phase)
     attacked = {"worst" if attack == robustness.WORST else attack.partition("-")[0][:4]: score}

@@ -180,16 +180,13 @@ def pictures_by_name(
 def draw_method_curves(
     phase: Phase,
     kind: type[base.MeasuredPart],
-    read: Callable[[Found], Mapping[float, float | None]],
+    read: Callable[[Found], Mapping[float, float | None]],  # x → value of a result
     spec: charts.ChartSpec,
-    words: str,
-    label: str = "",
+    words: str,  # start of the caption
+    label: str = "",  # "": the title
     limits: charts.Limits = charts.EVERYWHERE,
 ) -> list[Picture]:
-    """Return [a chart with a line per method, averaged over seeds], or [] if no method has points.
-
-    read: returns x → value of a result; words: start of the caption; label: "" for the title.
-    """
+    """Return [a chart with a line per method, averaged over seeds], or [] without points."""
     seeds = phase.of(kind)
     curves = {
         method: charts.points_over_seeds([read(result) for result in results], limits)
@@ -208,11 +205,8 @@ MEASURED = Path("artifacts/measured")
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
 ) -> Results:
-    """Read all results of the run's phases, methods and seeds from the files below ``root``.
-
-    settings: text of params.yaml; stages: of the study's dvc.yaml. Raises UserError for a file that
-    is missing, damaged, or was written by other code.
-    """
+    """Read all results of the run's phases, methods and seeds from the files below ``root``."""
+    # settings: text of params.yaml; stages: of the study's dvc.yaml.
     measured = stages_and_measurements(stages, run)
     calculations = {}
     for name in run.calculations:
@@ -266,14 +260,11 @@ def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
 def read_model(
     root: Path,
     phase: str,
-    model: str,
+    model: str,  # method/seed, such as ``vmoe/0``
     displays: Iterable[Display],
-    measurements: Collection[str] = (),
+    measurements: Collection[str] = (),  # those of the stage ``measure``
 ) -> Measured:
-    """Return a model's results of all ``displays``, and why others were skipped.
-
-    model: method/seed, such as ``vmoe/0``; measurements: those of the stage ``measure``.
-    """
+    """Return a model's results of all ``displays``, and why others were skipped."""
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in displays:

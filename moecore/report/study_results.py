@@ -115,11 +115,9 @@ class Results(NamedTuple):
 
     @property
     def controls(self) -> frozenset[str]:
-        """Control methods: never marked as best, and ignored in comparisons.
-
-        With ``permuted: true`` training labels are shuffled, so nothing can be learned. A router
-        that is fixed, another model's, or given the truth is steady without deciding anything.
-        """
+        """Control methods: never marked as best, and ignored in comparisons."""
+        # With ``permuted: true`` training labels are shuffled, so nothing can be learned. A router
+        # that is fixed, another model's, or given the truth is steady without deciding anything.
         return frozenset(
             name
             for name, settings in self._settings.items()

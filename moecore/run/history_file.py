@@ -125,10 +125,8 @@ class GrowingHistory:
         self._forget()
 
     def read(self) -> list[dict]:
-        """Return all complete lines, oldest first; [] without a history.
-
-        The list is the same object as before if lines were only added, else a new one.
-        """
+        """Return all complete lines, oldest first; [] without a history."""
+        # The list is the same object as before if lines were only added, else a new one.
         try:
             with open(self.path, "rb") as handle:
                 # A resumed run truncates its history at the checkpoint. If the last line is still
@@ -292,10 +290,8 @@ def is_process_running(host: str, pid: int, at: float) -> bool:
 
 
 def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
-    """Return uid of a run → its newest history on disk, published or still growing.
-
-    readers: by folder, reused between calls; new readers are added.
-    """
+    """Return uid of a run → its newest history on disk, published or still growing."""
+    # readers: by folder, reused between calls; new readers are added.
     newest: dict[str, ExecutionHistory] = {}
     for place, inner, files in chain.from_iterable(os.walk(study / place) for place in PLACES):
         # Skip folders that are being written or removed

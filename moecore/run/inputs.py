@@ -53,14 +53,10 @@ class StageInputs:
         self,
         params: Config | None,
         artifacts: Iterable[str | Path],
-        hash_files: Sequence[Path] = (),
-        **item: object,
+        hash_files: Sequence[Path] = (),  # from ``stage_hash_files``
+        **item: object,  # values of the placeholders in keys of params.yaml, such as ``method``
     ) -> None:
-        """Hash all inputs; UserError if the code was edited after it was hashed.
-
-        hash_files: from ``stage_hash_files``. item: values of the placeholders in keys of
-        params.yaml, such as ``method``.
-        """
+        """Hash all inputs; UserError if the code was edited after it was hashed."""
         self._recorded = {  # source file → the hash under which DVC caches the stage's result
             Path(name): digest for file in hash_files for name, digest in read_json(file).items()
         }
@@ -172,12 +168,10 @@ def hash_inputs(inputs: Iterable[str | Path]) -> dict[str, str]:
 
 
 def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
-    """Return the sha256 of a syntax tree, the same on Python 3.11 to 3.13.
-
-    Ignored are statements that are only a string (docstrings), ``pass``, methods that only `moecore
-    check` calls (``_only_refuses``), and unless ``shown`` the words of calls of ``Metric`` and all
-    arguments of ``OnPage``.
-    """
+    """Return the sha256 of a syntax tree, the same on Python 3.11 to 3.13."""
+    # Ignored are statements that are only a string (docstrings), ``pass``, methods that only
+    # `moecore check` calls (``_only_refuses``), and unless ``shown`` the words of calls of
+    # ``Metric`` and all arguments of ``OnPage``.
     pieces: list[str] = []
     _add_node(tree, pieces.append, shown)
     return hashlib.sha256("".join(pieces).encode("ascii")).hexdigest()
@@ -248,10 +242,8 @@ def _does_nothing(item: Any) -> bool:
 
 
 def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
-    """Return the hash of a file named by its package, such as ``my_lab/cosine.py``.
-
-    shown: include texts that only pages show.
-    """
+    """Return the hash of a file named by its package, such as ``my_lab/cosine.py``."""
+    # shown: include texts that only pages show.
     if file.suffix == ".py":
         return hash_syntax(parse_source(read_source_text(file, root), file), shown)
     if recorded := wheel_record(file.parts[0]).get(file):
@@ -287,11 +279,9 @@ def parse_source(text: str, file: Path) -> ast.Module:
 
 @cache
 def wheel_record(package: str) -> dict[Path, str]:
-    """Return file → hash of an installed wheel's files other than Python, from its RECORD.
-
-    Empty for moecore and for source trees. Files that a package writes into its folder at run time
-    are not in its RECORD.
-    """
+    """Return file → hash of an installed wheel's files other than Python, from its RECORD."""
+    # Empty for moecore and for source trees. Files that a package writes into its folder at run
+    # time are not in its RECORD.
     if package == OUR_PACKAGE:
         return {}
     return {

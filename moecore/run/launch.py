@@ -137,10 +137,7 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a SLURM task says: RANK, …, of several tasks; MOECORE_THREADS, … of its cores.
-
-    Variables that ``environment`` has are left out.
-    """
+    """Return what a SLURM task says: RANK, …, of several tasks; MOECORE_THREADS, … of its cores."""
     variables = {}
     size = int(environment.get("SLURM_NTASKS", "1"))
     if size > 1 and "SLURM_PROCID" in environment and "RANK" not in environment:

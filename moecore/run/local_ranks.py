@@ -24,10 +24,8 @@ GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
 def run_local_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Run ``python ARGUMENTS`` as ``size`` ranks; return the first failure's exit code, or 0.
-
-    If a rank fails, or this process gets SIGTERM, all ranks are ended.
-    """
+    """Run ``python ARGUMENTS`` as ``size`` ranks; return the first failure's exit code, or 0."""
+    # If a rank fails, or this process gets SIGTERM, all ranks are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}

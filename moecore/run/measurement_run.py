@@ -79,10 +79,8 @@ def calculate_values(what: str) -> Found:
 def record_expert_reduction(
     params: Config, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
-    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model.
-
-    The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
-    """
+    """Reduce the experts of artifacts/pretrain/<method>/<seed>, and evaluate the model."""
+    # The new model is artifacts/<stage>/<method>/<seed>; a dense model is copied unchanged.
     stage = reduction.section
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))

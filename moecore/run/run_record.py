@@ -47,10 +47,8 @@ class Run:
         return self.header["uid"]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log name → value; ValueError unless ``step`` is larger than each name's last step.
-
-        Points of a killed process at this step or later are removed.
-        """
+        """Log name → value; ValueError unless ``step`` is larger than each name's last step."""
+        # Points of a killed process at this step or later are removed.
         if self._earlier:
             earlier = history_file.lines_before_step(self._earlier, step)
             self._earlier = []
@@ -72,10 +70,8 @@ class Run:
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
     def result(self, result: Config) -> None:
-        """Write the result to artifacts/measured/<stage>/….json, and its numbers to the history.
-
-        Non-finite numbers become null. MLflow shows the numbers outside of lists.
-        """
+        """Write the result to artifacts/measured/<stage>/….json, and its numbers to the history."""
+        # Non-finite numbers become null. MLflow shows the numbers outside of lists.
         from moecore.measure.values import Found  # imports torch
 
         values = to_jsonable(result)
@@ -130,15 +126,12 @@ def record_run(
     method: str | None = None,
     seed: int | None = None,
     phase: str | None = None,
-    work: Path | None = None,
-    inputs: StageInputs | None = None,
+    work: Path | None = None,  # of the stage's checkpoint: a killed process's history continues
+    inputs: StageInputs | None = None,  # None: only the settings
 ) -> Iterator[Run]:
-    """Record one execution of a stage, and publish it to artifacts/history/, also after an error.
-
-    An error ends the run as FAILED, an interrupt as KILLED; both are raised again. Edited inputs
-    are a UserError at the end. work: the folder of the stage's checkpoint, in which the history of
-    a killed process is continued under the same id. inputs: None: only the settings.
-    """
+    """Record one execution of a stage and publish it to artifacts/history/, even if it fails."""
+    # An error ends the run as FAILED, an interrupt as KILLED; both are raised again. Edited inputs
+    # are a UserError at the end.
     if inputs is None:
         inputs = StageInputs(params, (), method=method, data=phase)
     path = execution_subpath(stage, phase, method, seed)
@@ -194,11 +187,9 @@ def _publish_history(folder: Path, published: Path) -> None:
 
 @contextmanager
 def hold_work_folder(item: str, key: str) -> Iterator[Path]:
-    """Yield the folder ``.state/<item>/<key>`` for checkpoints and history; removed after success.
-
-    item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
-    stage continues only work with the same inputs. Raises UserError if another process holds it.
-    """
+    """Yield the folder ``.state/<item>/<key>`` of checkpoints and history; success removes it."""
+    # item: path of the execution, such as ``pretrain/vmoe/0``. key: a hash of all inputs, so that a
+    # stage continues only work with the same inputs.
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
     with hold_lock(home / "lock", lambda: busy):

@@ -53,11 +53,9 @@ class TrainingRun:
         seed: int,
         each_epoch: Callable[[int], float | None] | None = None,
     ) -> None:
-        """Train from the last checkpoint; only the first of several ranks returns.
-
-        ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return the
-        agreement of the routing with the previous epoch's.
-        """
+        """Train from the last checkpoint; only the first of several ranks returns."""
+        # ``each_epoch`` is called after each epoch, from 1, before its checkpoint. It may return
+        # the agreement of the routing with the previous epoch's.
         inputs = self.recorded.inputs if self.recorded else None
         checkpoint = Checkpoint(self.work, inputs)
         trace = trace_file(self.title)
@@ -117,12 +115,9 @@ def training_run(
     inputs: Sequence[Path],
     method: str | None = None,
     seed: int | None = None,
-    trains: bool = True,
+    trains: bool = True,  # several ranks share it; else the first rank does the work
 ) -> Iterator[TrainingRun]:
-    """Yield a recorded, resumable run of a training stage on ``data`` and ``inputs``.
-
-    trains: whether several ranks share it; else the first rank does the work.
-    """
+    """Yield a recorded, resumable run of a training stage on ``data`` and ``inputs``."""
     title = " ".join(str(word) for word in (stage, method, seed) if word is not None)
     monitor = read_params(MonitorSection).monitor
     if trains:

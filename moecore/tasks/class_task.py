@@ -99,10 +99,8 @@ def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
-    """Return counts, mean confidences and accuracies per bin of equal width.
-
-    confidences: (N,) in [0, 1].  hits: (N,) bool, whether the prediction is right.
-    """
+    """Return counts, mean confidences and accuracies per bin of equal width."""
+    # confidences: (N,) in [0, 1]. hits: (N,) bool, whether the prediction is right.
     bin_index = _bin_index(confidences, bins)
     count = torch.bincount(bin_index, minlength=bins).tolist()
 

@@ -70,10 +70,8 @@ class Classification(ClassTask):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the mean of ``one`` − ``other``, hits (N,) bool, with Newcombe's interval (1998).
-
-        With ``people``, the interval is a bootstrap over people.
-        """
+        """Return the mean of ``one`` − ``other``, hits (N,) bool, with Newcombe's interval."""
+        # Newcombe (1998). With ``people``, the interval is a bootstrap over people.
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_share_difference(count_paired_hits(one.numpy(), other.numpy()), level)

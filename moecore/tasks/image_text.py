@@ -77,11 +77,9 @@ class ImageText(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the mean over images of the loss in nats; (B,) with ``reduction`` "none".
-
-        labels: the text side, (B, C, d + 3); several captions are taken one by one and averaged. In
-        training each image is compared with the batches of all ranks, with gradient.
-        """
+        """Return the mean over images of the loss in nats; (B,) with ``reduction`` "none"."""
+        # labels: the text side, (B, C, d + 3); several captions are taken one by one and averaged.
+        # In training each image is compared with the batches of all ranks, with gradient.
         self._check_shapes(prediction, labels)
         images = prediction.float()
         by_caption = [self._one_caption_loss(images, texts.float()) for texts in labels.unbind(1)]
@@ -124,10 +122,8 @@ class ImageText(Task):
         return task
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return −log of the share of an image's own captions among the gallery's, (B,).
-
-        Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
-        """
+        """Return −log of the share of an image's own captions among the gallery's, (B,)."""
+        # Without ``with_gallery``: among the batch's. labels: text sides (B, C, d + 3).
         self._check_shapes(prediction, labels)
         gallery = labels if self._gallery is None else self._gallery
         texts = gallery.flatten(0, 1).to(prediction)
@@ -214,11 +210,9 @@ def similarity_matrix(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the recall at each k of ``at`` from captions to images, per image: (N, len(at)) fp64.
-
-    Per image (N, d + 1), the share of its captions (N, C, d + 3) that rank it among the k nearest
-    of all images. A tie counts for the share of its orders that hit.
-    """
+    """Return text-to-image recall at each k of ``at``, per image: (N, len(at)) fp64."""
+    # Per image (N, d + 1), the share of its captions (N, C, d + 3) that rank it among the k nearest
+    # of all images. A tie counts for the share of its orders that hit.
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
     exists = ~missing_caption_mask(flat)
@@ -236,11 +230,9 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 
 
 def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the recall at each k of ``at`` from images to captions, per image: (N, len(at)) fp64.
-
-    Whether one of an image's captions is among the k nearest of all captions (N, C, d + 3). Ties
-    of its nearest caption count as in ``text_to_image_recall``.
-    """
+    """Return image-to-text recall at each k of ``at``, per image: (N, len(at)) fp64."""
+    # Whether one of an image's captions is among the k nearest of all captions (N, C, d + 3). Ties
+    # of its nearest caption count as in ``text_to_image_recall``.
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)
     exists = ~missing_caption_mask(flat)
@@ -264,11 +256,9 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 def hit_probability_under_ties(
     above: Tensor, wrong: Tensor, right: Tensor, at: tuple[int, ...]
 ) -> Tensor:
-    """Return the share of a tie's orders with a right answer among the first k, (n, len(at)) fp64.
-
-    1 − C(wrong, r)/C(wrong + right, r), with r = k − above ranks left for the tie. above: (n,),
-    number of answers before the tie; wrong and right: (n,), numbers of answers in it.
-    """
+    """Return the share of a tie's orders with a right answer in the first k, (n, len(at)) fp64."""
+    # 1 − C(wrong, r)/C(wrong + right, r), with r = k − above ranks left for the tie. above: (n,),
+    # number of answers before the tie; wrong and right: (n,), numbers of answers in it.
     cutoffs = torch.tensor(at, dtype=torch.float64, device=above.device)
     places = cutoffs[None, :] - above.double()[:, None]
     share = torch.zeros_like(places)

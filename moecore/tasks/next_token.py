@@ -119,11 +119,9 @@ class NextToken(Task):
             )
 
 
+# For logits (n, V) of 100 MB and more; half the time of torch's, and a third of its memory.
 class _MeanCrossEntropy(torch.autograd.Function):
-    """Softmax cross-entropy, mean over rows, with its gradient in one pass.
-
-    For logits (n, V) of 100 MB and more; half the time of torch's, and a third of its memory.
-    """
+    """Softmax cross-entropy, mean over rows, with its gradient in one pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

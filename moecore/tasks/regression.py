@@ -51,11 +51,9 @@ class Regression(Task):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return |ŷ − y| / deviation (L1: ERMoE, algorithm 2, line 13; the division is our choice).
-
-        About 0.8 at the start in any unit, so learning rates and the weights of other losses keep
-        their meaning. Raises UserError for predictions that are not (B, 1).
-        """
+        """Return |ŷ − y| / deviation (L1: ERMoE, algorithm 2, line 13)."""
+        # The division is our choice: about 0.8 at the start in any unit, so learning rates and the
+        # weights of other losses keep their meaning.
         self.refuse_label_smoothing(label_smoothing)
         if prediction.shape != (len(labels), 1):
             raise UserError(
@@ -118,11 +116,8 @@ class AgeBias(TypedDict):
 
 
 def age_fit(prediction: Tensor, labels: Tensor) -> AgeBias:
-    """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y.
-
-    A constant error has correlation 0. Raises UserError for labels that do not vary: they define no
-    slope. Source: ERMoE, supplement §5.
-    """
+    """Return the mean absolute error, corr(ŷ − y, y), and the least squares line of ŷ on y."""
+    # A constant error has correlation 0. Source: ERMoE, supplement §5.
     errors = signed_errors(prediction, labels)
     labels = labels.double()
     centred = labels - labels.mean()

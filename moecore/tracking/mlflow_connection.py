@@ -147,11 +147,9 @@ def experiment_name(folder: Path) -> str:
 
 
 def get_experiment(client: Any, name: str) -> Any:
-    """Return an experiment, created if it does not exist, with files of a sqlite store in mlruns/.
-
-    Raises UserError if it was deleted in MLflow, which then still reserves its name.
-    """
+    """Return an experiment, created if missing; files of a sqlite store are in mlruns/."""
     experiment = client.get_experiment_by_name(name)
+    # MLflow still reserves the name of a deleted experiment
     if experiment is not None and experiment.lifecycle_stage != "active":
         store = mask_password(store_address())
         number = experiment.experiment_id

@@ -6,13 +6,11 @@ from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel
 
 
+# A regression returns (N, 1) in its unit. A model of text takes ``{"words": (N, C, M)}``, C
+# channels of M words, and returns scores (N, M, V) of the last channel's next words. Two towers
+# take ``{"images": …, "captions": (T, M)}`` and return scale · cosine + bias of pairs, (N, T).
 class Classifier(PythonModel):
-    """``predict({"images": (N, C, H, W) in [0, 1]})`` returns scores (N, K), before softmax.
-
-    A regression returns (N, 1) in its unit. A model of text takes ``{"words": (N, C, M)}``, C
-    channels of M words, and returns scores (N, M, V) of the last channel's next words. Two towers
-    take ``{"images": …, "captions": (T, M)}`` and return scale · cosine + bias of pairs, (N, T).
-    """
+    """``predict({"images": (N, C, H, W) in [0, 1]})`` returns scores (N, K), before softmax."""
 
     def load_context(self, context: Any) -> None:
         from moecore.training.artifacts import load_model

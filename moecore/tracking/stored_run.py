@@ -97,10 +97,8 @@ def stage_metrics_and_params(
 
 
 def select_changed_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a header that are no defaults, and the kinds of parts.
-
-    params: dotted key → value. Sections of another version or package are returned whole.
-    """
+    """Return the settings of a header that are no defaults, and the kinds of parts."""
+    # params: dotted key → value. Sections of another version or package are returned whole.
     from moecore.data.sources.base import Source
     from moecore.study.study import Study
     from moecore.training.method import Method

@@ -166,10 +166,7 @@ class Importer:
         return {folder: histories for folder, histories in read.items() if histories}
 
     def import_all(self) -> Counter[str]:
-        """Import what is new; return counts of runs: added, updated, ended, current.
-
-        Raises UserError for errors of the store.
-        """
+        """Import what is new; return counts of runs: added, updated, ended, current."""
         counts: Counter[str] = Counter()
         with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
@@ -273,11 +270,9 @@ class StudyImporter:
     def _import_history(
         self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> StoredRun | None:
-        """Send the new lines of one stage's history to its MLflow run, below ``newest``.
-
-        An outdated history (of an earlier training in ``generation``) stays where it is. Returns
-        the run if its stage ended since the last import, else None.
-        """
+        """Send the new lines of one stage's history to its MLflow run, below ``newest``."""
+        # An outdated history (of an earlier training in ``generation``) stays where it is. Returns
+        # the run if its stage ended since the last import, else None.
         header = history.header
         run = self.runs.get(header["uid"])
         parent: StoredRun | None = newest

@@ -19,11 +19,7 @@ HOST = "127.0.0.1"
 
 
 def serve_ui(port: int = 5000) -> int:
-    """Serve MLflow on 127.0.0.1, import until the server ends, and return its exit code.
-
-    If $MLFLOW_TRACKING_URI is a server, only import, until interrupted. Raises UserError if the
-    store does not answer at the start, or the port is taken.
-    """
+    """Serve MLflow on 127.0.0.1, import until the server ends, and return its exit code."""
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise UserError(f"port {port}: another program answers there; choose another by --port")
@@ -34,6 +30,7 @@ def serve_ui(port: int = 5000) -> int:
         store = mlflow_connection.mask_password(mlflow_connection.store_address())
         print(f"importing new results of {runs} runs into {store} …", flush=True)
         print(describe_import(importer.import_all()), flush=True)
+        # a server: only import, until interrupted
         if mlflow_connection.store_address().startswith(("http://", "https://")):
             import_while(lambda: True, importer)
         experiment = mlflow_connection.connect_store().get_experiment_by_name(
@@ -74,11 +71,9 @@ def start_server(port: int) -> subprocess.Popen:
     )
 
 
+# In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
 class HeldInterrupts:
-    """Handler that raises KeyboardInterrupt only in ``sleep``, or for a second Ctrl-C.
-
-    In a destructor, such as SQLAlchemy's during an import, Python would print and ignore it.
-    """
+    """Handler that raises KeyboardInterrupt only in ``sleep``, or for a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.is_sleeping = self.has_come = False

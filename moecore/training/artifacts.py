@@ -144,11 +144,9 @@ def load_unguided(folder: str | Path) -> BackboneModel:
 def load_adapted_model(
     folder: str | Path, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
-    """Return the model of ``folder`` for other images, with new positions and a fitting head.
-
-    The new images are normalised by their own statistics. A head for other classes is new. moe:
-    settings of its MoE layers; None: dense. Raises UserError if channels or axes do not fit.
-    """
+    """Return the model of ``folder`` for other images, with new positions and a fitting head."""
+    # The new images are normalised by their own statistics. A head for other classes is new. moe:
+    # settings of its MoE layers; None: dense.
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     if card.image.channels != image.channels:
@@ -182,11 +180,9 @@ def load_adapted_model(
 
 
 def adapt_head(weights: dict[str, Tensor], old: ImageSpec, new: ImageSpec) -> dict[str, Tensor]:
-    """Return weights for images like ``new``: no head if the answers differ, else a rescaled one.
-
-    A rescaled head predicts the same numbers from the new labels' mean and deviation. Bins (two or
-    more outputs, of an SFCN) have edges in the label's unit and do not change.
-    """
+    """Return weights for images like ``new``: no head if answers differ, else a rescaled one."""
+    # A rescaled head predicts the same numbers from the new labels' mean and deviation. Bins (two
+    # or more outputs, of an SFCN) have edges in the label's unit and do not change.
     if old.answers != new.answers:
         return {name: value for name, value in weights.items() if not name.startswith("head")}
     if old.task.head == new.task.head:
@@ -239,11 +235,9 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
 
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
-    """Return the dense teacher in ``folder``; with ``image``, for images of that size.
-
-    Positions are interpolated, and a channel with the true kinds of patches is skipped as in
-    ``image``. None: the teacher as it was trained.
-    """
+    """Return the dense teacher in ``folder``; with ``image``, for images of that size."""
+    # Positions are interpolated, and a channel with the true kinds of patches is skipped as in
+    # ``image``.
     teacher = load_unguided(folder)
     if image is None:
         return teacher

@@ -51,10 +51,7 @@ class Checkpoint:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
     ) -> None:
-        """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
-
-        Raises UserError if the last checkpoint could not be written, or the inputs were edited.
-        """
+        """Copy the state after ``step`` steps, with a ``note``; a thread replaces the file."""
         self.wait()
         if self.inputs is not None:  # first: the new code may have computed the state
             self.inputs.refuse_edited_code()

@@ -12,13 +12,11 @@ from moecore.nn.predict import image_batches
 from moecore.training.method import Method
 
 
+# ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs per
+# layer (B, T, E)). blocks: of the teacher, whose features the routers read. If it ``learns``, its
+# routers are trained together with the student.
 class Guide(nn.Module):
-    """A frozen dense teacher with one linear router (no bias) per MoE layer of the student.
-
-    ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs
-    per layer (B, T, E)). blocks: of the teacher, whose features the routers read. If it ``learns``,
-    its routers are trained together with the student.
-    """
+    """A frozen dense teacher with one linear router (no bias) per MoE layer of the student."""
 
     def __init__(
         self,
@@ -104,11 +102,9 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
 def aligned_teacher_blocks(
     student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the teacher's blocks at the same relative depth as the student's, in the same stage.
-
-    ours, theirs: blocks per stage of student and teacher. −1 without a counterpart: the teacher is
-    too shallow, or has other stages.
-    """
+    """Return the teacher's blocks at the same relative depth of a stage as the student's."""
+    # ours, theirs: blocks per stage of student and teacher. −1 without a counterpart: the teacher
+    # is too shallow, or has other stages.
     if len(ours) != len(theirs):
         return (-1,) * len(student)
     aligned = []

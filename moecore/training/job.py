@@ -209,12 +209,9 @@ def build_training_job(
     subset: np.ndarray | None = None,
     views: int = 1,
     isolation: TissueIsolationSchedule | None = None,
-    permuted: int | None = None,
+    permuted: int | None = None,  # seed of a null control, whose training labels are permuted
 ) -> TrainingJob:
-    """Return the job that trains ``model`` on prepared data, or on a ``subset`` of training images.
-
-    permuted: the seed of a null control, whose training labels are permuted.
-    """
+    """Return the job that trains ``model`` on prepared data, or on a ``subset`` of its images."""
     split = data.train
     if subset is not None:
         split = Split(split.images[subset], split.labels[subset])
@@ -292,16 +289,14 @@ def make_batch_views(
     return BatchViews(views, affines, torch.cat([labels] * job.views), region, epoch, draws)
 
 
+# Errors of ``make`` are raised at the step that they belong to.
 class BatchPrefetcher:
-    """Calls ``make(step)`` in a thread for the next ``steps`` while the device computes.
-
-    Errors of ``make`` are raised at the step that they belong to. depth: steps made ahead.
-    """
+    """Calls ``make(step)`` in a thread for the next ``steps`` while the device computes."""
 
     def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:
         self.make = make
         self.steps = steps
-        self.depth = depth
+        self.depth = depth  # steps made ahead
         self.waiting: dict[int, Future] = {}
         self.stream: torch.cuda.Stream | None = None
         if not torch.cuda.is_available():

@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 
 
 class Metrics(NamedTuple):
-    """Metrics after ``step`` of ``steps`` steps.
-
-    values: unweighted loss terms; mean score of the training images, and at the end of an epoch of
-    the validation images (``train_<name>``, ``validation_<name>``, see ``Task.history_name``);
-    images per second; at the first point ``memory_mb``, the peak memory of a step.
-    """
+    """Metrics after ``step`` of ``steps`` steps."""
 
     step: int
     steps: int
     epoch: float
+    # unweighted loss terms; mean score of the training images, and at the end of an epoch of the
+    # validation images (see ``Task.history_name``); images per second; at the first point
+    # ``memory_mb``, the peak memory of a step
     values: dict[str, float]
     routing: dict[str, LayerTotals]  # of each MoE layer since the last point, with a monitor
 
@@ -55,16 +53,13 @@ def iterate_training(
     seed: int,
     runtime: Runtime,
     checkpoint: Checkpoint | None = None,
-    trace: Path | None = None,
-    monitor: Monitor | None = None,
+    trace: Path | None = None,  # file for a trace of a few steps
+    monitor: Monitor | None = None,  # how often routing is counted; None: never
 ) -> Iterator[Metrics]:
-    """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
-
-    Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end of
-    an epoch. Checkpoints are written after the caller has taken the metrics of the step, so that a
-    resumed run neither loses nor repeats any. trace: file for a trace of a few steps. monitor: how
-    often routing is counted; None: never. UserError for a non-finite loss.
-    """
+    """Train ``job.model`` in place; yield metrics every ``log_every`` steps and each epoch."""
+    # Of several ranks each trains its part of every batch; ``job.model`` is up to date at the end
+    # of an epoch. Checkpoints are written after the caller has taken the metrics of the step, so
+    # that a resumed run neither loses nor repeats any.
     replica = replicate_over_ranks(job, settings, runtime.device)
     full_model = job.model
     job = job if replica is None else replica.job
@@ -171,16 +166,14 @@ def train_step(
     settings: Training,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    rate: float,
+    rate: float,  # of learning
     dtype: torch.dtype,
-    progress: float,
+    progress: float,  # share of the training that is done
     replica: "ShardedReplica | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
-    """Make one update of the model; return detached terms, summed scores and the model's output.
-
-    The term ``loss`` is the weighted sum of the others; scores are averaged over an image's views.
-    rate: of learning. progress: share of the training that is done.
-    """
+    """Make one update of the model; return detached terms, summed scores and the model's output."""
+    # The term ``loss`` is the weighted sum of the others; scores are averaged over an image's
+    # views.
     job.model.train()
     if batch.anew:
         job.model.begin_streams()

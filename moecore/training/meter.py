@@ -153,12 +153,10 @@ def _format_means(means: dict[str, float]) -> str:
     return f"means since the last logged point: {listed}"
 
 
+# Every storage in ``tensors`` or from an operation counts, once, until it is freed. Overhead and
+# workspaces of kernels do not, so the peak is the same on every machine.
 class LiveBytes(TorchDispatchMode):
-    """``peak``: the largest number of bytes that tensors held at one time inside.
-
-    Every storage in ``tensors`` or from an operation counts, once, until it is freed. Overhead and
-    workspaces of kernels do not, so the peak is the same on every machine.
-    """
+    """``peak``: the largest number of bytes that tensors held at one time inside."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -200,16 +198,14 @@ class Peak:
 
 @contextmanager
 def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Peak]:
-    """Yield a ``Peak`` that gets its size at the end.
-
-    CUDA: the allocator's maximum, with other tensors of the process. CPU: ``LiveBytes(tensors)``.
-    """
+    """Yield a ``Peak`` that gets its size at the end."""
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         torch.cuda.synchronize(device)
+        # with other tensors of the process
         peak.size = torch.cuda.max_memory_allocated(device)
         return
     with LiveBytes(tensors) as live:

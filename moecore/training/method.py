@@ -314,11 +314,9 @@ class Method(TowerRouting):
         return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """Return the method for fine-tuning, with another k and without upcycling and regions.
-
-        ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
-        replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
-        """
+        """Return the method for fine-tuning, with another k and without upcycling and regions."""
+        # ``guided_finetuning`` or ``guided``: whether losses that need a teacher are kept, not
+        # replaced by ``unguided_regularizers``; hard distillation also needs the ``same_classes``.
         if self.guided_finetuning is not None:
             guided = self.guided_finetuning
         losses = self.regularizers

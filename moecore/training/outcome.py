@@ -123,10 +123,7 @@ class TrainingLog(NamedTuple):
 def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Evaluate a model on validation and test data, as an ``Outcome`` with the log of its training.
-
-    Raises UserError if a test prediction is not finite.
-    """
+    """Evaluate a model on validation and test data, with the log of its training."""
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
     training = {
@@ -146,11 +143,8 @@ def evaluate_trained_model(
 def evaluate_model_outcome(
     model: Model, data: Prepared, seconds: float, streams: int = 1
 ) -> Outcome:
-    """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``.
-
-    Raises UserError if a test prediction is not finite. seconds: spent on training. streams: number
-    of parts of a text that are read side by side.
-    """
+    """Evaluate a model on validation and test data: scores, loss and counts, as an ``Outcome``."""
+    # seconds: spent on training. streams: parts of a text that are read side by side.
     task = model.image.task
     if isinstance(model, LanguageTransformer):  # scores per block, perplexity over whole streams
         scores = text_block_scores(model, data.test.images, _label_tensor(data.test))

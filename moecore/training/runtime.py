@@ -59,11 +59,8 @@ class Runtime(NamedTuple):
 
 
 def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime:
-    """Set allocator, threads and matmul precision of this process, and probe bf16; return them.
-
-    work: the folder of a stage that can be resumed. Raises UserError for an invalid device or
-    number of threads in the environment.
-    """
+    """Set allocator, threads and matmul precision of this process, and probe bf16; return them."""
+    # work: the folder of a stage that can be resumed.
     # Read at the first product.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_CACHE_CAPACITY)
     device = device or _requested_device()
@@ -187,12 +184,9 @@ def _shortest_call(call: Callable[[], object]) -> float:
 
 
 def compile_policy(device: str) -> Compile:
-    """Return how blocks are compiled, by $MOECORE_COMPILE: auto (the default), true or false.
-
-    auto is ``tried`` on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps, else ``off``:
-    on one core it would take longer than it saves, and bits would differ. true is ``required``.
-    Raises UserError for another word.
-    """
+    """Return how blocks are compiled, by $MOECORE_COMPILE: auto (the default), true or false."""
+    # auto is ``tried`` on CUDA, in trainings of at least ``MIN_COMPILED_STEPS`` steps, else
+    # ``off``: on one core it would take longer than it saves, and bits would differ.
     policy = os.environ.get(COMPILE) or "auto"
     if policy not in ("auto", "true", "false"):
         raise UserError(f"{COMPILE}: found {policy!r}; allowed: auto, true, false")
@@ -201,14 +195,12 @@ def compile_policy(device: str) -> Compile:
     return "required" if policy == "true" else "off"
 
 
+# The first step is not compiled: in it parts draw their fixed random values (hash.py). A step draws
+# the same numbers as without. Blocks with experts on several ranks are not compiled: the amount
+# sent depends on the tokens. If a block cannot be compiled, ``required`` ends the training;
+# ``tried`` prints a line and goes on without.
 class CompiledBlocks:
-    """Compiles the blocks of a model one by one, for use while a step is computed.
-
-    The first step is not compiled: in it parts draw their fixed random values (hash.py). A step
-    draws the same numbers as without. Blocks with experts on several ranks are not compiled: the
-    amount sent depends on the tokens. If a block cannot be compiled, ``required`` ends the
-    training; ``tried`` prints a line and goes on without.
-    """
+    """Compiles the blocks of a model one by one, for use while a step is computed."""
 
     def __init__(
         self,

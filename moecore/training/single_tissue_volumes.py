@@ -33,10 +33,8 @@ class TissueIsolationSchedule(NamedTuple):
     def isolated(
         self, volumes: Tensor, indices: Tensor, step: int, epoch: int, draws: BatchDraws
     ) -> tuple[Tensor, Tensor]:
-        """Return the volumes (B, C, D, H, W), some reduced to one tissue, and their regions.
-
-        indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
-        """
+        """Return the volumes (B, C, D, H, W), some reduced to one tissue, and their regions."""
+        # indices: (B,), of the volumes in the split. The regions, (B,) int64, are tissues or WHOLE.
         # Regions take turns, so that every expert learns at every step.
         region = (torch.arange(draws.batch_size) + step) % len(self.channels)
         if epoch not in self.alone:
@@ -68,10 +66,8 @@ class TissueIsolationSchedule(NamedTuple):
         return batch._replace(learned=to_device_async(unchanged, batch.images.device))
 
     def belongs(self, views: Tensor, region: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the expert of each token of views (B, C, D, H, W), int64 (B, T): -1 for none.
-
-        Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
-        """
+        """Return the expert of each token of views (B, C, D, H, W), int64 (B, T): -1 for none."""
+        # Cubes that contain some of a volume's tissue, by ``isolated``, belong to its expert.
         brightest = adaptive_max_pool3d(views.amax(dim=1, keepdim=True), layout.grid)
         has_tissue = brightest.flatten(1) > 0
         special = has_tissue.new_zeros(len(has_tissue), layout.special)

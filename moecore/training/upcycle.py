@@ -48,12 +48,9 @@ def inherit_pretrained_windows(
 def upcycle_model(
     model: BackboneModel, dense: BackboneModel, kind: upcycling_kinds.Upcycling = True
 ) -> BackboneModel:
-    """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts.
-
-    Routers keep their random weights, as does the head if the classes differ. With ``renormalise``
-    on the router the model then computes the same as ``dense``. Raises UserError for weights that
-    do not fit.
-    """
+    """Copy the weights of ``dense`` into ``model``, in place, each dense MLP into all experts."""
+    # Routers keep their random weights, as does the head if the classes differ. With
+    # ``renormalise`` on the router the model then computes the same as ``dense``.
     _check_settings(model, dense)
     weights = _adapted_weights(model, dense)
     state = model.state_dict()

@@ -45,11 +45,9 @@ class UnreadableImage(Exception):
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Return the image in a file as uint8 (channels, size, size): resized, centre square.
-
-    Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture of
-    a file is read. Raises UnreadableImage on damaged files and on 32 bits per channel.
-    """
+    """Return the image in a file as uint8 (channels, size, size): resized, centre square."""
+    # Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture
+    # of a file is read.
     with _raise_unreadable():
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 

@@ -35,12 +35,10 @@ class LabelledFiles(NamedTuple):
         return LabelledFiles([self.paths[row] for row in rows], self.labels[rows])
 
 
+# A split's folder is named by a hash of its files, size and channels; older ones of the split are
+# removed.
 class DecodeCache(NamedTuple):
-    """Decodes images in chunks to ``folder``, and reuses the chunks that a killed run finished.
-
-    A split's folder is named by a hash of its files, size and channels; older ones of the split
-    are removed.
-    """
+    """Decodes images in chunks to ``folder``, and reuses the chunks that a killed run finished."""
 
     folder: Path
     size: int
@@ -147,13 +145,9 @@ def decode_splits(
     cache: DecodeCache,
     splits: Mapping[str, LabelledFiles],
     on_error: Literal["stop", "skip"],
-    short_side: int | None = None,
+    short_side: int | None = None,  # pixels of uncropped JPEG training images; None: square
 ) -> dict[str, SplitToWrite]:
-    """Return split → labels and decoded images, which ``write_images`` moves out of the cache.
-
-    short_side: pixels of uncropped JPEG training images; None: square arrays. Raises UserError with
-    every unreadable file and its reason; with ``on_error`` "skip", these files are left out.
-    """
+    """Return split → labels and decoded images, which ``write_images`` moves out of the cache."""
     decoded = {
         split: cache.pack(split, files.paths, short_side)
         if short_side is not None and split == "train"

@@ -180,13 +180,11 @@ def open_images(
     return images, open_labels(folder, task, split, number)
 
 
+# Behaves like an array uint8 (N, C, S, S) of their centre squares; an index array selects images
+# without decoding, ``numpy.asarray`` decodes. ``whole`` returns all pixels.
 @dataclass(frozen=True)
 class JpegImages:
-    """N images of different shapes, stored as JPEG files in one file.
-
-    Behaves like an array uint8 (N, C, S, S) of their centre squares; an index array selects images
-    without decoding, ``numpy.asarray`` decodes. ``whole`` returns all pixels.
-    """
+    """N images of different shapes, stored as JPEG files in one file."""
 
     path: Path
     content: np.ndarray  # uint8 (bytes,), memory-mapped

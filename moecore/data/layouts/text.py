@@ -93,11 +93,9 @@ def open_tokens_with_kinds(folder: Path, card: Mapping[str, Any], split: str) ->
 
 
 def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return blocks with the context before them, (N, C, M), and next words (N, M), of tokens (n,).
-
-    C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
-    incomplete last block. The windows are views of one array.
-    """
+    """Return blocks with the context before them, (N, C, M), and next words, (N, M)."""
+    # C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
+    # incomplete last block. The windows are views of one array.
     number = (len(tokens) - 1) // block
     before = np.full(context * block, NONE, tokens.dtype)
     padded = np.concatenate([before, tokens]) if context else tokens

@@ -96,13 +96,10 @@ class LifelongTraits(NamedTuple):
 def shift_tissue_boundaries(
     placement: anatomy.PlacedTemplate,
     targets: HeadTissueShares,
-    thinning: np.ndarray,
-    spots: np.ndarray,
+    thinning: np.ndarray,  # relative speed of grey matter loss
+    spots: np.ndarray,  # high where lesions lie
 ) -> BrainMaps:
-    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached.
-
-    thinning: relative speed of grey matter loss; spots: high where lesions lie.
-    """
+    """Return the brain after voxels at tissue boundaries changed until ``targets`` are reached."""
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     surplus = _total(white) - targets.white * head
@@ -124,10 +121,8 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` voxels in sum.
-
-    Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
-    """
+    """Return what moves from ``source`` to ``sink`` per voxel, ``amount`` voxels in sum."""
+    # Negative values move back. weight, back_weight: relative amount per voxel, for each direction.
     if amount > 0:
         return tissue_removal_map(source, weight, amount)
     return -tissue_removal_map(sink, back_weight, -amount)

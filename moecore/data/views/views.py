@@ -154,12 +154,9 @@ def make_random_views(
     settings: ViewSettings,
     source: Generator | BatchDraws,
 ) -> ViewsWithAffines:
-    """Return one random view of each image, and the affine from the image to the view.
-
-    images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
-    which need a crop. Raises UserError for settings that do not apply to volumes or to uneven
-    images.
-    """
+    """Return one random view of each image, and the affine from the image to the view."""
+    # images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
+    # which need a crop.
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
         return ViewsWithAffines(*make_random_volume_views_and_affines(images, settings, draws))
@@ -261,19 +258,17 @@ class Mix(Config):
 
 
 def mix_images(
-    images: Tensor,
+    images: Tensor,  # fp32 in [0, 1]
     labels: Tensor,
     task: Task,
     settings: Mix,
     source: Generator | BatchDraws,
     take_partners: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each image mixed with a random one of the batch, (B, C, H, W), and soft labels (B, K).
-
-    images: fp32 in [0, 1]. take_partners: returns images and labels at positions (B,) of the
-    complete batch; None if ``images`` are all of it. λ is drawn per image;
-    CutMix's λ is the exact share of unreplaced pixels.
-    """
+    """Return images mixed with random ones of the batch, (B, C, H, W), and soft labels (B, K)."""
+    # take_partners: returns images and labels at positions (B,) of the complete batch; None if
+    # ``images`` are all of it. λ is drawn per image; CutMix's λ is the exact share of unreplaced
+    # pixels.
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
     hard = F.one_hot(labels, task.outputs).to(torch.float32)

@@ -68,11 +68,9 @@ def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
 def draw_crop_windows(
     draws: BatchDraws, size: Sequence[Any], scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random windows: first row, first column, height, width, each (B,), fractional pixels.
-
-    Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
-    side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
-    """
+    """Return random windows: first row, first column, height, width, (B,), fractional pixels."""
+    # Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
+    # side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
     area = uniform_draws(draws, *scale) * (size[0] * size[1])
     aspect = uniform_draws(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
     height = (area / aspect).sqrt().clamp(max=size[0])
@@ -101,11 +99,9 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Return bilinear views fp32 (B, C, *size) in 0..255 of uint8 images; affines: image to view.
-
-    Outside the image: 0 (zeros), the nearest pixel (border) or the mirrored image (reflection).
-    Strong shrinking is not smoothed.
-    """
+    """Return bilinear views fp32 (B, C, *size) in 0..255 of uint8 images."""
+    # affines: image to view. Outside the image: 0 (zeros), the nearest pixel (border) or the
+    # mirrored image (reflection). Strong shrinking is not smoothed.
     height, width = images.shape[-2:]
     # view (column, row, 1) → original (column, row)
     back = invert_affines(affines)[:, :2].flip(1)[:, :, [1, 0, 2]]
@@ -152,10 +148,8 @@ class MixedSizeImageList:
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the part of each image that its view shows, uint8 (B, H, W, C), and its affine.
-
-    The affine maps the part to the view; ``fill`` pads the part outside of the image.
-    """
+    """Return the part of each image that its view shows, uint8 (B, H, W, C), and its affine."""
+    # The affine maps the part to the view; ``fill`` pads the part outside of the image.
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
     low = reached.amin(-1).floor().to(torch.int64) - 1  # one more pixel, for the interpolation

@@ -41,11 +41,9 @@ class CohortTable(NamedTuple):
 def read_participants_with_sessions(
     root: Path, diagnoses: tuple[str, ...] | None = None
 ) -> CohortTable:
-    """Return the table from root/participants.tsv and each participant's sessions.tsv, if any.
-
-    A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
-    participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
-    """
+    """Return the table from root/participants.tsv and each participant's sessions.tsv, if any."""
+    # A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
+    # participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
     path = root / "participants.tsv"
     people = defaultdict(list)
     places: dict[str, str] = {}
@@ -215,15 +213,11 @@ class CohortSettings(Config):
 def split_cohort(
     subjects: Sequence[VolumeSubject],
     settings: CohortSettings,
-    splits_by_user: Mapping[str, str] | None = None,
-    places: Mapping[str, str] | None = None,
+    splits_by_user: Mapping[str, str] | None = None,  # participant → split
+    places: Mapping[str, str] | None = None,  # participant → file:line, for messages
 ) -> dict[str, list[int]]:
-    """Return split → indices of ``subjects``; all volumes of a participant are in one split.
-
-    A function of the seed and the participants, not of their order. splits_by_user: participant →
-    split. places: participant → file:line, for messages. Raises UserError for an empty split, and
-    where ``splits_by_user`` contradicts ``test_sites`` or ``train_diagnoses``.
-    """
+    """Return split → indices of ``subjects``; all volumes of a participant are in one split."""
+    # A function of the seed and the participants, not of their order.
     # A participant is stratified by the youngest age, which overwrites the others.
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)
     people = {subject.participant_id: subject for subject in oldest_first}

@@ -264,13 +264,10 @@ class VolumeWithTissueShares(NamedTuple):
 def read_subject_volumes(
     files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithTissueShares:
-    """Return one subject's volume and tissue shares, on the grid and normalised, as stored.
-
-    files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label map
-    ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask file, else
-    voxels with more than half tissue, else T1 > 0 (skull-stripped). Raises UnusableVolume, one line
-    per problem.
-    """
+    """Return one subject's volume and tissue shares, on the grid and normalised, as stored."""
+    # files: "t1", perhaps "mask", and tissue either as maps ("wm", "gm", "csf"), or as one label
+    # map ("dseg") whose numbers are the ``labels`` of each region, or neither. Brain: the mask
+    # file, else voxels with more than half tissue, else T1 > 0 (skull-stripped).
     volumes = _load_volumes(files)
     t1 = volumes["t1"]
     regions = None  # tissue shares fp32 (3, D, H, W)

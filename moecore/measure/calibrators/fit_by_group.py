@@ -78,18 +78,12 @@ class NoFitError(ValueError):
 def fit_by_group(
     predictions: Any,
     labels: Any,
-    groups: Sequence[str] | None,
-    fit: Callable[[np.ndarray, np.ndarray], Fit],
-    name: str,
+    groups: Sequence[str] | None,  # "": no group
+    fit: Callable[[np.ndarray, np.ndarray], Fit],  # of (N,), (N,); may raise NoFitError
+    name: str,  # for messages, as "linear, fitted on train"
 ) -> dict[str, Any]:
-    """Return the fields of ``FittedNumbers``: ``pooled``, ``groups`` and ``fallbacks``.
-
-    fit: of predictions (N,) and labels (N,); may raise NoFitError. A group without a fit uses the
-    fit of all, with a warning; "" is no group. name: for messages, as "linear, fitted on train".
-
-    Raises:
-        UserError: shapes differ, values are not finite, or all pairs together allow no fit.
-    """
+    """Return the fields of ``FittedNumbers``: ``pooled``, ``groups`` and ``fallbacks``."""
+    # A group without a fit uses the fit of all, with a warning.
     predictions = check_finite("predictions", predictions)
     targets = check_finite("ages", labels)
     groups = [""] * len(targets) if groups is None else groups

@@ -71,10 +71,8 @@ class Temperature(Calibrator):
     def fit_by_derivative(
         self, slope_at: Callable[[float], float], tolerance: float = 1e-12
     ) -> FittedTemperature:
-        """Return the temperature with the smallest NLL from its slope dNLL/dβ at β = 1/T.
-
-        For predictions that do not fit in memory. tolerance: relative, of β.
-        """
+        """Return the temperature with the smallest NLL from its slope dNLL/dβ at β = 1/T."""
+        # For predictions that do not fit in memory. tolerance: relative, of β.
         slope_at = cache(slope_at)
         low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
         # The NLL is convex in β.

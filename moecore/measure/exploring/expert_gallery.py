@@ -112,10 +112,8 @@ def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor
 
 
 def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
-    """Return, per image and expert, how many tokens chose it, and its most probable patch.
-
-    special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
-    """
+    """Return, per image and expert, how many tokens chose it, and its most probable patch."""
+    # special: number of tokens before the patches; kinds: (N, T, D) bool, each token's true kind.
     probs = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = probs.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
@@ -191,10 +189,8 @@ RARE = 10  # words that occur less often in the blocks are ignored
 
 
 def word_numbers(blocks: np.ndarray, has_truth: bool) -> np.ndarray:
-    """Return the vocabulary indices (N, T) of the words of the last block of the context.
-
-    blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
-    """
+    """Return the vocabulary indices (N, T) of the words of the last block of the context."""
+    # blocks: (N, C, T); channels: blocks of context, with known truth followed by as many of kinds.
     return blocks[:, blocks.shape[1] // (1 + has_truth) - 1].astype(np.int64)
 
 
@@ -232,10 +228,8 @@ def word_galleries_by_layer(
 def favourite_words(
     word_ids: np.ndarray, chosen: np.ndarray, rare: int = RARE
 ) -> list[list[tuple[int, float]]]:
-    """Return, per expert, the words whose tokens chose it most often, with these shares.
-
-    word_ids: (N, T); chosen: (N, T, E) bool. Words with fewer than ``rare`` tokens are ignored.
-    """
+    """Return, per expert, the words whose tokens chose it most often, with these shares."""
+    # word_ids: (N, T); chosen: (N, T, E) bool. Words with fewer than ``rare`` tokens are ignored.
     vocabulary, inverse, counts = np.unique(word_ids, return_inverse=True, return_counts=True)
     uses = np.zeros((len(vocabulary), chosen.shape[-1]))
     np.add.at(uses, inverse.ravel(), chosen.reshape(-1, chosen.shape[-1]))

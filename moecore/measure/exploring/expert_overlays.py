@@ -45,11 +45,9 @@ def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedImages:
 
 
 def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
-    """Return a patch with half a patch on each side, black outside of the image; (C, h, w).
-
-    image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior: the axial
-    slice through the patch, anterior up. h and w are twice the patch's.
-    """
+    """Return a patch with half a patch on each side, black outside of the image; (C, h, w)."""
+    # image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior: the axial
+    # slice through the patch, anterior up. h and w are twice the patch's.
     position = [int(index) for index in np.unravel_index(patch, layout.grid)]
     sides = [size // patches for size, patches in zip(layout.size, layout.grid, strict=True)]
     if image.ndim == 4:
@@ -92,11 +90,9 @@ class MatchedCrops(Config):
 
 
 def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
-    """Return two random crops of the first image whose crops share half of its patches.
-
-    Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
-    None for volumes and for images of a single patch.
-    """
+    """Return two random crops of the first image whose crops share half of its patches."""
+    # Without such an image: of the one whose crops share most. images: uint8 (N, C, H, W), N ≥ 1.
+    # None for volumes and for images of a single patch.
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None
     number = len(images)
@@ -117,10 +113,8 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
 
 
 def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
-    """Return the images (N, C, H, W) uint8 with each patch's expert of the largest weight.
-
-    records: fields (N, T, E), T a square number of patches after at most two other tokens.
-    """
+    """Return the images (N, C, H, W) uint8 with each patch's expert of the largest weight."""
+    # records: fields (N, T, E), T a square number of patches after at most two other tokens.
     grids = []
     for record in records if len(images) else ():
         tokens = record.combine.shape[1]
@@ -138,10 +132,8 @@ def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...
 def overlay_middle_slices(
     volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: TokenLayout
 ) -> Overlays:
-    """Return ``encode_expert_overlays`` of middle axial slices, anterior up, right on the right.
-
-    volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E).
-    """
+    """Return ``encode_expert_overlays`` of middle axial slices, anterior up, right on the right."""
+    # volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E).
     row = layout.grid[2] // 2
     depth = layout.size[2] // layout.grid[2]
     slices = volumes[..., row * depth + depth // 2]

@@ -60,10 +60,8 @@ def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np
 def predict_ageing(
     model: Model, people: UnseenPeopleSimulator, subjects: int, ages: Sequence[float], batch: int
 ) -> np.ndarray:
-    """Return predicted ages (S, A) of ``subjects`` simulated people, each at all ``ages``.
-
-    Anatomy, scanner and the difference of brain age from age do not change.
-    """
+    """Return predicted ages (S, A) of ``subjects`` simulated people, each at all ``ages``."""
+    # Anatomy, scanner and the difference of brain age from age do not change.
     rows = []
     for number in range(subjects):
         person = people.person(number)

@@ -46,10 +46,9 @@ def predict_with_features(
 def fit_ridge_probe(
     train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
 ) -> tuple[Pipeline, float]:
-    """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty.
-
-    It is the penalty with the smallest mean absolute error on ``validation``; in a tie the largest.
-    """
+    """Fit a ridge on standardised features (N, F) and targets (N,); return it and its penalty."""
+    # It is the penalty with the smallest mean absolute error on ``validation``; in a tie the
+    # largest.
     # Imported here, as sklearn is slow to import and all stages import the measurements.
     from sklearn.linear_model import Ridge
     from sklearn.pipeline import make_pipeline
@@ -109,11 +108,9 @@ def predict_volumes(
 def model_and_probe_errors(
     model: Model, data: Prepared, region: int | None, batch: int, count: int | None
 ) -> ModelAndProbeErrors:
-    """Return absolute errors in years of the model and of a linear probe on the test volumes.
-
-    region: index of the only tissue that remains in all volumes, None for complete volumes; count:
-    training volumes that the probe is fitted to, None for all.
-    """
+    """Return absolute errors in years of the model and of a linear probe on the test volumes."""
+    # region: index of the only tissue that remains in all volumes, None for complete volumes;
+    # count: training volumes that the probe is fitted to, None for all.
     train = predict_volumes(model, data, "train", region, batch, count)
     validation = predict_volumes(model, data, "validation", region, batch, None)
     test = predict_volumes(model, data, "test", region, batch, None)

@@ -107,10 +107,8 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
 
 
 def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Interval:
-    """Return Spearman's correlation of a tissue's share of a cube and its expert's score.
-
-    Over a person's cubes, 0 if either is constant; mean over people.
-    """
+    """Return Spearman's correlation of a tissue's share of a cube and its expert's score."""
+    # Over a person's cubes, 0 if either is constant; mean over people.
     values = []
     for amounts, scores in zip(*routed_cubes, strict=True):
         total = amounts.sum(axis=-1)
@@ -173,15 +171,11 @@ class VolumesAndTissues(NamedTuple):
 def measure_generalisation(
     subject: MeasuredModel,
     settings: RegionGeneralisationSettings,
-    ages: tuple[float, float],
-    seed: int,
-    batch: int,
+    ages: tuple[float, float],  # youngest and oldest of the other generator's people, in years
+    seed: int,  # of these people and of the mixtures
+    batch: int,  # volumes per forward pass
 ) -> RegionExperts:
-    """Return region experts' agreement with tissues on test, mixed and newly simulated volumes.
-
-    ages: youngest and oldest age of the other generator's people, in years; seed: of these people
-    and of the mixtures; batch: volumes per forward pass.
-    """
+    """Return region experts' agreement with tissues on test, mixed and newly simulated volumes."""
     model, data, tissues = subject.model, subject.data, subject.regions
     test = select_scans(data, tissues, settings.volumes)
     mixed = {}
@@ -264,12 +258,10 @@ def one_tissue_filter(tissue: int) -> Filter:
 
 
 def tissue_mixture_filter(complete: int, thinned: int, share: float, seed: int) -> Filter:
-    """Return a filter that leaves tissue ``complete`` and a random share of ``thinned``'s voxels.
-
-    Each voxel draws one number: a larger share includes the voxels of a smaller one.
-    """
+    """Return a filter that keeps tissue ``complete`` and a random share of ``thinned``'s voxels."""
 
     def mask(person: int, shares: np.ndarray) -> np.ndarray:
+        # one number per voxel: a larger share includes the voxels of a smaller one
         number = np.random.default_rng([seed, person]).random(shares.shape[1:])
         remaining = np.zeros_like(shares)
         remaining[complete] = shares[complete]

@@ -22,10 +22,8 @@ from moecore.training.guide import GuidedModel
 
 @contextmanager
 def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]:
-    """Bar experts inside the ``with``: tokens choose among the others, by the router's rule.
-
-    barred: per layer a bool mask on the model's device that broadcasts to (B, T, E), or None.
-    """
+    """Bar experts inside the ``with``: tokens choose among the others, by the router's rule."""
+    # barred: per layer a bool mask on the model's device that broadcasts to (B, T, E), or None.
     routers = list_routers(model)
     try:
         for router, mask in zip(routers, barred, strict=True):
@@ -75,10 +73,8 @@ Way = Literal["as_is", "renormalised", "reroute"]
 
 @contextmanager
 def drop_choices(model: Model, rank: int, way: Way) -> Iterator[None]:
-    """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``.
-
-    Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
-    """
+    """Drop the ``rank``-th choice (from 1) of every token in every layer inside the ``with``."""
+    # Tokens with fewer choices lose nothing. way: see ``Way``. ``no_barring_reason`` must be None.
 
     def drop(router: Any, inputs: tuple[Any, ...], decided: tuple[Any, RoutingRecord]) -> Any:
         plan, record = decided
@@ -146,10 +142,8 @@ def list_subsets(experts: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-    """Return each token's gain with one set for all tokens, (n,); below 0 if routing is better.
-
-    is_first: (n,) bool, the tokens of one half. Each half uses the set that is best on the other.
-    """
+    """Return each token's gain with one set for all tokens, (n,); below 0 if routing is better."""
+    # is_first: (n,) bool, the tokens of one half. Each half uses the set that is best on the other.
     gain = np.empty(len(chosen))
     for half in (is_first, ~is_first):
         best = losses[~half].mean(axis=0).argmin()

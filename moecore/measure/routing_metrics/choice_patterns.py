@@ -32,20 +32,16 @@ def count_coactivation(chosen: Tensor) -> Tensor:
 
 
 def conditional_coactivation(counts: Tensor) -> Tensor:
-    """Return P(b chosen | a chosen), (E, E), rows a, from counts (E, E); the diagonal is 0.
-
-    A row sums to k − 1 if every token chose k experts, and is 0 if no token chose a. By chance, at
-    an even load, each is (k − 1)/(E − 1).
-    """
+    """Return P(b chosen | a chosen), (E, E), rows a, from counts (E, E); the diagonal is 0."""
+    # A row sums to k − 1 if every token chose k experts, and is 0 if no token chose a. By chance,
+    # at an even load, each is (k − 1)/(E − 1).
     pairs = counts - counts.diagonal().diag()
     return pairs / _divisors(counts).unsqueeze(-1)
 
 
 def follow_up_shares(before: Tensor, chosen: Tensor) -> Tensor:
-    """Return P(b chosen | a chosen in the layer before), (E', E) fp64, rows a; by chance P(b).
-
-    before: (B, T, E') bool, of the same tokens. A row is 0 if no token chose a.
-    """
+    """Return P(b chosen | a chosen in the layer before), (E', E) fp64, rows a; by chance P(b)."""
+    # before: (B, T, E') bool, of the same tokens. A row is 0 if no token chose a.
     first = before.flatten(0, 1).double()
     counts = first.T @ chosen.flatten(0, 1).double()
     return counts / first.sum(dim=0).clamp_min(1).unsqueeze(-1)
@@ -80,10 +76,8 @@ def _divisors(counts: Tensor) -> Tensor:
 
 
 def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
-    """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64.
-
-    chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
-    """
+    """Count, per image, the (window, expert) pairs with 0 … m uses, (B, m + 1) int64."""
+    # chosen: (B, T, E) bool. Windows of ``length`` m tokens start at every token.
     if length > chosen.shape[1]:
         raise UserError.at(
             "local_consistency",
@@ -95,10 +89,8 @@ def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
 
 
 def consistency_by_threshold(uses: np.ndarray) -> np.ndarray:
-    """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,).
-
-    Each window loads the experts with at least θ uses: F1 = 2·served / (m·loaded + needed).
-    """
+    """Return F1 for each threshold θ = 0 … m, (m + 1,), from a histogram ``uses`` (m + 1,)."""
+    # Each window loads the experts with at least θ uses: F1 = 2·served / (m·loaded + needed).
     served, needed_and_loaded = _served_and_size(uses[None])
     return 2 * served[0] / needed_and_loaded[0]
 
@@ -162,11 +154,9 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
 
 
 def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return each token's lowest chosen score − highest other score, (B, T) fp64.
-
-    scores: (B, T, E), −∞ for experts that could not be chosen. Negative if other scores decided, as
-    with a balance; NaN if a token chose none, or all that it could.
-    """
+    """Return each token's lowest chosen score − highest other score, (B, T) fp64."""
+    # scores: (B, T, E), −∞ for experts that could not be chosen. Negative if other scores decided,
+    # as with a balance; NaN if a token chose none, or all that it could.
     scores = scores.double()
     lowest = scores.where(chosen, torch.inf).amin(dim=-1)
     highest = scores.where(~chosen, -torch.inf).amax(dim=-1)
@@ -193,13 +183,8 @@ EXPERTS_PER_HOT = 8  # one of this many experts counts as hot, at least one in a
 
 @contextmanager
 def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
-    """Record, inside the ``with``, what each router chooses from the tokens of the layer before.
-
-    Name of each MoE layer in order → (B, T, E) bool per call of its router. A layer has no such
-    choices if it is the first, if its tokens have another shape, or if its router reads more than
-    tokens.
-    """
-    early: dict[str, list[Tensor]] = {}
+    """Record, inside the ``with``, what each router chooses from the tokens of the layer before."""
+    early: dict[str, list[Tensor]] = {}  # layer, in order → (B, T, E) bool per call
     latest: dict[str, Tensor] = {}  # name → latest tokens of the layer
 
     def choose_early(name: str, layer: MoEFeedForward, tokens: Tensor, _: RoutingRecord) -> None:
@@ -222,15 +207,13 @@ def choose_one_layer_early(model: Model) -> Iterator[dict[str, list[Tensor]]]:
 def choice_predictability(
     predicted: Tensor, chosen: Tensor
 ) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, float]]:
-    """Return how well early choices predict a layer's choices, both (B, T, E) bool.
-
-    Name → (B,) with the metric as mean, → chance, and → metric without values per image.
-    early_choice: share of a token's experts that are among its early ones; by chance k / E.
-    early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
-    correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:
-    share of the hottest experts that both have (ties: lowest index). Loads may agree although no
-    token does.
-    """
+    """Return how well early choices predict a layer's choices, both (B, T, E) bool."""
+    # Name → (B,) with the metric as mean, → chance, and → metric without values per image.
+    # early_choice: share of a token's experts that are among its early ones; by chance k / E.
+    # early_load: cosine of both loads; by chance with an even load. early_load_rank: Spearman's
+    # correlation of the loads (mean ranks for ties), left out if either is constant. early_hottest:
+    # share of the hottest experts that both have (ties: lowest index). Loads may agree although no
+    # token does.
     shared = (predicted & chosen).sum(dim=-1).double()
     number = chosen.sum(dim=-1).double()
     # Tokens that chose no expert are left out.

@@ -32,11 +32,9 @@ from moecore.training.single_tissue_volumes import keep_only_tissue
 
 
 def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
-    """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best.
-
-    Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
-    (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
-    """
+    """Count each image's pairs that agree, (B, 3) int64; in a tie the lowest expert is best."""
+    # Columns: best expert, best and second in this order, two best as a set. probs_1, probs_2:
+    # (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs exist.
     if probs_1.shape[-1] < 2 or not is_pair.any():
         raise UserError.at(
             "consistency",
@@ -55,11 +53,9 @@ def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> 
 
 
 def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
-    """Return "with_final" and "consecutive" → shares of tokens with equal best experts.
-
-    first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
-    ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
-    """
+    """Return "with_final" and "consecutive" → shares of tokens with equal best experts."""
+    # first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.
+    # ``with_final``: one value per epoch, the last is 1; ``consecutive``: one per pair of epochs.
     shapes = sorted({experts.shape for experts in first_experts})
     if len(shapes) != 1 or first_experts[0].size == 0:
         raise UserError.at(
@@ -78,11 +74,9 @@ def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list
 def expert_truth_tables(
     experts: np.ndarray, kinds: np.ndarray, expert_count: int, kind_count: int
 ) -> np.ndarray:
-    """Count each expert's tokens of each kind per image, int64 (N, E, D).
-
-    experts: (N, T), 0 to E − 1, or −1 for none; kinds: (N, T), 1 to D, or 0 if unknown. Tokens
-    without expert or kind are not counted.
-    """
+    """Count each expert's tokens of each kind per image, int64 (N, E, D)."""
+    # experts: (N, T), 0 to E − 1, or −1 for none; kinds: (N, T), 1 to D, or 0 if unknown. Tokens
+    # without expert or kind are not counted.
     cell = np.where(experts < 0, 0, experts * (kind_count + 1) + kinds)
     width = expert_count * (kind_count + 1)
     rows = np.arange(len(cell))[:, None] * width
@@ -142,11 +136,9 @@ class EpochWatch(NamedTuple):
     seed: int  # of the random control of tissues, the same at all epochs
 
     def look(self, epoch: int) -> float | None:
-        """Store the routing of validation images after ``epoch`` (from 1).
-
-        Return the share of tokens with the same first expert as after the previous epoch, mean over
-        layers; None for the first epoch and for a dense model.
-        """
+        """Store the routing of validation images after ``epoch`` (from 1)."""
+        # Return the share of tokens with the same first expert as after the previous epoch, mean
+        # over layers; None for the first epoch and for a dense model.
         if self.model.moe is None:
             return None
         images = self.data.validation.images[:VALIDATION_IMAGES]
@@ -254,10 +246,8 @@ class EpochWatch(NamedTuple):
 
 
 def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return, per epoch, each image's share of final experts that its tokens already had, (N,).
-
-    Mean over layers and tokens (OLMoE, §5.1). chosen: per epoch, (N, L, T, bytes of E bits).
-    """
+    """Return, per epoch, each image's share of final experts that its tokens already had, (N,)."""
+    # Mean over layers and tokens (OLMoE, §5.1). chosen: per epoch, (N, L, T, bytes of E bits).
 
     def unpack(packed: np.ndarray) -> Tensor:
         return torch.from_numpy(np.unpackbits(packed, axis=-1)).bool()
@@ -270,11 +260,9 @@ def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
-    """Return name → packed shares (N,) of tokens with the same first expert in two epochs.
-
-    "with_final" and "consecutive" at a quarter and half of the epochs, the latter also at the end
-    and as mean. first: per epoch, (N, L, T) integers; people: (N,).
-    """
+    """Return name → packed shares (N,) of tokens with the same first expert in two epochs."""
+    # "with_final" and "consecutive" at a quarter and half of the epochs, the latter also at the end
+    # and as mean. first: per epoch, (N, L, T) integers; people: (N,).
     last = len(first) - 1
 
     def encode_agreement(*pairs: tuple[int, int]) -> str:
@@ -353,23 +341,18 @@ BEST = 2  # experts named per tissue, as in figure S1
 
 def region_rows(
     model: Model,
-    volumes: np.ndarray,
-    regions: np.ndarray,
+    volumes: np.ndarray,  # (N, 1, D, H, W) floating point in [0, 1]
+    regions: np.ndarray,  # uint8 (N, R, D, H, W), tissue share × 255
     tissues: Sequence[str],
-    experts: Sequence[str],
+    experts: Sequence[str],  # names of the E experts
     seed: int = 0,
 ) -> list[outcome.TissueRoutingRow]:
-    """Return a row for volumes reduced to each tissue, then one for each tissue's control.
-
-    A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A row
-    has the two experts with the highest mean score (the router's logits before noise; cosines for
-    an eigenbasis router), and the share of tokens that chose each expert. Means are over tokens
-    whose cube has any remaining voxel. Shares sum to the experts per token, or less if an
-    eigenbasis router prunes choices.
-
-    volumes: (N, 1, D, H, W) floating point in [0, 1].  regions: uint8 (N, R, D, H, W), tissue share
-    × 255.  experts: names of the E experts.
-    """
+    """Return a row for volumes reduced to each tissue, then one for each tissue's control."""
+    # A control, ``random_<tissue>``, has the tissue's shares permuted among the brain's voxels. A
+    # row has the two experts with the highest mean score (the router's logits before noise; cosines
+    # for an eigenbasis router), and the share of tokens that chose each expert. Means are over
+    # tokens whose cube has any remaining voxel. Shares sum to the experts per token, or less if an
+    # eigenbasis router prunes choices.
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
         raise UserError(
             f"region routing: {len(volumes)} volumes, and maps of shape {regions.shape} for "
@@ -389,10 +372,8 @@ def region_rows(
 
 
 def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
-    """Permute each volume's tissue shares (N, D, H, W) among the voxels of ``brain``, a bool mask.
-
-    The permutation of the i-th volume depends on the seed and on i alone.
-    """
+    """Permute each volume's tissue shares (N, D, H, W) among the voxels of the mask ``brain``."""
+    # The permutation of the i-th volume depends on the seed and on i alone.
     shuffled = torch.zeros_like(share)
     shuffle_seed = derived_seed("mixed_regions", seed)
     for index, (values, is_brain) in enumerate(zip(share, brain, strict=True)):

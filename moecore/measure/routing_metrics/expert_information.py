@@ -36,11 +36,9 @@ def class_label_of_images(subject: MeasuredModel, labels: Tensor) -> dict[str, T
 def token_labels_by_name(
     subject: MeasuredModel, indices: np.ndarray, images: np.ndarray, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown.
-
-    Kinds: position; truth (if known); word and stop_word (texts; rare words are unknown); tissue
-    (volumes with maps), the largest in a cube. indices: of the images in the test split.
-    """
+    """Return kind of label → labels (N, T), or (1, T) if equal in all images; -1 if unknown."""
+    # Kinds: position; truth (if known); word and stop_word (texts; rare words are unknown); tissue
+    # (volumes with maps), the largest in a cube. indices: of the images in the test split.
     data = subject.data
     labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
     if subject.model.image.truth:
@@ -64,10 +62,8 @@ def mask_rare_words(word_ids: np.ndarray) -> np.ndarray:
 
 
 def tissue_labels(maps: np.ndarray, indices: np.ndarray, layout: TokenLayout) -> Tensor:
-    """Return the largest tissue of each token's cube, (N, T); -1: none, or a special token.
-
-    maps: (…, R, D, H, W), tissue shares of voxels; indices: (N,), volumes to use.
-    """
+    """Return the largest tissue of each token's cube, (N, T); -1: none, or a special token."""
+    # maps: (…, R, D, H, W), tissue shares of voxels; indices: (N,), volumes to use.
     sums = np.concatenate([tissue_sums_by_cube(maps[[index]], layout.grid) for index in indices])
     largest = np.where(sums.any(axis=-1), sums.argmax(axis=-1), -1)
     return torch.from_numpy(np.pad(largest, ((0, 0), (layout.special, 0)), constant_values=-1))
@@ -106,16 +102,12 @@ def mutual_information(table: np.ndarray) -> float:
 def expert_information(
     chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], min_tokens: int = 1
 ) -> tuple[LabelInformation, dict[str, np.ndarray]]:
-    """Return information and specialisation of experts, chosen (B, T, E) bool, about labels.
-
-    Also "information" and "specialisation" → (B,), whose means are ``normalised``, and its share
-    above chance.
-
-    labels: (B, T), integers from 0, −1 if unknown, which is ignored. permuted: the same labels in
-    other orders that break only their link with the experts: whole images' maps permuted, or
-    positions within images; never single tokens. min_tokens: of a label to count for
-    specialisation.
-    """
+    """Return information and specialisation of experts, chosen (B, T, E) bool, about labels."""
+    # Also "information" and "specialisation" → (B,), whose means are ``normalised``, and its share
+    # above chance. labels: (B, T), integers from 0, −1 if unknown. permuted: the same labels in
+    # other orders that break only their link with the experts: whole images' maps permuted, or
+    # positions within images; never single tokens. min_tokens: of a label to count for
+    # specialisation.
     if len(np.unique(labels[labels >= 0])) < 2:
         raise UserError.at(
             "expert_information",

@@ -205,11 +205,9 @@ def put_roles(
     settings: ExpertRoles,
     out: Values,
 ) -> None:
-    """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles.
-
-    All are of one pass over the test images with these indices, (N,). tokens, early: what
-    ``keep_layer_tokens`` and ``choose_one_layer_early`` stored.
-    """
+    """Put ``ExpertRoles.metrics`` as means over layers, and each ``RolesLayer`` in facts.roles."""
+    # All are of one pass over the test images with these indices, (N,). tokens, early: what
+    # ``keep_layer_tokens`` and ``choose_one_layer_early`` stored.
     test = subject.data.test
     images = np.array(test.images[indices])
     people = test.people_at(indices)
@@ -334,10 +332,8 @@ def measure_layer_roles(
     settings: ExpertRoles,
     inputs: RoleAnalysisInputs,
 ) -> tuple[RolesLayer, ByImage]:
-    """Return one layer's roles, and metric → values per image, (N,).
-
-    labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
-    """
+    """Return one layer's roles, and metric → values per image, (N,)."""
+    # labels: name → (N or 1, T or 1), -1 if unknown; special tokens have none.
     chosen = record.chosen
     counts = expert_counts(chosen)
     tokens = chosen[..., 0].numel()

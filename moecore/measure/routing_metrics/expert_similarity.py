@@ -78,12 +78,10 @@ def cat_last_calls(parts: list[Tensor], images: int) -> Tensor:
 
 @contextmanager
 def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str, KeptTokens]]:
-    """Store some tokens of each MoE layer while these images pass inside the ``with``.
-
-    c is the smallest number with MIN_TOKENS_PER_DIMENSION · d tokens over all images, or T. Tokens
-    are evenly spread in an image; they start one token later in each next image, and again at 0
-    every BATCH images, whatever the batch size.
-    """
+    """Store some tokens of each MoE layer while these images pass inside the ``with``."""
+    # c is the smallest number with MIN_TOKENS_PER_DIMENSION · d tokens over all images, or T.
+    # Tokens are evenly spread in an image; they start one token later in each next image, and again
+    # at 0 every BATCH images, whatever the batch size.
     stored: dict[str, KeptTokens] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
@@ -111,11 +109,9 @@ class Similarity(NamedTuple):
 def expert_similarity(
     outputs: Sequence[Tensor], people: np.ndarray | None = None
 ) -> Similarity | None:
-    """Return the similarity of experts; None for too few tokens, or without a pair that varies.
-
-    outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
-    cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
-    """
+    """Return the similarity of experts; None for too few tokens, or without a pair that varies."""
+    # outputs: E times (N, c, d), for the same tokens. Linear CKA (Kornblith et al., 2019), and mean
+    # cosine of two outputs, 0 for a zero vector. Chance permutes images, or people if given.
     images, number, width = outputs[0].shape
     experts = [ExpertOutputs.of(values) for values in outputs]
     varied = [index for index, expert in enumerate(experts) if expert.strength > 0]
@@ -202,10 +198,8 @@ class SeedAgreement(NamedTuple):
 
 
 def indicator_correlation(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Return the correlation of choosing expert a in ours and b in theirs, (E, E); rows a.
-
-    ours, theirs: (n, E) bool, of the same tokens. 0 for an expert of all tokens or of none.
-    """
+    """Return the correlation of choosing expert a in ours and b in theirs, (E, E); rows a."""
+    # ours, theirs: (n, E) bool, of the same tokens. 0 for an expert of all tokens or of none.
     sides = []
     for chosen in (ours, theirs):
         centred = chosen - chosen.mean(axis=0)
@@ -220,11 +214,9 @@ def match_experts(correlation: np.ndarray) -> np.ndarray:
 
 
 def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> SeedAgreement:
-    """Return the agreement of two trainings on images that their experts are not matched on.
-
-    ours, theirs: (B, T, E) bool, of the same images. is_fit: (B,) bool, images for the matching, on
-    which agreement is biased upwards, as the best of E! matchings.
-    """
+    """Return the agreement of two trainings on images that their experts are not matched on."""
+    # ours, theirs: (B, T, E) bool, of the same images. is_fit: (B,) bool, images for the matching,
+    # on which agreement is biased upwards, as the best of E! matchings.
     if ours.shape != theirs.shape:
         raise UserError.at(
             "seed_agreement",
@@ -243,10 +235,8 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
 def matched_agreement_by_image(
     ours: np.ndarray, theirs: np.ndarray, partners: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return correlation and overlap of ``seed_agreement`` as one value per image, (B,) each.
-
-    ours, theirs: (B, T, E) bool, of images that were not used for the matching ``partners`` (E,).
-    """
+    """Return correlation and overlap of ``seed_agreement`` as one value per image, (B,) each."""
+    # ours, theirs: (B, T, E) bool, of images that were not used for the matching ``partners`` (E,).
     theirs = theirs[..., partners]
     scores = []
     for chosen in (ours, theirs):

@@ -51,11 +51,8 @@ class SweepImages(NamedTuple):
 
 
 def copy_with_router(model: Model, router: Router) -> Model:
-    """Return a new model with the same weights, device and mode whose MoE layers use ``router``.
-
-    ``model`` and the global RNG do not change; a guided model's copy shares its guide. ``router``
-    is of the model's own kind.
-    """
+    """Return a new model with the same weights, device and mode whose MoE layers use ``router``."""
+    # A guided model's copy shares its guide. ``router`` is of the model's own kind.
     unguided = find_own_model(model)
     moe = unguided.experts_and_router.model_copy(update={"router": router})
     with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
@@ -78,14 +75,12 @@ def copy_with_k(model: Model, k: int) -> Model | None:
 
 
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
-    """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k.
-
-    If the model's experts are split into pieces, the keys count pieces.
-    """
+    """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k."""
     outcomes = {}
     for k in numbers:
         other = copy_with_k(model, k)
         if other is not None:
+            # if the experts are split into pieces, the keys count pieces
             pieces = other.experts_and_router.experts.scale_k(k)
             outcomes[pieces] = setting_numbers(other, pieces, sample, batch)
     return outcomes
@@ -123,12 +118,9 @@ def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Nu
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> Numbers:
-    """Return metric → mean over the MoE layers, for the metrics that all layers have.
-
-    tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback:
-    share of tokens without an eligible expert, with a threshold only. A layer has no load_cv2 if no
-    token chose an expert, and no tail_mass if no score is above the threshold.
-    """
+    """Return metric → mean over the MoE layers, for the metrics that all layers have."""
+    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback: share of
+    # tokens without an eligible expert, with a threshold only.
     layers: list[Numbers] = []
     for record in records:
         layer: dict[str, float | None] = {}
@@ -146,11 +138,9 @@ def routing_means_over_layers(
 
 
 def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
-    """Return "fallback_slope_below" and "…_above": change of the fallback rate per threshold of 1.
-
-    fallback: threshold → share of tokens with no score above it. Slopes are from TRAINED_THRESHOLD
-    to the lowest and highest threshold; a side without another threshold has none.
-    """
+    """Return fallback_slope_below and …_above: change of the fallback rate per threshold of 1."""
+    # fallback: threshold → share of tokens with no score above it. Slopes are from
+    # TRAINED_THRESHOLD to the lowest and highest threshold.
     slopes: Numbers = {}
     if TRAINED_THRESHOLD not in fallback:
         return slopes

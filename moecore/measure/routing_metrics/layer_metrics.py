@@ -99,11 +99,9 @@ def choice_iou(before: Tensor, after: Tensor) -> Tensor:
 
 
 def kept_choices(before: Tensor, after: Tensor) -> Tensor:
-    """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64.
-
-    Of masks (…, E): |before ∩ after| / |after|. Without experts after: 1 if none before, else 0.
-    One minus this is the switch fraction; by chance, at an even load, it is k/E.
-    """
+    """Return the share of each token's experts in ``after`` that ``before`` has, (…) fp64."""
+    # Without experts after: 1 if none before, else 0. One minus this is the switch fraction; by
+    # chance, at an even load, it is k/E.
     _check_same_shape(before, after)
     common = (before & after).sum(-1).double()
     number = after.sum(-1)
@@ -182,11 +180,8 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
 
 
 def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
-    """Return the weight of eligible experts beyond the best ``k`` / that of all eligible (eq. 12).
-
-    Eligible: score above the threshold. In [0, 1): mean over the tokens with an eligible expert;
-    None without such a token.
-    """
+    """Return the weight of eligible experts beyond the best ``k`` / that of all (eq. 12)."""
+    # Eligible: score above the threshold. Mean over the tokens with an eligible expert.
     tails, has_eligible = _eligible_tails(scores, threshold, k)
     if has_eligible.any():
         return float(tails[has_eligible].mean())
@@ -201,11 +196,9 @@ def _eligible_tails(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, T
 
 
 def tail_by_token(probs: Tensor, k: int) -> Tensor:
-    """Return the share of the probability outside each token's best ``k`` experts, (B, T) fp64.
-
-    Eq. 12 with all experts eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; from 0
-    (k ≥ E) to 1 − k/E (no expert is preferred).
-    """
+    """Return the share of the probability outside each token's best ``k`` experts, (B, T) fp64."""
+    # Eq. 12 with all experts eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; from 0
+    # (k ≥ E) to 1 − k/E (no expert is preferred).
     _check_nonempty(probs, "probs")
     return _share_beyond(probs.double(), k)
 
@@ -231,12 +224,9 @@ def _check_nonempty(values: Tensor, name: str) -> None:
 
 
 def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
-    """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts.
-
-    Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
-    MoGE's regularizer rewards the border: compare a share with that of the cells. There are no
-    values for a load of zeros, and none for the inside of a map with a side of one or two experts.
-    """
+    """Return "border_load", "corner_mass", "inner_cells", …: shares of load, mass (E,), experts."""
+    # Of the map of experts (``map_shape``). Load and mass sum to 1; corners belong to the border.
+    # MoGE's regularizer rewards the border: compare a share with that of the cells.
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]
@@ -282,13 +272,11 @@ def _token_metrics(
 def measure_layer_use(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, float]:
-    """Return metric → value of one MoE layer; threshold, k: of its router, None without one.
-
-    The load has no values where no token chose an expert, as the router ``depth`` may decide.
-    """
+    """Return metric → value of one MoE layer; threshold, k: of its router, None without one."""
     counts = expert_counts(layer.chosen)
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     values = map_border_shares(load_shares(counts), mass / mass.sum())
+    # the router ``depth`` may choose no expert for any token
     if counts.any():
         values["load_cv2"] = load_cv2(counts)
         values["max_violation"] = max_load_violation(counts)
@@ -309,10 +297,8 @@ def measure_layer_use(
 def measure_layer_use_by_image(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
-    """Return metric of ``measure_layer_use`` → values per image, (B,) fp64, with the same mean.
-
-    The share of dead experts and the shares on the map have no values per image.
-    """
+    """Return metric of ``measure_layer_use`` → values per image, (B,) fp64, with the same mean."""
+    # The share of dead experts and the shares on the map have no values per image.
     counts = layer.chosen.sum(dim=1).double()
     ordered = layer.probs.double().sort(dim=-1, descending=True).values.mean(dim=1)
     experts = counts.shape[1]
@@ -372,10 +358,8 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
-    """Return each image's IMED, √``squared_imed``, mean over tokens and layers, (N,) fp64.
-
-    before, after: probs (N, T, E) per MoE layer.
-    """
+    """Return each image's IMED, √``squared_imed``, mean over tokens and layers, (N,) fp64."""
+    # before, after: probs (N, T, E) per MoE layer.
     layers = [squared_imed(u, v) for u, v in zip(before, after, strict=True)]
     return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
 
@@ -392,20 +376,16 @@ def partner_images(images: int, seed: int) -> Tensor:
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Return each image's IMED to another image (``partner_images``), untransformed; (N,) fp64.
-
-    The reference for IMED under a transform: a router that does not distinguish images has small
-    distances of both kinds. probs: (N, T, E) per MoE layer.
-    """
+    """Return each image's IMED to another image (``partner_images``), untransformed; (N,) fp64."""
+    # The reference for IMED under a transform: a router that does not distinguish images has small
+    # distances of both kinds. probs: (N, T, E) per MoE layer.
     partners = partner_images(len(probs[0]), seed)
     return imed_by_image(probs, tuple(layer[partners] for layer in probs))
 
 
 def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
-    """Return each expert's mean probability per class, (K, layers, E) fp64.
-
-    NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
-    """
+    """Return each expert's mean probability per class, (K, layers, E) fp64."""
+    # NaN for classes without images; other maps sum to 1 over E. labels: (N,) int in [0, K).
     if not records:
         raise UserError("class maps: the model has no MoE layers")
     if any(len(record.probs) != len(labels) for record in records):

@@ -112,12 +112,10 @@ def look_up_augmentation(
 def draw_two_views(
     images: np.ndarray, augmentation: TwoViewAugmentation, seed: int, *stream: int
 ) -> ViewsWithAffines:
-    """Return both views of images uint8 (N, C, H, W), all first views first.
-
-    Pixels fp32 (2N, C, h, w) in [0, 1] with affines (2N, 3, 3); for volumes, float16
-    (N, C, D, H, W), fp32 volumes with affines (2N, 4, 4). Drawn from (seed, index, view,
-    ``stream``): whole chunks of 100 images keep their views if images are added.
-    """
+    """Return both views of images uint8 (N, C, H, W), all first views first."""
+    # Pixels fp32 (2N, C, h, w) in [0, 1] with affines (2N, 3, 3); for volumes, float16
+    # (N, C, D, H, W), fp32 volumes with affines (2N, 4, 4). Drawn from (seed, index, view,
+    # ``stream``): whole chunks of 100 images keep their views if images are added.
     view_seed = derived_seed("measured_views", seed)
     both: tuple[list[ViewsWithAffines], list[ViewsWithAffines]] = ([], [])
     for start in range(0, len(images), CHUNK_SIZE):
@@ -188,10 +186,8 @@ def augmented_row(
 
 
 def count_matches_by_layer(model: Model, views: ViewsWithAffines, batch: int) -> list[LayerMatches]:
-    """Count, per MoE layer, the pairs of tokens of both views, all first views first, that agree.
-
-    Chosen experts rank before others, then by logit.
-    """
+    """Count, per MoE layer, the pairs of tokens of both views that agree."""
+    # views: all first views first. Chosen experts rank before others, then by logit.
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     layers = []

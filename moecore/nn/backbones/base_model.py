@@ -204,10 +204,7 @@ class Backbone(Part, ABC):
 
 
 class Model(nn.Module, ABC):
-    """``model(images)`` with images (B, C, *pixels) in [0, 1] returns a ModelOutput.
-
-    config: the backbone's settings.  moe: None for a dense model.  The model normalises its images.
-    """
+    """``model(images)`` normalises images (B, C, *pixels) in [0, 1] and returns a ModelOutput."""
 
     head: nn.Module  # maps tokens (B, width) to outputs (B, K)
 
@@ -215,7 +212,7 @@ class Model(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.image = image
-        self.moe = moe
+        self.moe = moe  # None: a dense model
 
     if TYPE_CHECKING:
 

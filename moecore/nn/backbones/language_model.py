@@ -35,13 +35,7 @@ EPS = 1e-8  # under the root
 
 
 class SlidingWindowAttention(nn.Module):
-    """Attention of token t to the L tokens before it, excluding itself.
-
-    logit(t, j) = (q_t · k_{t−L+j} + q_t · p_j) / √e for j = 0 … L−1, softmax over j.
-
-    ``positions`` (e, L), p, is shared by all heads, and by all layers that get it. Maps have no
-    bias.
-    """
+    """Attention of token t to the L tokens before it, excluding itself."""
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -53,16 +47,14 @@ class SlidingWindowAttention(nn.Module):
     def forward(
         self, tokens: Tensor, before: Tensor, positions: Tensor, weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return attended tokens (B, M, d), for tokens (B, M, d) after ``before`` (B, L, d).
-
-        With ``weights`` also the weights within the block, (B, M, M), averaged over heads; tokens
-        before the block are excluded, so that rows sum to less than 1.
-        """
+        """Return attended tokens (B, M, d), for tokens (B, M, d) after ``before`` (B, L, d)."""
         all_tokens = torch.cat([before.to(tokens.dtype), tokens], dim=1)
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projected in (self.query(tokens), self.key(all_tokens), self.value(all_tokens))
         )
+        # logit(t, j) = (q_t · k_{t−L+j} + q_t · p_j) / √e for j = 0 … L−1; p, ``positions`` (e, L),
+        # is shared by all heads, and by all layers that get it
         logits = undo_relative_shift(query @ key.transpose(-2, -1))
         logits = logits + query @ positions.to(query.dtype)
         share = torch.softmax(logits.float() * query.shape[-1] ** -0.5, dim=-1).to(value.dtype)
@@ -70,6 +62,8 @@ class SlidingWindowAttention(nn.Module):
         attended = self.proj((shifted @ value).transpose(1, 2).flatten(2))
         if not weights:
             return attended, None
+        # (B, M, M), averaged over heads; tokens before the block are excluded, so that rows sum to
+        # less than 1
         return attended, relative_shift(share).mean(dim=1)[..., -tokens.shape[1] :]
 
 
@@ -111,11 +105,9 @@ class ReluMlp(FeedForward):
         return self.fc2(self.dropout(relu(self.fc1(tokens)))), ()
 
 
+# f: the feed-forward layer. With momentum, m ← μ m + γ₂ f(h) and s = LN(h − m).
 class LanguageBlock(nn.Module):
-    """Attention and a feed-forward layer f on tokens h: h ← LN₁(h + attention(h)), h ← LN₂(h + s).
-
-    s = LN(h + f(h)); with momentum, m ← μ m + γ₂ f(h) and s = LN(h − m).
-    """
+    """h ← LN₁(h + attention(h)), then h ← LN₂(h + s), of tokens h, with s = LN(h + f(h))."""
 
     def __init__(self, width: int, heads: int, mlp: FeedForward, dropout: float) -> None:
         super().__init__()
@@ -157,16 +149,14 @@ class MomentumBlock(LanguageBlock):
 
 
 class AdamBlock(MomentumBlock):
-    """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)), with s and f as in ``LanguageBlock``.
-
-    p = (1 − β₁) f and v = (1 − β₂) f² are not accumulated over blocks, and the tokens cancel (code
-    of MoGE and MomentumSMoE; both papers' text adds them). Later blocks are a MomentumBlock.
-    """
+    """The first block of AdamSMoE: s = LN(−γ₁ p / √(v + ε)). Later ones are a MomentumBlock."""
 
     def inner_residual(
         self, tokens: Tensor, change: Tensor, momentum: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         _, momentum = super().inner_residual(tokens, change, momentum)
+        # p = (1 − β₁) f and v = (1 − β₂) f² are not accumulated over blocks, and the tokens cancel
+        # (code of MoGE and MomentumSMoE; both papers' text adds them).
         first = (1 - BETAS[0]) * change
         second = (1 - BETAS[1]) * change.float().square()
         return -GAMMA_1 * first / torch.sqrt(second + EPS), momentum
@@ -235,14 +225,11 @@ class LanguageModel(Backbone):
         return LanguageTransformer(self, image, moe)
 
 
+# Routing fields are (B, M, E). If the truth is known, inputs are (B, 2C, M): the words of all
+# blocks, then their kinds. Earlier blocks only fill the cache; −1 precedes a text's first token. In
+# training with ``remember``, the cache continues from step to step, and every stream is one block.
 class LanguageTransformer(BackboneModel):
-    """``model(tokens)`` with word ids (B, C, M) predicts the words after the last M, (B, M, V).
-
-    Routing fields are (B, M, E). If the truth is known, inputs are (B, 2C, M): the words of all
-    blocks, then their kinds. Earlier blocks only fill the cache; −1 precedes a text's first token.
-    In training with ``remember``, the cache continues from step to step, and every stream is one
-    block.
-    """
+    """``model(tokens)`` with word ids (B, C, M) predicts the words after the last M, (B, M, V)."""
 
     def __init__(
         self, config: LanguageModel, image: ImageSpec, moe: MoESettings | None = None
@@ -328,17 +315,13 @@ class LanguageTransformer(BackboneModel):
     def read(
         self,
         word_ids: Tensor,
-        states: Tensor,
+        states: Tensor,  # the cache before, (depth, B, L, d)
         options: EncodeOptions = EncodeOptions(),
-        before: int = 0,
-        kinds: Tensor | None = None,
+        before: int = 0,  # distance, in blocks, to the first predicted block
+        kinds: Tensor | None = None,  # true kinds of the words, (B, M)
     ) -> tuple[Encoded, Tensor]:
-        """Return the output of the blocks for words (B, M), and the updated cache without gradient.
-
-        states: the cache before, (depth, B, L, d).  before: distance, in blocks, to the first
-        predicted block; layers that it cannot depend on are skipped, and their cache is unchanged.
-        kinds: true kinds of the words, (B, M); None: unknown.
-        """
+        """Return the output of the blocks for words (B, M), and the new cache without gradient."""
+        # Layers that it cannot depend on are skipped, and their cache is unchanged.
         layers = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         word_ids = word_ids.long()
         is_word = (word_ids >= 0).unsqueeze(-1)

@@ -89,13 +89,11 @@ class Sfcn(Backbone):
         return ConvolutionalNetwork(self, image, moe)
 
 
+# With bins, ``heads`` are their logits (B, K), and the prediction (B, 1) is the mean of bins under
+# their probabilities, in the label's unit. A dense model is the published network; with experts, x
+# + moe(norm(x)) precedes the last convolution.
 class ConvolutionalNetwork(BackboneModel):
-    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] returns a ModelOutput.
-
-    With bins, ``heads`` are their logits (B, K), and the prediction (B, 1) is the mean of bins
-    under their probabilities, in the label's unit. A dense model is the published network; with
-    experts, x + moe(norm(x)) precedes the last convolution.
-    """
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] returns a ModelOutput."""
 
     edges: Tensor
 

@@ -81,11 +81,9 @@ class TextAttention(Attention):
         nn.init.zeros_(self.proj.bias)
 
 
+# Each MoE layer has one record with fields (1, n, E), n all tokens except padding.
 class TextTransformer(nn.Module):
-    """``tower(tokens)`` with token ids (B, M) returns unnormalised embeddings (B, w) and records.
-
-    Each MoE layer has one record with fields (1, n, E), n all tokens except padding.
-    """
+    """``tower(tokens)`` with ids (B, M) returns unnormalised embeddings (B, w) and records."""
 
     def __init__(self, config: TextTowerSettings, task: ImageText) -> None:
         super().__init__()
@@ -213,12 +211,10 @@ class TwoTowers(base_model.Backbone):
         return TwoTowerModel(self, image.model_copy(update={"task": task}), moe)
 
 
+# In training, with captions (B, M), the output also has their text side and routing. See
+# moecore/tasks/image_text.py for the two sides.
 class TwoTowerModel(base_model.BackboneModel):
-    """``model(images)`` returns the image side (B, w + 1) and the routing of the image tower.
-
-    In training, with captions (B, M), the output also has their text side and routing. See
-    moecore/tasks/image_text.py for the two sides.
-    """
+    """``model(images)`` returns the image side (B, w + 1) and the routing of the image tower."""
 
     moves = True
 
@@ -335,10 +331,9 @@ class TwoTowerModel(base_model.BackboneModel):
     def text_side(
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
-        """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records.
-
-        A text side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.
-        """
+        """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records."""
+        # A text side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the
+        # tokens.
         exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):

@@ -75,13 +75,8 @@ class QuantileBias(BalanceModule):
 
 
 def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """Return the biases (E,) at which each expert has N·k/E tokens, with the tokens' cuts fixed.
-
-    scores: (N tokens, E).  bias: (E,) of the choice.  A token's cut is the (k + 1)-th largest of
-    its scores + bias; an expert reaches it with the bias cut − score. Of these N numbers this
-    returns the quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen). Raises
-    UserError if an even share is less than one token.
-    """
+    """Return the biases (E,) at which each expert has N·k/E tokens, with the tokens' cuts fixed."""
+    # scores: (N tokens, E). bias: (E,), of the choice.
     tokens, experts = scores.shape
     if tokens * k < experts:
         raise UserError.at(
@@ -89,8 +84,11 @@ def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
             found=f"a step of {tokens} tokens of {k} choices, fewer than {experts} experts",
             allowed="a larger batch",
         )
+    # A token's cut is the (k + 1)-th largest of its scores + bias; an expert reaches it with the
+    # bias cut − score.
     cut = (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
     needed = (cut - scores).T
+    # The quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen).
     place = tokens * k / experts + 0.5
     low = math.floor(place)
     # search all N once, then only the smallest: half the time of two searches of all N

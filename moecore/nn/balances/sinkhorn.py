@@ -67,11 +67,9 @@ class SinkhornPlanner(BalanceModule):
 
 
 def expert_factors(logits: Tensor, tolerance: float, rounds: int) -> Tensor:
-    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E).
-
-    plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token and 1/E per
-    expert. A group stops when its factors change by ``tolerance`` or less on average.
-    """
+    """Return the experts' factors (G, E) in each group's plan of exp(logits), (G, S tokens, E)."""
+    # plan = tokens' factors · exp(logits) · experts' factors sums to 1/S per token and 1/E per
+    # expert.
     # a token's largest logit only scales its own factor
     kernel = (logits - logits.amax(dim=-1, keepdim=True)).exp()
     _, size, experts = kernel.shape

@@ -67,22 +67,18 @@ class ExpertsModule(nn.Module):
 
 
 def map_shape(experts: int) -> tuple[int, int]:
-    """Return rows and columns of the map of experts, as square as possible (MoGE, algorithm 1).
-
-    Rows are the largest divisor up to √experts: 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
-    """
+    """Return rows and columns of the map of experts, as square as possible (MoGE, algorithm 1)."""
+    # 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
     rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
     return rows, experts // rows
 
 
 def default_rank(width: int) -> int:
-    """Return 2/3 of ``width``, rounded down to a multiple of 8, from 8 to min(512, ``width``).
-
-    Grouped products in bf16 need multiples of 8. The paper gives no rank. A full one (r = d) cannot
-    route: a square orthonormal Bᵀ rotates x and c equally, so every expert scores cos(x, c). 2/3 is
-    512 for ViT-B; with both maps factored, V-MoE's 285 million parameters become 247 million, where
-    table S2 says 243.
-    """
+    """Return 2/3 of ``width``, rounded down to a multiple of 8, from 8 to min(512, ``width``)."""
+    # Grouped products in bf16 need multiples of 8. The paper gives no rank. A full one (r = d)
+    # cannot route: a square orthonormal Bᵀ rotates x and c equally, so every expert scores
+    # cos(x, c). 2/3 is 512 for ViT-B; with both maps factored, V-MoE's 285 million parameters
+    # become 247 million, where table S2 says 243.
     return min(width, 512, max(8, 2 * width // 3 // 8 * 8))
 
 
@@ -129,15 +125,13 @@ class ZeroComputation(Config):
 
 
 class ZeroComputationExperts(nn.Module):
-    """``experts(tokens, weights)``: their weighted sum for tokens (B, T, d), weights (B, T, Z).
-
-    The order is constants, copies, zeros. ``vectors`` (C, d) are the constants; the softmax of
-    ``mixing`` (C, 2, d) gives the shares of the token and of the vector (§3.1).
-    """
+    """``experts(tokens, weights)``: their weighted sum for tokens (B, T, d), weights (B, T, Z)."""
 
     def __init__(self, config: ZeroComputation, width: int) -> None:
         super().__init__()
         self.sizes = (config.constants, config.copies, config.zeros)
+        # The constants (C, d); the softmax of ``mixing`` (C, 2, d) gives the shares of the token
+        # and of the vector (§3.1).
         self.vectors = nn.Parameter(torch.randn(config.constants, width))
         mixing = nn.init.trunc_normal_(torch.empty(config.constants, 2, width), std=0.02)
         self.mixing = nn.Parameter(mixing)

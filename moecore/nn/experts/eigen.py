@@ -44,11 +44,9 @@ class Eigen(Experts):
         return EigenExperts(self, width)
 
 
+# ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: x B diag(s) Uᵀ.
 class EigenExperts(ExpertsModule):
-    """``experts(rows)``: Rows of values (R, d), or ``projected`` (R, r), to values (R, d).
-
-    ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: x B diag(s) Uᵀ.
-    """
+    """``experts(rows)``: Rows of values (R, d), or ``projected`` (R, r), to values (R, d)."""
 
     def __init__(self, config: Eigen, width: int) -> None:
         super().__init__()
@@ -90,12 +88,10 @@ class EigenExperts(ExpertsModule):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make bases orthonormal without changing the function: B = QR, B ← Q, R goes to s and U.
-
-        In fp64. Each column of the new U diag(s) gives its direction to U, which keeps its length
-        (and s its sign), and its length to s; zeros leave U unchanged with s = 0. The scores of a
-        router that shares the basis change as far as B had departed from orthonormality.
-        """
+        """Make bases orthonormal, B = QR, B ← Q, R goes to s and U: the function is the same."""
+        # In fp64. Each column of the new U diag(s) gives its direction to U, which keeps its length
+        # (and s its sign), and its length to s; zeros leave U unchanged with s = 0. The scores of a
+        # router that shares the basis change as far as B had departed from orthonormality.
         basis, triangle = positive_qr(self.basis)
         up = self.up.double()
         scale = self.scale.double()

@@ -16,12 +16,10 @@ from moecore.nn.dispatch import GatherTokens, Rows
 from moecore.nn.experts.base import ExpertsModule
 
 
+# Parameters are sharded by expert over the last dimension of ``mesh`` (replicate, shard). Their
+# gradient is already the mean over all ranks: do not average it again.
 class ShardedExperts:
-    """Replace the experts of an ``MoEFeedForward`` by ones whose parameters (E, …) are sharded.
-
-    Parameters are sharded by expert over the last dimension of ``mesh`` (replicate, shard). Their
-    gradient is already the mean over all ranks: do not average it again.
-    """
+    """Replace the experts of an ``MoEFeedForward`` by ones whose parameters (E, …) are sharded."""
 
     def __init__(self, experts: ExpertsModule, mesh: DeviceMesh) -> None:
         self.experts = experts
@@ -60,11 +58,9 @@ class ShardedExperts:
 
 
 def rank_to_expert_permutation(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation, and its inverse, (rows,) int64, that sorts received rows by expert.
-
-    sizes: (n, E / n), rows received from each rank for each expert. Rows arrive sorted by rank,
-    then by expert. Of one expert, the first rank's rows come first: the order of the whole batch.
-    """
+    """Return the permutation (rows,) int64 that sorts received rows by expert, and its inverse."""
+    # sizes: (n, E / n), rows received from each rank for each expert. Rows arrive sorted by rank,
+    # then by expert. Of one expert, the first rank's rows come first: the order of the whole batch.
     experts = torch.arange(sizes.shape[1], device=sizes.device).expand_as(sizes).flatten()
     expert_of_row = experts.repeat_interleave(sizes.flatten(), output_size=rows)
     order = expert_of_row.argsort(stable=True)

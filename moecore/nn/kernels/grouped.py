@@ -52,13 +52,10 @@ def plain_operations_context() -> Iterator[None]:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Multiply each row by the weight of its expert and add the expert's bias.
-
-    rows: (R, i), sorted by expert.  weight: (E, i, o).  bias: (E, o) or None.  offsets: (E,) int32,
-    where experts' rows end; the last must be R, as grouped_mm leaves rows past it uninitialised.
-    Returns (R, o), in the autocast dtype if autocast is on. An expert without rows gets a gradient
-    of zeros. On CUDA nothing waits for the device.
-    """
+    """Multiply each row by the weight of its expert and add the expert's bias."""
+    # rows: (R, i), sorted by expert. weight: (E, i, o). bias: (E, o) or None. offsets: (E,) int32,
+    # where experts' rows end; the last must be R, as grouped_mm leaves rows past it uninitialised.
+    # An expert without rows gets a gradient of zeros. On CUDA nothing waits for the device.
     rows = to_autocast(rows)
     if rows.is_meta:
         return torch.mm(rows, weight[0].to(rows.dtype))  # only the shape matters
@@ -87,11 +84,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 def grouped_mlp(
     rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
 ) -> Tensor:
-    """Apply grouped_linear, GELU and grouped_linear; on CPU in one pass over the rows.
-
-    rows: (R, d).  up: (E, d, h).  up_bias: (E, h).  down: (E, h, o).  down_bias: (E, o).  Returns
-    (R, o) in the autocast dtype.
-    """
+    """Apply grouped_linear, GELU, grouped_linear to rows (R, d); on CPU in one pass over them."""
+    # up: (E, d, h). up_bias: (E, h). down: (E, h, o). down_bias: (E, o). Returns (R, o).
     rows = to_autocast(rows)
     if can_loop(rows) and not PlainOperationsFlag.is_on:
         if rows.dtype != torch.float32 or len(rows) <= _MAX_FUSED_ROWS * len(up):
@@ -106,16 +100,13 @@ def can_loop(rows: Tensor) -> bool:
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
-
-    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0, up to 1,023
-    experts. There must be rows, and every row of both tensors must start at a multiple of 16 bytes.
-    """
+    """Return whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights."""
     if not len(rows) or rows.dtype != weight.dtype or rows.device != weight.device:
         return False
     places = list(weight.shape[1:])
     if not torch.compiler.is_compiling():  # compiled tensors have no storage offset
         places += [rows.storage_offset(), weight.storage_offset()]
+    # every row of both tensors must start at a multiple of 16 bytes
     if any(size * rows.element_size() % _ALIGNMENT for size in places):
         return False
     if rows.device.type == "cpu":
@@ -123,6 +114,7 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
             return rows.dtype == torch.bfloat16
         is_available = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _CPU_SINCE
         return is_available and rows.dtype in (torch.float32, torch.bfloat16)
+    # CUDA: bf16 from compute capability 9.0, up to 1,023 experts
     return (
         rows.device.type == "cuda"
         and rows.dtype == torch.bfloat16

@@ -34,12 +34,9 @@ HiddenRatio = Annotated[float, Field(gt=0, le=1000), AfterValidator(check_hidden
 
 
 class FeedForward(nn.Module):
-    """``feed_forward(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d), records).
+    """``feed_forward(tokens, context)`` maps (B, T, d) to (tokens (B, T, d), records)."""
 
-    ``wants`` names the fields of the RoutingContext that it reads.
-    """
-
-    wants: frozenset[str] = frozenset()
+    wants: frozenset[str] = frozenset()  # fields of the RoutingContext that it reads
 
 
 Activation = Literal["gelu", "quick_gelu", "linear"]
@@ -148,11 +145,7 @@ class Dropout(nn.Module):
 
 
 class DropPath(Dropout):
-    """Stochastic depth (Huang et al. 2016): drop a sample's branch with probability ``rate``.
-
-    In training, kept branches (B, T, width) are divided by 1 − rate, in fp32 or wider. There is one
-    draw per sample from the generator of the tokens' device, as in timm's layer of this name.
-    """
+    """Stochastic depth (Huang et al. 2016): drop a sample's branch with probability ``rate``."""
 
     def forward(self, values: Tensor) -> Tensor:
         if not self.training:
@@ -160,6 +153,8 @@ class DropPath(Dropout):
         share = 1 - self.rate
         # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
         empty = torch.empty(len(values), 1, 1, device=values.device)
+        # one draw per sample, from the generator of the tokens' device, as in timm's layer of this
+        # name
         mask = draw_bernoulli_mask(empty, share, self.batch_views)
         return values * (mask / share)
 
@@ -170,17 +165,13 @@ def drop_rates(last: float, depth: int) -> list[float]:
 
 
 class Block(nn.Module):
-    """x + attention(norm1(x)), then x + feed_forward(norm2(x)).
-
-    ``attention`` is called like ``Attention``. ``mlp`` is dense or a mixture of experts: called
-    with (B, T, width) tokens and a RoutingContext, it returns (tokens, records).
-    """
+    """x + attention(norm1(x)), then x + feed_forward(norm2(x))."""
 
     def __init__(
         self,
         width: int,
-        attention: nn.Module,
-        mlp: FeedForward,
+        attention: nn.Module,  # called like ``Attention``
+        mlp: FeedForward,  # dense or a mixture of experts
         layer_scale: float | None = None,
         drop_path: float = 0.0,
         eps: float = 1e-6,

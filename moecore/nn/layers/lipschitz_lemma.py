@@ -33,16 +33,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class LemmaTerms(NamedTuple):
-    """The terms of the lemma at each token; all (n,), fp64.
+    """The terms of the lemma at each token; all (n,), fp64."""
 
-    jacobian: ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through softmax and experts. experts: Σ_e p_e
-    ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe, which is
-    never smaller. router: ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; a (d, d) outer
-    product, as f has d outputs.
-    """
-
-    jacobian: Tensor
+    jacobian: Tensor  # ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through softmax and experts
+    # Σ_e p_e ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe,
+    # which is never smaller
     experts: Tensor
+    # ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; a (d, d) outer product, as f has d
+    # outputs
     router: Tensor
 
     @property
@@ -65,11 +63,9 @@ def why_lemma_fails(router: str) -> str | None:
 
 
 def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
-    """Return both sides of Lemma 1 for the smooth form of an MoE layer, at input tokens (n, d).
-
-    In fp64, on the tokens' device. layer: an ``MoEFeedForward`` whose router has a ``weight`` (E,
-    d) and possibly a ``bias`` (E,), as in DEFINED; it is copied, not changed.
-    """
+    """Return both sides of Lemma 1 for the smooth form of an MoE layer, at input tokens (n, d)."""
+    # In fp64, on the tokens' device. The router has a ``weight`` (E, d) and perhaps a ``bias``
+    # (E,), as in DEFINED.
     router = frozen_double_copy(layer.router).to(tokens.device)
     experts = frozen_double_copy(layer.experts).to(tokens.device)
     number, width = router.get_parameter("weight").shape
@@ -133,11 +129,10 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
 
 
 def soften_model(model: nn.Module) -> nn.Module:
-    """Return a copy whose MoE layers are Σ_e probs_e · expert_e(x); parameters are shared.
-
-    Equal to the model if all experts are chosen with their probs as weights (noisy top-k at k = E).
-    Soft slots and merged experts do not change: every expert already contributes to every token.
-    """
+    """Return a copy whose MoE layers are Σ_e probs_e · expert_e(x); parameters are shared."""
+    # Equal to the model if all experts are chosen with their probs as weights
+    # (noisy top-k at k = E). Soft slots and merged experts do not change: every expert already
+    # contributes to every token.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
     for layer in [module for module in copy.modules() if isinstance(module, MoEFeedForward)]:

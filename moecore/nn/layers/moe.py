@@ -50,10 +50,8 @@ class MoESettings(Config):
         return build_moe_feed_forward(self.router, self.experts, width)
 
     def check_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
-        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead.
-
-        truth: whether the kinds of this text's tokens are known, as in the source ciphers.
-        """
+        """Raise UserError for a router that reads what text lacks or, if causal, looks ahead."""
+        # truth: the kinds of this text's tokens are known, as in the source ciphers.
         truth_fields = frozenset({"truth"} if truth else ())
         if lacking := sorted(self.router.wants & NOT_IN_TEXTS - truth_fields):
             raise UserError.at(
@@ -70,14 +68,11 @@ class MoESettings(Config):
 
 
 def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
-    """Return the indices, ascending from 0, of the blocks with experts.
-
-    all: every block.  every_2: odd indices (the papers' even blocks, counted from 1).  last_2: the
-    last two odd indices. Raises UserError if ``depth`` is too small.
-    """
+    """Return the indices, ascending from 0, of the blocks with experts."""
     if blocks == "all":
         return tuple(range(depth))
     odd = tuple(range(1, depth, 2))
+    # the papers' even blocks, counted from 1
     if blocks == "every_2" and odd:
         return odd
     if blocks == "last_2" and len(odd) >= 2:
@@ -105,16 +100,12 @@ class MoEFeedForward(FeedForward):
         self,
         router: nn.Module,
         experts: ExpertsModule,
-        wants: frozenset[str] = frozenset(),
-        provided: frozenset[str] = frozenset(),
-        shared: ExpertsModule | None = None,
-        zero_computation: ZeroComputationExperts | None = None,
+        wants: frozenset[str] = frozenset(),  # fields of RoutingContext that the router reads
+        provided: frozenset[str] = frozenset(),  # fields that experts provide
+        shared: ExpertsModule | None = None,  # an expert for every token, weight 1
+        zero_computation: ZeroComputationExperts | None = None,  # the router's last choices
     ) -> None:
-        """Build a layer from its router and experts.
-
-        wants, provided: fields of RoutingContext that the router reads, and that experts provide.
-        shared: an expert for every token, weight 1.  zero_computation: the router's last choices.
-        """
+        """Build a layer from its router and experts."""
         super().__init__()
         self.router = router
         self.experts = experts

@@ -36,16 +36,15 @@ def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid
     return sizes, shifts
 
 
+# If the window does not divide the grid, the grid is padded at its ends, then shifted; on other
+# grids, windows and masks are the paper's.
 class Windows(nn.Module):
-    """Cut tokens (B, T, d) into windows (B, W, n, d), and join them; one gather each.
-
-    If the window does not divide the grid, the grid is padded at its ends, then shifted. ``mask``
-    (W, n, n), 0 or −∞, separates parts of a window that do not touch in the image, and tokens from
-    padding; None if there are no such parts. On other grids, windows and masks are the paper's.
-    """
+    """Cut tokens (B, T, d) into windows (B, W, n, d), and join them; one gather each."""
 
     places: Tensor
     back: Tensor
+    # (W, n, n), 0 or −∞: separates parts of a window that do not touch in the image, and tokens
+    # from padding; None if there are no such parts
     mask: Tensor | None
 
     def __init__(self, grid: Grid, window: int, shifted: bool) -> None:
@@ -142,17 +141,14 @@ def _cut_windows(values: Tensor, size: Grid) -> Tensor:
     return cut.reshape(down * across, size[0] * size[1])
 
 
+# An odd grid is padded with zeros at its ends. Names are timm's.
 class PatchMerging(nn.Module):
-    """Merge 2 × 2 tokens into one of twice the width: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d).
-
-    An odd grid is padded with zeros at its ends. With ``post_norm`` the norm follows the linear map
-    (Swin V2), otherwise it precedes the map. Names are timm's.
-    """
+    """Merge 2 × 2 tokens into one: (B, T, d) to (B, ⌈rows/2⌉·⌈columns/2⌉, 2d)."""
 
     def __init__(self, grid: Grid, width: int, post_norm: bool) -> None:
         super().__init__()
         self.grid = grid
-        self.post_norm = post_norm
+        self.post_norm = post_norm  # the norm follows the linear map (Swin V2), else precedes it
         self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
         nn.init.trunc_normal_(self.reduction.weight, std=0.02)
         self.norm = nn.LayerNorm(2 * width if post_norm else 4 * width, eps=1e-5)
@@ -187,11 +183,9 @@ def pair_index(size: Grid) -> Tensor:
 
 @lru_cache(maxsize=64)
 def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
-    """Return sign(d)·log₂(|d| + 1) / log₂ 8 of all relative positions d.
-
-    Shape ((2·rows − 1)(2·columns − 1), 2). The largest distance in a window (in ``pretrained``, if
-    given) is scaled to 8.
-    """
+    """Return sign(d)·log₂(|d| + 1) / log₂ 8 of all relative positions d."""
+    # Shape ((2·rows − 1)(2·columns − 1), 2). The largest distance in a window (in ``pretrained``,
+    # if given) is scaled to 8.
     with torch.device("cpu"):
         axes = [
             torch.arange(1 - length, length, dtype=torch.float32)
@@ -203,14 +197,12 @@ def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
         return apart.sign() * torch.log2(apart.abs() + 1) / math.log2(MAX_DISTANCE)
 
 
+# swin: q·k/√(d/h) and a table of biases. swin_moe: likewise, with biases from an MLP. swin_v2: the
+# cosine of q and k times a learned factor per head (at most 100), and 16·sigmoid of such biases;
+# keys have no bias. Returns the attended tokens and, if requested, the weights (B, T, T) averaged
+# over heads.
 class WindowAttention(nn.Module):
-    """Self-attention of (B, T, d) within windows, with a bias per relative position.
-
-    swin: q·k/√(d/h) and a table of biases. swin_moe: likewise, with biases from an MLP. swin_v2:
-    the cosine of q and k times a learned factor per head (at most 100), and 16·sigmoid of such
-    biases; keys have no bias. Returns the attended tokens and, if requested, the weights (B, T, T)
-    averaged over heads.
-    """
+    """Self-attention of (B, T, d) within windows, with a bias per relative position."""
 
     pairs: Tensor
     coordinates: Tensor | None

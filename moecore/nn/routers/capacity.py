@@ -24,14 +24,10 @@ def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
 def within_capacity(
     experts: Tensor, priority: Tensor | None, number: int, factor: Fraction, group_size: int
 ) -> Tensor:
-    """Return whether each choice lies within its expert's capacity, (B, T, k) bool.
-
-    All first choices are served before any second choice. Every ``group_size`` images share a
-    capacity; remaining images form a smaller group.
-
-    experts: (B, T, k), best first.  priority: (B, T), higher is served earlier (batch-prioritised
-    routing); None: in the order of tokens.  number: E.
-    """
+    """Return whether each choice lies within its expert's capacity, (B, T, k) bool."""
+    # All first choices are served before any second choice. Every ``group_size`` images share a
+    # capacity; remaining images form a smaller group. experts: (B, T, k), best first. priority:
+    # (B, T), higher is served earlier (batch-prioritised routing); None: in the order of tokens.
     within = []
     groups_of_experts = group_images(experts, group_size)
     queues: list[Tensor | None] = [None] * len(groups_of_experts)
@@ -55,10 +51,8 @@ def group_images(values: Tensor, group_size: int) -> list[Tensor]:
 
 
 def _places_in_expert(experts: Tensor, ranks: Tensor | None) -> Tensor:
-    """Return how many choices of the same expert are served before each choice, (G, S, k).
-
-    experts: (G, S, k).  ranks: (G, S), each token's position in the queue; None: in order.
-    """
+    """Return how many choices of the same expert are served before each choice, (G, S, k)."""
+    # experts: (G, S, k). ranks: (G, S), each token's position in the queue; None: in order.
     queue = experts
     if ranks is not None:
         places = ranks.unsqueeze(-1).expand_as(experts)

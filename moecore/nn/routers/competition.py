@@ -85,12 +85,10 @@ class Competition(Router):
         return CompetitionRouter(self, width, experts)
 
 
+# With ``context.outputs`` (B, T, E, d) their strengths decide, else the softmax of the logits. In
+# training the record has a penalty, 0 without a competition.
 class CompetitionRouter(NoisyTopKRouter):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    With ``context.outputs`` (B, T, E, d) their strengths decide, else the softmax of the logits. In
-    training the record has a penalty, 0 without a competition.
-    """
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: Competition, width: int, experts: int) -> None:
         decision = NoisyTopK(k=config.k, noise_std=0.0, renormalise=True, balance=config.balance)
@@ -137,11 +135,9 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def uneven_strength(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
-    """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss.
-
-    shares: P (B, T, E), softmax of strengths, which alone has a gradient.  strongest: (B, T) int64;
-    f is each expert's share of these.  padding: (B, T) bool, tokens that do not count.
-    """
+    """Return E Σ_e f_e P_te, (B, T), whose mean over tokens is Switch's balance loss."""
+    # shares: P (B, T, E), softmax of strengths, which alone has a gradient. strongest: (B, T)
+    # int64; f is each expert's share of these. padding: (B, T) bool, tokens that do not count.
     experts = shares.shape[-1]
     wins = one_hot(strongest, experts).to(shares.dtype)
     if padding is not None:

@@ -46,11 +46,9 @@ class Cosine(NoisyTopK):
         return CosineRouter(self, width, experts)
 
 
+# ``weight`` (E, d_e): embeddings; ``projection`` (d_e, d); ``log_factor`` (1,): −ln temperature.
 class CosineRouter(NoisyTopKRouter):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    ``weight`` (E, d_e): embeddings; ``projection`` (d_e, d); ``log_factor`` (1,): −ln temperature.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:
         narrow = config.narrow_width(experts)

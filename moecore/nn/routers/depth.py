@@ -97,12 +97,10 @@ class Depth(Router):
         return DepthRouter(self, width, experts)
 
 
+# ``weight`` (1, d) gives r. With a predictor, ``inner`` (d, d), GELU and ``outer`` (1, d) give its
+# score. In the record, skipped tokens have logits of 0, uniform probs, and no expert.
 class DepthRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (DepthPlan, RoutingRecord).
-
-    ``weight`` (1, d) gives r. With a predictor, ``inner`` (d, d), GELU and ``outer`` (1, d) give
-    its score. In the record, skipped tokens have logits of 0, uniform probs, and no expert.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (DepthPlan, RoutingRecord)."""
 
     def __init__(self, config: Depth, width: int, experts: int) -> None:
         super().__init__()

@@ -34,12 +34,10 @@ class Dynamic(Router):
         return DynamicRouter(width, experts)
 
 
+# An expert is chosen if σ(cosine of token and ``embeddings`` (E, d)) > σ(``thresholds`` (E,)). A
+# weight is 1 over the number of chosen experts, with the gradient of the distances to thresholds.
 class DynamicRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    An expert is chosen if σ(cosine of token and ``embeddings`` (E, d)) > σ(``thresholds`` (E,)). A
-    weight is 1 over the number of chosen experts, with the gradient of the distances to thresholds.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()

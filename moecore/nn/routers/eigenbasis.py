@@ -76,14 +76,12 @@ class Eigenbasis(Router):
         return EigenbasisRouter(self, width, experts, basis)
 
 
+# The experts' basis comes with each call (``context.basis``), and the experts then reuse the
+# router's projections. With k = 1 the weight is always 1, so that scores have no task gradient. All
+# arithmetic is in fp32 or fp64. ``barred``: experts that measurements forbid, see
+# ``top_k_and_open_slots``.
 class EigenbasisRouter(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, record of the scores).
-
-    The experts' basis comes with each call (``context.basis``), and the experts then reuse the
-    router's projections. With k = 1 the weight is always 1, so that scores have no task gradient.
-    All arithmetic is in fp32 or fp64. ``barred``: experts that measurements forbid, see
-    ``top_k_and_open_slots``.
-    """
+    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, record of the scores)."""
 
     barred: Tensor | None = None
 

@@ -45,11 +45,9 @@ class ExpertChoice(Router):
         return ExpertChoiceRouter(self, width, experts)
 
 
+# In evaluation each image is a group, so that predictions do not depend on the batch.
 class ExpertChoiceRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (ExpertChoicePlan, RoutingRecord).
-
-    In evaluation each image is a group, so that predictions do not depend on the batch.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (ExpertChoicePlan, RoutingRecord)."""
 
     batch_views = 1  # see ``Dropout``
 
@@ -90,14 +88,10 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Tensor:
-    """Return which tokens each expert takes: per group, those with its C largest gates.
-
-    C = min(S, ceil(S · share / E)) for groups of S tokens. Ties go to the lowest token.
-
-    gates: (B, T, E).  share: mean experts per token.  group_size: images per group; remaining
-    images form a smaller group.  Returns (E, G·C) indices into the B·T tokens, ascending per
-    expert.
-    """
+    """Return which tokens each expert takes: per group, those with its C largest gates."""
+    # gates: (B, T, E). share: mean experts per token. group_size: images per group; remaining
+    # images form a smaller group. Returns (E, G·C) indices into the B·T tokens, ascending per
+    # expert.
     chosen = []
     first = 0
     for groups in group_images(gates, group_size):
@@ -112,14 +106,12 @@ def top_tokens_per_expert(gates: Tensor, share: Fraction, group_size: int) -> Te
     return torch.cat(chosen, dim=1)
 
 
+# Returning to tokens (``combine``, and the gradient of ``dispatch``) adds expert after expert. An
+# expert has a token at most once, so no two rows of an ``index_add_`` collide, and the sum has a
+# fixed order on every device. Gathering each token's rows through a padded (N, E) table is
+# deterministic too, but reads N·E rows instead of R: 4 times as long on CPU.
 class ExpertChoicePlan(NamedTuple):
-    """A plan in which all experts compute equally many rows; a token sums its weighted rows.
-
-    Returning to tokens (``combine``, and the gradient of ``dispatch``) adds expert after expert. An
-    expert has a token at most once, so no two rows of an ``index_add_`` collide, and the sum has a
-    fixed order on every device. Gathering each token's rows through a padded (N, E) table is
-    deterministic too, but reads N·E rows instead of R: 4 times as long on CPU.
-    """
+    """A plan in which all experts compute equally many rows; a token sums its weighted rows."""
 
     order: Tensor  # (E, M) the token of each row, each at most once per expert
     weights: Tensor  # (E, M) weights of the experts' outputs

@@ -75,11 +75,9 @@ def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> Non
         )
 
 
+# The record has M experts; its logits are the logarithms of their probs.
 class FoldedRouter(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    The record has M experts; its logits are the logarithms of their probs.
-    """
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     clusters: Tensor  # (E,) int64
 

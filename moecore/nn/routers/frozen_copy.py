@@ -68,13 +68,11 @@ class FrozenCopy(Router):
         return FrozenCopyRouter(self, width, experts)
 
 
+# Once frozen, weights are detached: their gradient stays None, and AdamW skips such parameters,
+# including their weight decay. Tokens still get a gradient through the gates. Evaluation ignores
+# ``progress``.
 class FrozenCopyRouter(NoisyTopKRouter):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    Once frozen, weights are detached: their gradient stays None, and AdamW skips such parameters,
-    including their weight decay. Tokens still get a gradient through the gates. Evaluation ignores
-    ``progress``.
-    """
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: FrozenCopy, width: int, experts: int) -> None:
         super().__init__(config.router, width, experts)

@@ -46,13 +46,11 @@ class Hash(Router):
         return HashRouter(self, experts)
 
 
+# ``probs`` is 1/k for chosen experts and 0 elsewhere; ``logits`` is its logarithm, with the
+# smallest normal number for 0. Directions and positions are drawn in the first call and saved in no
+# file. The first call must not be compiled: drawing breaks a compiled graph.
 class HashRouter(nn.Module):
-    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
-
-    ``probs`` is 1/k for chosen experts and 0 elsewhere; ``logits`` is its logarithm, with the
-    smallest normal number for 0. Directions and positions are drawn in the first call and saved in
-    no file. The first call must not be compiled: drawing breaks a compiled graph.
-    """
+    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient."""
 
     lines: Tensor | None  # (pixels, E)
     places: Tensor | None  # (T,)

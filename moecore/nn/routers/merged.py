@@ -57,12 +57,10 @@ class MergedPlan(NamedTuple):
         return rows.unflatten(0, (len(self.shares), -1))
 
 
+# ``weight`` (E, d), ``bias`` (E,), ``gain`` (d,) of both norms if there are any. In the record
+# every expert is chosen, and all tokens of an image have the image's logits and shares.
 class MergedRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (MergedPlan, RoutingRecord).
-
-    ``weight`` (E, d), ``bias`` (E,), ``gain`` (d,) of both norms if there are any. In the record
-    every expert is chosen, and all tokens of an image have the image's logits and shares.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (MergedPlan, RoutingRecord)."""
 
     merges_experts = True
 

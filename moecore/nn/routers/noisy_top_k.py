@@ -234,14 +234,12 @@ def _capacity_error(key: str, value: object, why: str, allowed: str) -> UserErro
     )
 
 
+# Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
+# softmax over all experts before the choice and are not renormalised after it, so that k = 1 still
+# has a task gradient. A router with other logits overrides ``logits``. ``barred``: experts that
+# measurements forbid, see ``top_k_and_open_slots``.
 class NoisyTopKRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    Logits are fp32 whatever the autocast dtype: in bf16, ties at the k-th place flip. Gates are a
-    softmax over all experts before the choice and are not renormalised after it, so that k = 1
-    still has a task gradient. A router with other logits overrides ``logits``. ``barred``: experts
-    that measurements forbid, see ``top_k_and_open_slots``.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     barred: Tensor | None = None
     batch_views = 1  # see ``Dropout``

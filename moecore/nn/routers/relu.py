@@ -51,12 +51,10 @@ class Relu(Router):
         return ReluRouter(self, width, experts)
 
 
+# ``l1_weight`` () is λ, equal in all layers of a model. probs are the weights over their sum, or
+# 1/E each if all are 0.
 class ReluRouter(NoisyTopKRouter):
-    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
-
-    ``l1_weight`` () is λ, equal in all layers of a model. probs are the weights over their sum, or
-    1/E each if all are 0.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
 
     l1_weight: Tensor
 

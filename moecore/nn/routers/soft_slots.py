@@ -56,13 +56,11 @@ class SlotsPlan(NamedTuple):
         return torch.einsum("btep,ebpd->btd", self.weights.to(rows.dtype), values)
 
 
+# In the record, an expert's logit is the logsumexp of its slots' scores, so that ``probs``, their
+# softmax, is the sum of its slots' combine weights. Nothing is random and no token is dropped:
+# ``chosen`` and ``load`` are 1 everywhere.
 class SoftSlotsRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (SlotsPlan, RoutingRecord).
-
-    In the record, an expert's logit is the logsumexp of its slots' scores, so that ``probs``, their
-    softmax, is the sum of its slots' combine weights. Nothing is random and no token is dropped:
-    ``chosen`` and ``load`` are 1 everywhere.
-    """
+    """``router(tokens)`` with tokens (B, T, d) returns (SlotsPlan, RoutingRecord)."""
 
     def __init__(self, config: SoftSlots, width: int, experts: int) -> None:
         super().__init__()

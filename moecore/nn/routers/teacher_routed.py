@@ -45,14 +45,12 @@ class TeacherRouted(Router):
         return TeacherRoutedRouter(self, width, experts)
 
 
+# The decision is noisy top-k's, with log p of the teacher as logits and with a gradient to it. In
+# training ``load``, ``chosen`` and ``combine`` are the decision's, ``logits`` and ``probs`` the
+# student's, whose loss reaches its ``weight`` only, not the tokens. In evaluation the record is of
+# the router that decides; if that is the student's, attacks see its gradient to the tokens.
 class TeacherRoutedRouter(NoisyTopKRouter):
-    """``router(tokens, context)``: (B, T, d), teacher (B, T, E) to (SparsePlan, RoutingRecord).
-
-    The decision is noisy top-k's, with log p of the teacher as logits and with a gradient to it. In
-    training ``load``, ``chosen`` and ``combine`` are the decision's, ``logits`` and ``probs`` the
-    student's, whose loss reaches its ``weight`` only, not the tokens. In evaluation the record is
-    of the router that decides; if that is the student's, attacks see its gradient to the tokens.
-    """
+    """``router(tokens, context)``: (B, T, d), teacher (B, T, E) to (SparsePlan, RoutingRecord)."""
 
     def __init__(self, config: TeacherRouted, width: int, experts: int) -> None:
         super().__init__(NoisyTopK(k=config.k, noise_std=config.noise_std), width, experts)

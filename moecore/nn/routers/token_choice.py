@@ -57,13 +57,10 @@ def safe_log(probs: Tensor) -> Tensor:
 
 
 def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Renormalise) -> Tensor:
-    """Return the weights (B, T, k) of chosen experts from their logits and scores, (B, T, k).
-
-    renormalise: true: weights sum to 1; straight: likewise, with the gradient of scores over a
-    constant (DeepSeek-V3, eq. 13).
-    """
+    """Return the weights (B, T, k) of chosen experts from their logits and scores, (B, T, k)."""
     if not renormalise:
         return scores
+    # sums to 1, with the gradient of scores over a constant (DeepSeek-V3, eq. 13)
     if renormalise == "straight":
         return scores / (scores.sum(dim=-1, keepdim=True) + EPSILON).detach()
     if score == "softmax":  # = scores / their sum, without dividing by a sum that may underflow
@@ -87,11 +84,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 def top_k_and_open_slots(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``top_k`` of preferences (B, T, E) and which slots are open, (B, T, k) bool.
-
-    barred: bool, broadcast to (B, T, E), experts that must not be chosen. They come last, in closed
-    slots. None: all slots are open, and None is returned for them.
-    """
+    """Return ``top_k`` of preferences (B, T, E) and which slots are open, (B, T, k) bool."""
+    # barred: bool, broadcast to (B, T, E), experts that must not be chosen. They come last, in
+    # closed slots. None: all slots are open, and None is returned for them.
     if barred is None:
         return top_k(preferences, k), None
     chosen = top_k(preferences.masked_fill(barred, torch.finfo(preferences.dtype).min), k)

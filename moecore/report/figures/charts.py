@@ -163,17 +163,13 @@ class Labels(NamedTuple):
 
 @drawing.styled_drawing
 def draw_heatmap(
-    values: np.ndarray,
-    texts: np.ndarray,
+    values: np.ndarray,  # (rows, columns) from 0 to 1, NaN has no colour
+    texts: np.ndarray,  # "" for none
     labels: Labels,
-    size: tuple[float, float],
+    size: tuple[float, float],  # width and height in inches
     caption: str = "",
 ) -> Figure:
-    """Draw a table of coloured cells with texts.
-
-    values: (rows, columns) from 0 to 1, NaN has no colour; texts: of the same shape, "" for none;
-    size: width and height in inches.
-    """
+    """Draw a table of coloured cells with texts."""
     figure = drawing.empty_figure(*size, caption)
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -196,10 +192,8 @@ def draw_heatmap(
 def percent_annotations(
     values: np.ndarray, minimum: float = 0.0, columns: float = np.inf
 ) -> np.ndarray:
-    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``.
-
-    columns: number of columns from which on all texts are "", as they would not fit.
-    """
+    """Return shares as texts, 0.123 as "12"; "" for NaN and for shares below ``minimum``."""
+    # columns: from which on all texts are "", as they would not fit.
     is_shown = (values >= minimum) & (values.shape[1] <= columns)
     return np.where(is_shown, np.char.mod("%.0f", 100 * values), "")
 
@@ -262,11 +256,9 @@ def spread_heights(heights: Sequence[float], distance: float) -> np.ndarray:
 def label_points(
     figure: Figure, axes: Axes, points: Mapping[str, tuple[float, float]], lines: Sequence[Line2D]
 ) -> None:
-    """Write a name near each point, so that it covers no other name, point or line.
-
-    points: name → position in the data; lines: whiskers, and points without names. This computes
-    the layout of the figure.
-    """
+    """Write a name near each point, so that it covers no other name, point or line."""
+    # points: name → position in the data; lines: whiskers, and points without names. This computes
+    # the layout of the figure.
     from matplotlib.transforms import Bbox
 
     drawing.finish_layout(figure)

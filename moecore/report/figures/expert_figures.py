@@ -23,11 +23,9 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 def draw_expert_grids_by_class(
     maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
-    """Draw the mean probability of each expert on the experts' grid, a column per class.
-
-    maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class without
-    images, whose panel is empty. Each row has one scale, from 0 to its largest value.
-    """
+    """Draw the mean probability of each expert on the experts' grid, a column per class."""
+    # maps: label of a row (model, layer or epoch) → (K classes, E experts), None for a class
+    # without images, whose panel is empty. Each row has one scale, from 0 to its largest value.
     rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
     grid = map_shape(next(iter(rows.values())).shape[1])
     height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
@@ -70,10 +68,8 @@ def expert_load(layers: list[tuple[float, ...]]) -> Figure:
 def draw_experts_of_patches(
     images: np.ndarray, layers: Mapping[str, tuple[Iterable[np.ndarray], int]], title: str
 ) -> Figure:
-    """Draw a row of images (N, C, H, W), then a row per layer with each patch's expert in colour.
-
-    layers: name → (a grid of experts per image, number of experts).
-    """
+    """Draw a row of images (N, C, H, W), then a row per layer with each patch's expert."""
+    # layers: name → (a grid of experts per image, number of experts).
     tiles = [[drawing.Tile(drawing.displayable_image(image)) for image in images]]
     for grids, experts in layers.values():
         colours = drawing.expert_colours(experts)
@@ -113,11 +109,9 @@ def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[st
 def image_and_caption_experts(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
-    """Draw a row per image: its patches and a caption's words in the colours of their experts.
-
-    Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
-    layers of the text tower, each (word, expert) pairs; experts: number in a text layer.
-    """
+    """Draw a row per image: its patches and a caption's words in the colours of their experts."""
+    # Experts are those of the last MoE layer; a dense tower has no colours. captions: per image the
+    # layers of the text tower, each (word, expert) pairs; experts: number in a text layer.
     images = stored.images()
     size = (SIDE + WIDE, SIDE * len(images) + 0.05)
     caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."

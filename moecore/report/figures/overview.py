@@ -218,11 +218,9 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
-    """Draw ``shots`` training images of each of up to MOST_CLASSES classes, a row per class.
-
-    For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
-    that are not classes: one row of the first images.
-    """
+    """Draw ``shots`` training images of each of up to MOST_CLASSES classes, a row per class."""
+    # For volumes: the middle slices of ``shots``, from young to old, one row per plane. For labels
+    # that are not classes: one row of the first images.
     images = prepared.train.images
     by_class = prepared.task.by_class(torch.from_numpy(prepared.train.labels))
     if by_class is None and images.ndim == 5:

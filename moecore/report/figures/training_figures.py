@@ -93,10 +93,8 @@ def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
 
 
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[charts.Point]:
-    """Return a point per epoch, the mean over a method's seeds; [] if a seed has no values.
-
-    name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
-    """
+    """Return a point per epoch, the mean over a method's seeds; [] if a seed has no values."""
+    # name: a key of AGREEMENTS. Lists shorter than the training end with the last epoch.
     lists = [getattr(result, name) or () for result in seeds]
     if not all(lists):
         return []

@@ -187,15 +187,12 @@ def explorer(results: Results) -> str:
 
 
 def render_explorer(
-    phases: Sequence[dict[str, Any]] | str,
+    phases: Sequence[dict[str, Any]] | str,  # of ``explorer_phase_data``, or their packed JSON
     pool: dict[str, int],
     head: PageHead,
-    has_models: bool = True,
+    has_models: bool = True,  # else the page says what is missing
 ) -> str:
-    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON.
-
-    has_models: whether any phase has a model to explore; else the page says what is missing.
-    """
+    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(data=data, head=head, has_models=has_models)

@@ -108,10 +108,7 @@ def main_finding(
     evaluated: Sequence[EvaluatedClaim],
     calculated: Sequence[page_objects.Section],
 ) -> str:
-    """Return what routing is worth, then verdicts or findings under attack, and the attacks.
-
-    If nothing was trained: verdicts, else the first finding of the calculations' sections.
-    """
+    """Return what routing is worth, then verdicts or findings under attack, and the attacks."""
     phase = next(iter(results.phases.values()), None)
     if phase is None:
         if evaluated:

@@ -147,10 +147,8 @@ CONTROL = "trained on shuffled labels, or with routing that is not learned"
 def phase_section(
     results: Results, phase: Phase, compared: ComparisonTable, papers: Collection[str] = ()
 ) -> Section:
-    """Return a phase's section of the page: its main table, then a folded block per measurement.
-
-    papers: names of the papers whose claims the study tests.
-    """
+    """Return a phase's section of the page: its main table, then a folded block per measurement."""
+    # papers: names of the papers whose claims the study tests.
     columns = {metric.name: metric for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
     first = [columns[name] for name in first_columns(phase, columns)]
@@ -205,10 +203,7 @@ def calculation_section(display: Display, phase: Phase, compared: ComparisonTabl
 def with_reference_rows(
     phase: Phase, columns: Sequence[Column], cells: Cells, controls: Collection[str]
 ) -> PageTable:
-    """Return the table of methods, with a guess and classifiers on pixels below.
-
-    Methods that are not shown to beat the guess have a note.
-    """
+    """Return the table of methods, with a guess and classifiers on pixels below."""
     grid = method_rows_table(columns, cells, controls)
     guess = find_guess(phase)
     score = f"test_{score_slug(phase.task.score)}"
@@ -339,10 +334,8 @@ PRINTED_NUMBERS = (
 def paper_tables_block(
     columns: Sequence[Column], cells: Cells, controls: Collection[str], papers: Collection[str]
 ) -> Block:
-    """Return a block with a table per paper with any of the metrics; one is shown at a time.
-
-    papers: names of the papers whose claims the study tests: only their numbers are shown.
-    """
+    """Return a block with a table per paper with any of the metrics; one is shown at a time."""
+    # papers: names of the papers whose claims the study tests: only their numbers are shown.
     grids = [
         table_of_paper(paper, columns, cells, controls, papers)
         for paper in PAPERS

@@ -22,10 +22,8 @@ def figures(result: Found) -> Figures:
 
 
 def loss_curves(result: Found, names: Mapping[Any, str], metric: str, over: str) -> Curves:
-    """Return label → points of the metric over the values of ``over``, such as "removed".
-
-    names: end of the metric's name → label of its curve.
-    """
+    """Return label → points of the metric over the values of ``over``, such as "removed"."""
+    # names: end of the metric's name → label of its curve.
     return {
         label: [
             point_from_interval(float(value.at[over]), value.interval)

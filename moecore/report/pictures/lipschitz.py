@@ -12,10 +12,8 @@ def figures(result: Found) -> Figures:
 
 @drawing.styled_drawing
 def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> drawing.Figure:
-    """Plot ‖∇f(x)‖₂ and the router's term against lemma 1's bound, a point per token and layer.
-
-    If the lemma holds, all points of the upper panel lie on or below the diagonal.
-    """
+    """Plot ‖∇f(x)‖₂ and the router's term against lemma 1's bound, a point per token and layer."""
+    # If the lemma holds, all points of the upper panel lie on or below the diagonal.
     figure = drawing.empty_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
     highest = max(max(layer["bound"]) for layer in layers)

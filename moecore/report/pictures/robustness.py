@@ -27,10 +27,8 @@ Audited = Mapping[str, Any]  # an ``AuditLine``
 
 
 def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
-    """Return ``metric`` with the name and texts of its column at an attack, epsilon and layer.
-
-    score: as in column names. The worst case has no attack, planned names no largest epsilon.
-    """
+    """Return ``metric`` with the name and texts of its column at an attack, epsilon and layer."""
+    # score: as in column names. The worst case has no attack, planned names no largest epsilon.
     attack = str(at.get("attack", WORST))
     epsilon = at.get("epsilon", 0.0)
     is_mean = isinstance(epsilon, str)

@@ -120,10 +120,8 @@ def confusion_block(phase: Phase) -> page_objects.Block:
 
 
 def confusion_table(shares: np.ndarray, classes: Sequence[str]) -> page_objects.PageTable:
-    """Return a table of percentages, or of the main confusions if classes are many.
-
-    shares: of each true class (row) predicted as each class (column).
-    """
+    """Return a table of percentages, or of the main confusions if classes are many."""
+    # shares: of each true class (row) predicted as each class (column).
     if len(classes) <= charts.NUMBERED:
         rows = dict(zip(classes, shares.tolist(), strict=True))
         return page_objects.percent_grid("True, predicted", rows, classes)

@@ -31,11 +31,9 @@ class NumberFormat(NamedTuple):
 
     @classmethod
     def of(cls, form: str, intervals: Iterable[Interval]) -> "NumberFormat":
-        """Return the format in which these values of a column have equal decimals.
-
-        Two figures of the median half width; without intervals, three figures of the median value,
-        and one decimal of shares.
-        """
+        """Return the format in which these values of a column have equal decimals."""
+        # Two figures of the median half width; without intervals, three figures of the median
+        # value, and one decimal of shares.
         if form not in MOST_DECIMALS:
             return cls(form, 0)
         intervals = list(intervals)
@@ -50,10 +48,8 @@ class NumberFormat(NamedTuple):
         return cls(form, count_decimals(median_low(sizes), OF_VALUE, form))
 
     def value(self, number: float) -> str:
-        """Return 91.2 % for the share 0.912, 12,345, 1 min 15 s for 75 seconds, or 3.0 MiB.
-
-        A positive number that would be printed as 0 is "< 0.001".
-        """
+        """Return 91.2 % for the share 0.912, 12,345, 1 min 15 s for 75 seconds, or 3.0 MiB."""
+        # A positive number that would be printed as 0 is "< 0.001".
         text = self._text(number)
         if 0 < number and not text.strip("0."):
             text = f"< {text[:-1]}1"
@@ -96,10 +92,8 @@ class NumberFormat(NamedTuple):
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
     def _text(self, number: float, within: Interval | None = None) -> str:
-        """Return a number as text without its unit; a minus is typographic, and 0 has none.
-
-        within: interval whose width sets the decimals if the format has none.
-        """
+        """Return a number as text without its unit; a minus is typographic, and 0 has none."""
+        # within: interval whose width sets the decimals if the format has none.
         if self.form == "seconds":
             return format_duration(round(number))
         places = self.places
@@ -173,12 +167,10 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: Column, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean of a metric over a method's seeds with its interval; None if any lacks it.
-
-    The interval is over items and seeds, or Student's over seeds if they do not store equally many
-    items, at least two; there is none if a value is a bound. One seed has the metric's own
-    interval, if any; a metric of pairs of seeds has the mean over pairs.
-    """
+    """Return the mean of a metric over a method's seeds with its interval; None if any lacks it."""
+    # The interval is over items and seeds, or Student's over seeds if they do not store equally
+    # many items, at least two; there is none if a value is a bound. One seed has the metric's own
+    # interval, if any; a metric of pairs of seeds has the mean over pairs.
     if metric.of_pairs:
         pairs = metric.pair_values(models)
         if pairs is None:

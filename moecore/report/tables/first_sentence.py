@@ -27,10 +27,8 @@ class Guess(NamedTuple):
 
 
 def first_sentence(results: Results) -> str:
-    """Return the sentence on the first phase's test score; differences only where tests show them.
-
-    Tests are paired, with Holm's correction (``differences_from``); controls are not compared.
-    """
+    """Return the sentence on the first phase's test score, with differences that tests show."""
+    # Tests are paired, with Holm's correction (``differences_from``); controls are not compared.
     phase = next(iter(results.phases.values()), None)
     if phase is None:
         calculated = join_names(list(results.calculations)) or "nothing"

@@ -68,12 +68,10 @@ def round_significant(value: float, digits: int = DIGITS) -> float:
 def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return a model's headline numbers by their names in MLflow, and phase.metric → count.
-
-    The last training comes first, and of each phase the score, then the score under attack.
-    items: method → the items whose results are of its present model, for the method and the dense
-    one, to which some numbers are relative. Results of other code are omitted.
-    """
+    """Return a model's headline numbers by their names in MLflow, and phase.metric → count."""
+    # The last training comes first, and of each phase the score, then the score under attack.
+    # items: method → the items whose results are of its present model, for the method and the dense
+    # one, to which some numbers are relative. Results of other code are omitted.
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name in (*reversed(TRAINING_PHASES), *REDUCING_PHASES):
@@ -125,11 +123,8 @@ def read_current_results(
 
 
 def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
-    """Yield (name, figure) of the results that one item of a stage wrote in the folder ``study``.
-
-    item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
-    written by an older version.
-    """
+    """Yield (name, figure) of the results that an item of a stage wrote in ``study``."""
+    # item: its path in artifacts/history.
     if stage == "prepare":
         folder = study / "artifacts/data" / item.removeprefix("prepare/")
         yield "samples", draw_dataset_samples(Prepared.open(folder))

@@ -69,10 +69,8 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
 def cells_with_best_marked(
     metric: Column, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
 ) -> dict[str, Cell | None]:
-    """Return method → its cell; the best is marked if a test, or disjoint intervals, show it.
-
-    controls: neither best nor compared; unmarked: compared, but not marked if best.
-    """
+    """Return method → its cell; the best is marked if a test, or disjoint intervals, show it."""
+    # controls: neither best nor compared; unmarked: compared, but not marked if best.
     cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
     if not metric.better or len(having) < 2:
@@ -112,13 +110,11 @@ def used_tests(results: Results, phase: Phase, compared: ComparisonTable) -> set
 
 
 def compare_methods(results: Results) -> dict[str, Any]:
-    """Return compare.json without claims: method → phase → metric → mean, interval and seeds.
-
-    Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
-    ``baselines``: phase → classifier on pixels → its test score;
-    ``headroom_recovered`` for methods between dense and told; ``data``: phase → its data, if
-    labels have a unit; ``calculations``: name → metric → value.
-    """
+    """Return compare.json without claims: method → phase → metric → mean, interval and seeds."""
+    # Also ``against``: the paired tests against the baseline MoE and the dense model, by name;
+    # ``baselines``: phase → classifier on pixels → its test score; ``headroom_recovered`` for
+    # methods between dense and told; ``data``: phase → its data, if labels have a unit;
+    # ``calculations``: name → metric → value.
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
@@ -179,12 +175,9 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
 def unfit_metric_problems(
     study: Study, stages: Collection[str], previews: Mapping[str, Card]
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield (key in params.yaml, problem): metrics that cannot answer claims, unshown measurements.
-
-    A metric cannot answer a claim or question if one of its methods will not have it.
-    stages: of the study's dvc.yaml; previews: phase → its data, as far as known. Phases that the
-    study does not run are ignored.
-    """
+    """Yield (key in params.yaml, problem): metrics that answer no claim, hidden measurements."""
+    # previews: phase → its data, as far as known. A metric cannot answer a claim or question if one
+    # of its methods will not have it. Phases that the study does not run are ignored.
     shown = {display.stage for display in list_displays()}
     for index, name in enumerate(study.run.measurements):
         if name not in shown:

@@ -55,10 +55,8 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
 def best_rows(
     compared: Mapping[str, Any], rows: list[dict[str, str]], limit: int
 ) -> list[dict[str, str]]:
-    """Return all rows if at most ``limit``, else the best ⌊limit / phases⌋ (≥ 1) of each phase.
-
-    The best have the best first score, and come first.
-    """
+    """Return all rows if at most ``limit``, else the best ⌊limit / phases⌋ (≥ 1) of each phase."""
+    # The best have the best first score, and come first.
     if len(rows) <= limit:
         return rows
     score = next((name for name in rows[0] if name not in ("phase", "method")), "")
@@ -100,11 +98,9 @@ def main(path: str = "reports/compare.json") -> None:
 
 
 def print_end(path: Path, has_claims: bool = False) -> None:
-    """Print a compare.json: headline numbers, first sentence, page, in at most MAX_LINES lines.
-
-    has_claims: all rows, and the claims' verdicts instead of the page. Columns that do not fit
-    into the terminal are left out. UserError for a damaged or old file.
-    """
+    """Print a compare.json: headline numbers, first sentence, page, in at most MAX_LINES lines."""
+    # has_claims: all rows, and the claims' verdicts instead of the page. Columns that do not fit
+    # into the terminal are left out. UserError for a damaged or old file.
     compared = read_comparison(path)
     try:
         _print_summary(compared, "" if has_claims else f"Page: {path.with_name('index.html')}")

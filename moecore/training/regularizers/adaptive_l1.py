@@ -33,10 +33,8 @@ class AdaptiveL1(Regularizer):
 
 
 def weighted_use(record: RoutingRecord, k: int) -> Tensor:
-    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3).
-
-    n_e: how many of the N tokens of all ranks use expert e, without gradient.
-    """
+    """Return (E/k) Σ_e (n_e/N) mean_i g_ie of a layer with gates g (ReMoE, §3.3)."""
+    # n_e: how many of the N tokens of all ranks use expert e, without gradient.
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     gates = total_over_ranks(record.combine.sum(dim=(0, 1)))
     tokens = total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))

@@ -86,11 +86,9 @@ def check_has_experts(step: ObjectiveInputs) -> None:
 def probs_of_paired_tokens(
     part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T').
-
-    A pair is one patch in two views. part: names the loss in messages. special: pair special tokens
-    (CLS) with themselves, too.
-    """
+    """Yield per MoE layer both sides' probs (B, T', E) of token pairs, and which exist (B, T')."""
+    # A pair is one patch in two views. part: names the loss in messages. special: pair special
+    # tokens (CLS) with themselves, too.
     if step.batch.views != 2:
         raise UserError(
             f"{part}: the batch has {step.batch.views} view(s) of each image; it needs 2: train "

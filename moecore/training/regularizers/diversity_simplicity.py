@@ -38,11 +38,9 @@ class DiversitySimplicity(Regularizer):
 
 
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
-    """Return the norm of the cosines between experts ("diversity") plus mean length ("simplicity").
-
-    Frobenius norm without the diagonal; of the embeddings (E, d) of all experts, also unused ones:
-    DynMoE's code leaves out those that it removed. A scalar ≥ 0.
-    """
+    """Return the norm of cosines between experts ("diversity") + mean length ("simplicity")."""
+    # Of the embeddings (E, d) of all experts, also unused ones: DynMoE's code leaves out those that
+    # it removed.
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
     diagonal = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)

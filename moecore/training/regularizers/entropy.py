@@ -24,10 +24,8 @@ class Entropy(Regularizer):
 
 
 def entropy(*, probs: Tensor) -> Tensor:
-    """Return the mean over the tokens of all ranks of −Σ_e p_e ln p_e, in nats.
-
-    probs: (B, T, E), clean, each token sums to 1. A scalar from 0 (confident) to ln E (undecided).
-    A probability of 0 counts as the smallest normal number, for finite gradients.
-    """
+    """Return the mean over the tokens of all ranks of −Σ_e p_e ln p_e, in nats."""
+    # probs: (B, T, E), clean, each token sums to 1. A scalar from 0 (confident) to ln E
+    # (undecided). A probability of 0 counts as the smallest normal number, for finite gradients.
     log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
     return -mean_over_ranks((probs * log_probs).sum(dim=-1))

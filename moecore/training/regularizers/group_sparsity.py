@@ -91,13 +91,11 @@ def group_sparsity(
     reduction: Reduction = "mean",
     padding: Padding = "valid",
 ) -> Tensor:
-    """Return Σ sqrt(F ∗ Z²) over positions, mean over the tokens of all ranks (MoGE, algorithm 1).
-
-    ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
-    neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
-    ``map_shape``, row by row. F sums to 1 and is size × size experts, cut to shorter sides of the
-    map (our choice); sigma is in experts, infinite for the average. A scalar > 0.
-    """
+    """Return Σ sqrt(F ∗ Z²) over positions, mean over all ranks' tokens (MoGE, algorithm 1)."""
+    # ``reduction`` "authors": as in their repository MoGE, commit c54f89c; the paper's text defines
+    # neither. probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of
+    # ``map_shape``, row by row. F sums to 1 and is size × size experts, cut to shorter sides of the
+    # map (our choice); sigma is in experts, infinite for the average. A scalar > 0.
     # A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
     # slices: 0.5 ms on one core at 6304 tokens × 8 experts; conv2d takes 1.4 ms.
     rows, columns = map_shape(probs.shape[-1])

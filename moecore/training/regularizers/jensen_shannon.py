@@ -31,12 +31,10 @@ class JensenShannon(Regularizer):
 
 
 def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
-    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global batch's pairs.
-
-    first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs exist. A
-    scalar from 0 (equal) to ln 2 (no common expert); 0 without pairs. Probabilities of 0 count as
-    the smallest normal number, for finite gradients.
-    """
+    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global pairs."""
+    # first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs exist. A
+    # scalar from 0 (equal) to ln 2 (no common expert); 0 without pairs. Probabilities of 0 count as
+    # the smallest normal number, for finite gradients.
     middle = _finite_log((first + second) / 2)
     divergence = (
         first * (_finite_log(first) - middle) + second * (_finite_log(second) - middle)

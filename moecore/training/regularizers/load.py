@@ -26,9 +26,7 @@ class Load(Regularizer):
 
 
 def load(*, chances: Tensor) -> Tensor:
-    """Return the squared coefficient of variation of the experts' mean chance of being chosen.
-
-    chances: (B, T, E), P(chosen) if the noise were drawn again. A scalar ≥ 0, 0 at balance.
-    """
+    """Return the squared coefficient of variation of the experts' mean chance of being chosen."""
+    # chances: (B, T, E), P(chosen) if the noise were drawn again. A scalar ≥ 0, 0 at balance.
     # The total instead of the mean: the factor cancels.
     return squared_cv(total_over_ranks(chances.sum(dim=(0, 1))))

@@ -35,10 +35,8 @@ class Orthogonality(Regularizer):
 
 
 def orthogonality_penalty(*, basis: Tensor) -> Tensor:
-    """Return the sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
-
-    basis: (E, d, r). A scalar ≥ 0, in fp32 at least: bf16 is off by some 1e-3.
-    """
+    """Return the sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1)."""
+    # basis: (E, d, r). A scalar ≥ 0, in fp32 at least: bf16 is off by some 1e-3.
     with torch.autocast(basis.device.type, enabled=False):
         local = local_shard(basis)
         local = local.to(torch.promote_types(local.dtype, torch.float32))

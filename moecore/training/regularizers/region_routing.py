@@ -74,11 +74,9 @@ class RegionRouting(Regularizer):
 
 
 def region_routing_loss(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
-    """Return the mean of −log softmax(scores / temperature) at each token's expert, in nats.
-
-    Over the tokens of the global batch that belong to an expert; 0 without such tokens. scores: (B,
-    T, E), of all experts. belongs: (B, T) int64, the expert of each token, or -1.
-    """
+    """Return the mean of −log softmax(scores / temperature) at each token's expert, in nats."""
+    # Over the tokens of the global batch that belong to an expert; 0 without such tokens. scores:
+    # (B, T, E), of all experts. belongs: (B, T) int64, the expert of each token, or -1.
     log = torch.log_softmax(scores / temperature, dim=-1)
     has_expert = belongs >= 0
     log_probs = log.gather(-1, belongs.clamp_min(0).unsqueeze(-1)).squeeze(-1)

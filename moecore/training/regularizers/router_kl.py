@@ -45,10 +45,8 @@ class RouterKl(Regularizer):
 
 
 def router_kl(*, teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student) in nats, summed over experts, mean over tokens (TGR-MoE, eq. 9).
-
-    teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher. A scalar ≥
-    0. A student's probability of 0 counts as the smallest normal number.
-    """
+    """Return KL(teacher ‖ student) in nats, summed over experts, mean over tokens (TGR, eq. 9)."""
+    # teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher. A scalar ≥
+    # 0. A student's probability of 0 counts as the smallest normal number.
     log_student = student.clamp_min(torch.finfo(student.dtype).tiny).log()
     return kl_div(log_student, teacher.detach(), reduction="none").sum(dim=-1).mean()

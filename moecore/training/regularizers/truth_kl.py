@@ -40,11 +40,8 @@ class TruthKl(Regularizer):
 
 
 def truth_kl(*, truth: Tensor, record: RoutingRecord) -> Tensor:
-    """Return KL in nats from the router ``told``'s routing to the record's, mean over tokens; ≥ 0.
-
-    truth: int64 (B, T), each token's true kind, from 1; 0: unknown, which ``told`` sends to expert
-    0.
-    """
+    """Return KL in nats from the routing of ``told`` to the record's, mean over tokens; ≥ 0."""
+    # truth: int64 (B, T), true kinds, from 1; 0: unknown, which ``told`` sends to expert 0.
     told = ToldRouter(experts=record.probs.shape[-1])
     _, teacher = told(record.probs, RoutingContext(truth=truth))
     return router_kl(teacher=teacher.probs, student=record.probs)

@@ -41,11 +41,9 @@ class ZeroComputationBalance(Regularizer):
 
 
 def uneven_use(record: RoutingRecord, networks: int, share: float) -> Tensor:
-    """Return Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3).
-
-    f: share of tokens that chose e, without gradient; P: its mean prob; η: 1 for the first
-    ``networks`` experts, ``share`` for the others.
-    """
+    """Return Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3)."""
+    # f: share of tokens that chose e, without gradient; P: its mean prob; η: 1 for the first
+    # ``networks`` experts, ``share`` for the others.
     counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
     probs = total_over_ranks(record.probs.sum(dim=(0, 1)))
     tokens = total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))

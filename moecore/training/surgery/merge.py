@@ -84,11 +84,9 @@ class Merge(expert_reduction.ExpertReduction):
 def cluster_outputs(
     means: Tensor, number: int, linkage: Linkage
 ) -> tuple[Tensor, tuple[float, ...]]:
-    """Return the cluster (E,) int64 of each expert, and the distance of each joined pair.
-
-    The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
-    go to the lowest experts, by which clusters are ordered.
-    """
+    """Return the cluster (E,) int64 of each expert, and the distance of each joined pair."""
+    # The two nearest clusters, by the mean outputs (E, d), are joined until ``number`` remain; ties
+    # go to the lowest experts, by which clusters are ordered.
     points = means.double()
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose precision at small distances
     distances = torch.cdist(points, points, compute_mode=exact).numpy()

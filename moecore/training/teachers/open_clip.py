@@ -59,10 +59,8 @@ class OpenClip(Teacher):
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the pretrained towers at the resolution of ``image``, with CLIP's normalisation.
-
-        Raises UserError for a missing or foreign file, and for data without fitting captions.
-        """
+        """Return the pretrained towers at the size of ``image``, with CLIP's normalisation."""
+        # Raises UserError for a missing or foreign file, and for data without fitting captions.
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
         weights = rename_clip_weights(

@@ -41,10 +41,8 @@ class Timm(Teacher):
     training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """Return the pretrained model, with timm's normalisation and interpolated positions.
-
-        Classes are named by number. Raises UserError for a name or a file that does not fit.
-        """
+        """Return the pretrained model, with timm's normalisation and interpolated positions."""
+        # Classes are named by number. Raises UserError for a name or a file that does not fit.
         model, weights = self._convert_model(self._load_source(image), image)
         model.load_state_dict(weights)
         return model.eval()
