@@ -244,8 +244,7 @@ def part_classes_by_kind(
     family: type[AnySettings], imports: bool = False
 ) -> dict[str, type[AnySettings]]:
     """Return kind → class of a family's parts: built-in parts, then parts of allowed packages."""
-    # imports: also import parts that are not loaded yet; ValueError with one line if one is
-    # invalid.
+    # imports: also import parts that are not loaded yet; ValueError if one is invalid.
     named = {name: find_class(family, name) for name in list_own_names(family)}
     for name in outside_packages.list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:

@@ -214,8 +214,7 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 
 def total_over_shards(part: Tensor, of: Tensor) -> Tensor:
     """Return the sum over ranks of ``part``, computed from each rank's shard of ``of``."""
-    # The gradient flows to this rank's part only; no other rank has the shard, so it is not
-    # averaged.
+    # The gradient flows to this rank's part only: no other rank has the shard.
     mesh = getattr(of, "device_mesh", None)
     if mesh is None:
         return part

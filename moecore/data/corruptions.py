@@ -331,8 +331,7 @@ def corrupt_images(
 ) -> np.ndarray:
     """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type."""
     # name: key of CORRUPTIONS; indices: (N,) positions in the split. A result depends on the
-    # image's bytes and (seed, name, severity, index) alone: not on the batch or the global random
-    # state.
+    # image's bytes and (seed, name, severity, index) alone, not on the batch.
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:
         raise UserError(

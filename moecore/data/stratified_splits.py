@@ -40,8 +40,7 @@ def stratified_split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return indices in two parts, stratified by class: (remaining, drawn), each sorted."""
     # amount: share of N (below 1) or number of images. purpose: makes draws of one seed
-    # independent. Every class gives its proportion, and at least one image where the amount allows
-    # it.
+    # independent. Every class gives its proportion, at least one image if the amount allows.
     if labels.ndim != 1:
         raise UserError(
             "images with several labels each cannot be split by class; allowed: one label per image"

@@ -107,8 +107,7 @@ def update_top_tokens(
 ) -> TopTokens:
     """Return per expert the ``EXAMPLES`` tokens of ``top`` and new items with the highest keys."""
     # An item offers each expert the token with the highest key among those that chose it; the
-    # earlier one wins ties. keys: (N, T, E or 1), ≥ 0; items: indices (N,), higher than those in
-    # ``top``.
+    # earlier one wins ties. keys: (N, T, E or 1), ≥ 0; items: (N,), higher than in ``top``.
     chosen_keys = torch.where(record.chosen, keys, -1)[:, layout.special :]
     highest, patches = chosen_keys.max(dim=1)
     probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]

@@ -138,8 +138,7 @@ class LipschitzSlopes(NamedTuple):
     # ‖J‖₂ of image → logits, the Lipschitz constant in ℓ2 in an arbitrarily small neighbourhood
     # without a change of routing
     local: Tensor
-    # max over classes c ≠ label y of ‖∇(z_y − z_c)‖₁, the rate at which an ℓ∞ attack can change a
-    # margin
+    # max over classes c ≠ label y of ‖∇(z_y − z_c)‖₁: how fast an ℓ∞ attack can change a margin
     margin: Tensor
     # ‖f(a) − f(b)‖₂ / ‖a − b‖₂ of the steepest pair that the ascent visits, after repeated halving;
     # a lower bound of the Lipschitz constant on the ball

@@ -37,8 +37,7 @@ class TokenPairs(NamedTuple):
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
     """Return the patch of image 2 nearest to each patch centre of image 1, mapped by R₂ · R₁⁻¹."""
-    # affines_1, affines_2: R (B, D+1, D+1), original to view, of both views of each image. Source:
-    # PRC, §III-C.
+    # affines_1, affines_2: R (B, D+1, D+1), original to view, of both views. Source: PRC, §III-C.
     first = affines_1.double()
     second = affines_2.double()
     _check_axes(first, second, layout)

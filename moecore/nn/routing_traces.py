@@ -103,9 +103,8 @@ def encode_top_experts(record: RoutingRecord) -> str:
     """Return each token's MAX_EXPERTS best experts as a text (``encode_concatenated_arrays``)."""
     # Three arrays: (N, T) the expert with the largest combine weight, or the highest number of the
     # dtype if no expert processed the token; (N, T, n) experts by combine weight, then chosen but
-    # unprocessed ones, then by probability; (N, T, n) uint8 marks, the
-    # probability · MAX_PROBABILITY, plus CHOSEN_BIT if chosen. Experts are uint8, or uint16 above
-    # MAX_BYTE_EXPERTS.
+    # unprocessed ones, then by probability; (N, T, n) uint8 marks, probability · MAX_PROBABILITY,
+    # plus CHOSEN_BIT if chosen. Experts: uint16 above MAX_BYTE_EXPERTS.
     combine = record.combine.numpy()
     probs = record.probs.numpy()
     chosen = record.chosen.numpy()

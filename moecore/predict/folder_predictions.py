@@ -96,10 +96,11 @@ def _mask(path: Path) -> Path | None:
 
 
 def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
-    stem = _stem(path)
-    participant = stem.split("_")[0] if bids else stem
-    named = re.search(r"_(ses-[^_]+)", stem) if bids else None
-    session = named[1] if named else ""
+    participant = _stem(path)
+    session = ""
+    if bids:
+        session = "".join(re.findall(r"_(ses-[^_]+)", participant)[:1])
+        participant = participant.split("_")[0]
     facts = table.get((participant, session)) or table.get((participant, "")) or {}
     details = {"age": "", "sex": "", "site": "", "qc_flags": ""} | facts
     return {"participant_id": participant, "session_id": session} | details
@@ -220,8 +221,7 @@ class PredictionRequest(NamedTuple):
 def predict_folder(request: PredictionRequest) -> int:
     """Write the table ``out`` and a page; return the number of files without a prediction."""
     # With texts, also write a table of the best pictures of each text. Prints the written files,
-    # and on stderr the files without a prediction. Arguments are refused before anything is
-    # computed.
+    # and on stderr the files without a prediction. Wrong arguments are refused first.
     model, folder, out = request.model, request.folder, request.out
     card = load_trained_model_card(model)
     if card.image.task.long:

@@ -38,8 +38,10 @@ def describe_model_quality(model_folder: Path) -> str:
         return text
     folder = artifact_beside(model_folder, "measured/calibrate")
     measured = folder.with_name(f"{folder.name}.json")
-    result = read_result(measured, Found, "calibrate") if measured.is_file() else None
-    error = result.find("ece_after") if isinstance(result, Found) else None
+    error = None
+    if measured.is_file():
+        result = read_result(measured, Found, "calibrate")
+        error = result.find("ece_after") if isinstance(result, Found) else None
     if error is None:
         return f"{text}; its calibration was not measured"
     value = NumberFormat.of("number", [error.interval]).value_with_limits(error.interval, "()")

@@ -33,7 +33,8 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     # ``def pretrain(method: str, seed: int)`` runs as ``python -m moecore.stages.pretrain vmoe 0``.
     # Exit codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the
     # parent (dvc) is killed, the stage ends too. Only stages that train may have several ranks.
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     values = _convert_arguments(function, arguments)
     command = " ".join([function.__name__, *arguments])
     end_with_parent()

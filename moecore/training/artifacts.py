@@ -236,8 +236,7 @@ def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | No
 
 def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
     """Return the dense teacher in ``folder``; with ``image``, for images of that size."""
-    # Positions are interpolated, and a channel with the true kinds of patches is skipped as in
-    # ``image``.
+    # Positions are interpolated; a channel of true kinds of patches is skipped as in ``image``.
     teacher = load_unguided(folder)
     if image is None:
         return teacher

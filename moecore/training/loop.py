@@ -172,8 +172,7 @@ def train_step(
     replica: "ShardedReplica | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
     """Make one update of the model; return detached terms, summed scores and the model's output."""
-    # The term ``loss`` is the weighted sum of the others; scores are averaged over an image's
-    # views.
+    # The term ``loss``: the weighted sum of the others. Scores are averaged over an image's views.
     job.model.train()
     if batch.anew:
         job.model.begin_streams()

@@ -35,8 +35,7 @@ class LabelledFiles(NamedTuple):
         return LabelledFiles([self.paths[row] for row in rows], self.labels[rows])
 
 
-# A split's folder is named by a hash of its files, size and channels; older ones of the split are
-# removed.
+# A split's folder is named by a hash of files, size and channels; its older ones are removed.
 class DecodeCache(NamedTuple):
     """Decodes images in chunks to ``folder``, and reuses the chunks that a killed run finished."""
 

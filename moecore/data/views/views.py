@@ -267,8 +267,7 @@ def mix_images(
 ) -> tuple[Tensor, Tensor]:
     """Return images mixed with random ones of the batch, (B, C, H, W), and soft labels (B, K)."""
     # take_partners: returns images and labels at positions (B,) of the complete batch; None if
-    # ``images`` are all of it. λ is drawn per image; CutMix's λ is the exact share of unreplaced
-    # pixels.
+    # ``images`` are all of it. λ is per image; CutMix's is the exact share of unreplaced pixels.
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
     hard = F.one_hot(labels, task.outputs).to(torch.float32)

@@ -21,6 +21,7 @@ from moecore.measure.exploring.expert_overlays import (
     encode_thumbnails,
     patch_crop,
 )
+from moecore.measure.routing_metrics.alternative_choices import find_own_model
 from moecore.measure.routing_metrics.epochs import token_kinds
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.backbones.base_model import Model
@@ -28,7 +29,6 @@ from moecore.nn.backbones.two_towers import TEXTS, TwoTowerModel
 from moecore.nn.predict import eval_mode, image_batches, predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.tasks.base import Task
-from moecore.training.guide import GuidedModel
 
 CHUNK = 50  # images whose records are in memory at once
 CLASSES = 5  # per expert
@@ -247,7 +247,7 @@ Read = list[tuple[str, list[int]]]  # words with their experts, largest weight f
 
 def find_two_towers(model: Model) -> TwoTowerModel | None:
     """Return the two-tower model, without its guide; None for other models."""
-    student = model.model if isinstance(model, GuidedModel) else model
+    student = find_own_model(model)
     return student if isinstance(student, TwoTowerModel) else None
 
 

@@ -62,8 +62,7 @@ class SlidingWindowAttention(nn.Module):
         attended = self.proj((shifted @ value).transpose(1, 2).flatten(2))
         if not weights:
             return attended, None
-        # (B, M, M), averaged over heads; tokens before the block are excluded, so that rows sum to
-        # less than 1
+        # (B, M, M), averaged over heads; without tokens before the block: rows sum to < 1
         return attended, relative_shift(share).mean(dim=1)[..., -tokens.shape[1] :]
 
 

@@ -332,8 +332,7 @@ class TwoTowerModel(base_model.BackboneModel):
         self, captions: Tensor, progress: float = 1.0
     ) -> tuple[Tensor, tuple[routing_records.RoutingRecord, ...]]:
         """Return text sides (B, w + 3) fp32 of captions (B, M), and their routing records."""
-        # A text side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the
-        # tokens.
+        # A side is a unit vector (0 if the caption is missing), 1 (0), and a hash of the tokens.
         exists = (captions[:, :1] != NONE).float()
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):

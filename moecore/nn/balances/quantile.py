@@ -84,8 +84,7 @@ def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
             found=f"a step of {tokens} tokens of {k} choices, fewer than {experts} experts",
             allowed="a larger batch",
         )
-    # A token's cut is the (k + 1)-th largest of its scores + bias; an expert reaches it with the
-    # bias cut − score.
+    # The (k + 1)-th largest of a token's scores + bias; an expert reaches it with bias cut − score.
     cut = (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
     needed = (cut - scores).T
     # The quantile at N·k/E + 1/2, counted from 1 and interpolated linearly (Hazen).

@@ -153,8 +153,7 @@ class DropPath(Dropout):
         share = 1 - self.rate
         # fp32 under autocast too: bfloat16 would round 1 / share, and bias every branch
         empty = torch.empty(len(values), 1, 1, device=values.device)
-        # one draw per sample, from the generator of the tokens' device, as in timm's layer of this
-        # name
+        # one draw per sample from the tokens' device, as in timm's layer of this name
         mask = draw_bernoulli_mask(empty, share, self.batch_views)
         return values * (mask / share)
 

@@ -39,8 +39,7 @@ class LemmaTerms(NamedTuple):
     # Σ_e p_e ‖∇f_e(x)‖₂, with each expert's slope at x instead of the paper's global constant L_fe,
     # which is never smaller
     experts: Tensor
-    # ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; a (d, d) outer product, as f has d
-    # outputs
+    # ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; (d, d), as f has d outputs
     router: Tensor
 
     @property

@@ -199,8 +199,7 @@ def log_coordinates(size: Grid, pretrained: Grid | None = None) -> Tensor:
 
 # swin: q·k/√(d/h) and a table of biases. swin_moe: likewise, with biases from an MLP. swin_v2: the
 # cosine of q and k times a learned factor per head (at most 100), and 16·sigmoid of such biases;
-# keys have no bias. Returns the attended tokens and, if requested, the weights (B, T, T) averaged
-# over heads.
+# keys have no bias. Returns tokens and, if requested, weights (B, T, T), mean over heads.
 class WindowAttention(nn.Module):
     """Self-attention of (B, T, d) within windows, with a bias per relative position."""
 

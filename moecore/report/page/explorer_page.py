@@ -192,7 +192,7 @@ def render_explorer(
     head: PageHead,
     has_models: bool = True,  # else the page says what is missing
 ) -> str:
-    """Return the explorer's HTML; phases: of ``explorer_phase_data``, or their packed JSON."""
+    """Return the explorer's HTML."""
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(data=data, head=head, has_models=has_models)

@@ -69,7 +69,9 @@ def describe_phase_findings(
 def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
     """Return sentences that count the claims that hold, and the questions by answer."""
     claims, questions = split_questions(evaluated)
-    sentences = _describe_verdicts(claims) if claims else []
+    sentences = []
+    if claims:
+        sentences = _describe_verdicts(claims)
     answers = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
         sentences.append(f"One question that no paper answers: {next(iter(answers))}.")
@@ -222,7 +224,9 @@ def with_reference_rows(
     number_format = NumberFormat.of(
         columns[place].form, (cell.interval for cell in having.values())
     )
-    compared = [(PageCell("guess", note=guess.words), Interval(guess.value))] if guess else []
+    compared = []
+    if guess:
+        compared.append((PageCell("guess", note=guess.words), Interval(guess.value)))
     for name, value in phase.baselines.items():
         images = phase.together[Baselines].facts["images"]
         note = f"on the pixels of {images:,} training images"

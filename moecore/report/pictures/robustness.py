@@ -36,7 +36,7 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
     texts = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
     label, note, name = metric.label, metric.note, metric.name
     if not note:
-        note = "accuracy under attack" if score == "accuracy" else "mean error under attack"
+        note = "accuracy under attack"
         if attack == WORST and score == "accuracy":
             texts["title"] = "Worst case"
             note = "accuracy where an image counts only if no attack broke it"
@@ -44,6 +44,7 @@ def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Me
             texts["title"] = "{score}, worst case"
             note = "largest error of each volume over all attacks"
         elif score != "accuracy":
+            note = "mean error under attack"
             texts["title"] = f"{{score}}, {texts['title']}"
         name = attacked_name(score, attack)
         if metric.detail:

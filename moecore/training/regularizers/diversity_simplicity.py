@@ -39,8 +39,7 @@ class DiversitySimplicity(Regularizer):
 
 def embedding_loss(*, embeddings: Tensor) -> Tensor:
     """Return the norm of cosines between experts ("diversity") + mean length ("simplicity")."""
-    # Of the embeddings (E, d) of all experts, also unused ones: DynMoE's code leaves out those that
-    # it removed.
+    # Embeddings (E, d) of all experts, also unused ones: DynMoE's code leaves out removed ones.
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
     diagonal = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)

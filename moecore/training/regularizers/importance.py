@@ -25,6 +25,5 @@ class Importance(Regularizer):
 
 def importance(*, probs: Tensor) -> Tensor:
     """Return CV² of the experts' importance, the sum of probs over tokens (V-MoE)."""
-    # probs: (B, T, E), clean. From 0 (balance) to E − 1 (one expert has all). adversarial-moe, eq.
-    # 12.
+    # probs: (B, T, E), clean. From 0 (balance) to E − 1 (one expert). adversarial-moe, eq. 12.
     return squared_cv(total_over_ranks(probs.sum(dim=(0, 1))))

@@ -37,8 +37,7 @@ def pairwise_consistency(
     """Return diagonal/E · Σ_i (1 − S_ii)² + off_diagonal/(E(E−1)) · Σ_{i≠j} S_ij² (PRC, eq. 4)."""
     # S = E/#pairs · Σ r₁ r₂ᵀ over all pairs of the global batch (eq. 3). first, second: (B, T', E),
     # both sides of each pair, clean, each token sums to 1; present: (B, T') bool, which pairs
-    # exist. A scalar ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and 0
-    # without pairs.
+    # exist. ≥ 0; 0 if all pairs are equal, one-hot and balanced over experts, and without pairs.
     experts = first.shape[-1]
     correlation, count = _cross_view_correlation(first, second, present)
     equal = correlation.diagonal()
