@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError, read_json, write_whole
 from moecore.measure.values import place_slug
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
@@ -23,7 +23,7 @@ from moecore.report.tables.cells import NumberFormat, interval_from_json, markdo
 from moecore.report.tables.paper_numbers import COSTS
 from moecore.study import papers
 from moecore.study.document import did_you_mean
-from moecore.study.questions import WORLDS, QuestionFile, Round, load_questions, load_rounds
+from moecore.study.questions import RATE, WORLDS, QuestionFile, Round, load_questions, load_rounds
 from moecore.study.sections import Claim, Question
 from tools.reader_answers import answer_readers, fill_in_numbers
 
@@ -325,11 +325,29 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     pages = {STUDIES_PAGE: text.rstrip() + "\n"} | answers_page
     for folder, readme in readmes.items():
         path = papers.PIPELINES / folder / "README.md"
-        pages[path] = fill_in_answers(readme, path, studies, answers)
+        pages[path] = fill_in_answers(root, readme, path, studies, answers)
     return pages
 
 
-def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence[Answer]) -> str:
+def tuned_rates(root: Path, round_name: str) -> str:
+    """Return a sentence with the learning rates that a question tuned, or ""."""
+    file = QuestionFile(root, round_name.partition(".")[0]).tuned_file
+    if not file.is_file():
+        return ""
+    kept = read_json(file)
+    grid, seeds = (
+        ", ".join(f"{value:g}" for value in kept[key]) for key in ("learning_rates", "seeds")
+    )
+    chosen = ", ".join(f"{name} {choice[RATE]:g}" for name, choice in kept["methods"].items())
+    return (
+        f"Learning rates, chosen from {grid} by {kept['score']} over seeds {seeds}, which no round "
+        f"has: {chosen}."
+    )
+
+
+def fill_in_answers(
+    root: Path, readme: str, path: Path, studies: Studies, answers: Sequence[Answer]
+) -> str:
     """Return a README with new tables between its markers; UserError for an unknown round."""
 
     def table(match: re.Match[str]) -> str:
@@ -342,7 +360,8 @@ def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence
                 allowed="rounds of questions, such as tgr/table_3 and moge/swin.2",
             )
         of_round = [answer for answer in answers if answer.study == name]
-        return f"{match['start']}\n{round_answers_table(of_round)}\n{match['end']}"
+        table = "\n\n".join(filter(None, (round_answers_table(of_round), tuned_rates(root, name))))
+        return f"{match['start']}\n{table}\n{match['end']}"
 
     return MARKED.sub(table, readme)
 

@@ -287,6 +287,28 @@ def predict_command(context: typer.Context) -> None:
     os.execv(sys.executable, command)
 
 
+@app.command("tune")
+def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = False) -> None:
+    """Choose the learning rate of every method of a question, on validation images.
+
+    Trains each method with each rate under `tune:` of the question's file, in .runs/, and keeps
+    scores, curves and choices in pipelines/results/, from where the question takes them.
+    """
+    from moecore.pipeline.tune import keep_tuned_rates, list_edge_choices, plan_tuning, print_tuned
+    from moecore.study.questions import find_question
+
+    question = find_question(HERE, name)
+    run = plan_tuning(question)
+    run.write()
+    with chdir(run.folder):
+        _run_stages(jobs, None, verbose)
+    kept = keep_tuned_rates(run)
+    print_tuned(kept)
+    typer.echo(f"{question.tuned_file}: written")
+    if problems := "\n".join(list_edge_choices(question, kept)):
+        raise UserError(problems)
+
+
 @study_app.command("write")
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     """Write the folder in which a question runs, below .runs/, and print what changes.
@@ -345,10 +367,13 @@ def study_run(
 ) -> None:
     """Write a question's folder, run its stages that are not up to date, and store its results."""
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run_folder
+    from moecore.pipeline.tune import untuned_problems
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     question_round = question.round(number)
+    if problems := "\n".join(untuned_problems(question)):
+        raise UserError(problems)
     if len(question.rounds) > 1:
         of = f"round {question_round.number} of {len(question.rounds)}"
         typer.echo(f"{question.name}: {of}; another one: --round NUMBER")
@@ -379,6 +404,7 @@ def study_check(
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
     from moecore.pipeline.study_runs import check_question
+    from moecore.pipeline.tune import untuned_problems
     from moecore.study.questions import find_question, load_questions
 
     if not (names or check_all):
@@ -386,7 +412,7 @@ def study_check(
     problems = []
     chosen = (find_question(HERE, name) for name in names or ())
     for question in load_questions(HERE) if check_all else chosen:
-        for line in check_question(question, problems):
+        for line in (*check_question(question, problems), *untuned_problems(question)):
             typer.echo(line)
     if problems:
         raise UserError("\n".join(problems))

@@ -13,28 +13,57 @@ addition to sections of params.yaml a question has:
   a study of moecore 0.2; ``seeds``: ``[0, 1]`` or ``0-1``; ``methods``: a list of names. A question
   without rounds has one, whose keys are in the file itself.
 - ``presets``: settings by name that are merged over the rest on request.
+- ``tune``: the grid from which ``moecore tune`` chooses each method's learning rate.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from moecore.core.files import UserError
+from pydantic import Field, field_validator
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, describe_refusal, read_json
 from moecore.core.source_layout import RUNS
 from moecore.study import layers, papers
 from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
 from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
 from moecore.study.papers import ASKS, PIPELINES
+from moecore.study.settings import extract_declared_settings
 
 WORLDS = "worlds"
 RESULTS = "results"
 TEXTS = ("question", "answer", "world", "was")
-DIRECTIVES = (*TEXTS, "seeds", "rounds", "presets", ASKS)
+DIRECTIVES = (*TEXTS, "seeds", "rounds", "presets", "tune", ASKS)
 ROUND_DIRECTIVES = ("was", "seeds", ASKS)
 SEEDS = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
+TUNED_PHASE = "pretrain"  # whose learning rate is tuned
+RATE = "learning_rate"
+
+
+class Tuning(Config):
+    """The grid and the seeds of ``moecore tune``; every method gets the same trainings."""
+
+    learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        min_length=3, description="three or more rates, ascending"
+    )
+    seeds: tuple[int, ...] = Field(min_length=1, description="seeds that no round has")
+
+    @field_validator("learning_rates")
+    @classmethod
+    def _ascend(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if list(rates) != sorted(set(rates)):
+            raise ValueError(describe_refusal(found=list(rates), allowed="ascending rates"))
+        return rates
+
+
+class TunedQuestion(Config):
+    """The part of a question's file that ``moecore tune`` reads."""
+
+    tune: Tuning | None = None
 
 
 class QuestionFile:
@@ -72,6 +101,16 @@ class QuestionFile:
             allowed = f"1 to {len(self.rounds)}" if len(self.rounds) > 1 else "1, the only round"
             raise UserError.at(self.name, found=f"round {number}", allowed=allowed)
         return self.rounds[number - 1]
+
+    @cached_property
+    def tuning(self) -> Tuning | None:
+        """Return how learning rates are tuned; None: they are fixed. UserError if it is invalid."""
+        return extract_declared_settings(TunedQuestion, self.document).tune
+
+    @property
+    def tuned_file(self) -> Path:
+        """Return the path of the tuned rates, a JSON file that git tracks."""
+        return self.root / PIPELINES / RESULTS / f"{self.name}.tuned.json"
 
     @property
     def asking_files(self) -> list[Path]:
@@ -180,6 +219,8 @@ class Round(NamedTuple):
         """Return the round's params.yaml with presets; UserError for unknown presets or methods."""
         question = self.question
         layers = [*self.layers]
+        if question.tuning and question.tuned_file.is_file():
+            layers.append(self._layer_of_tuned_rates())
         for name in presets:
             if name not in question.presets:
                 allowed = ", ".join(question.presets) or "none, as there are no presets"
@@ -187,6 +228,15 @@ class Round(NamedTuple):
                 raise UserError(f"{question.name}: {text}; allowed: {allowed}")
             layers.append(question.read_part(question.presets[name], (ASKS,)))
         return compose_layers(layers, question.root)
+
+    def _layer_of_tuned_rates(self) -> Layer:
+        kept = read_json(self.question.tuned_file)["methods"]
+        untuned = compose_layers(self.layers, self.question.root).document.data
+        names = [name for name in untuned.get("methods", ()) if name in kept]
+        rates = {name: {TUNED_PHASE: {RATE: kept[name][RATE]}} for name in names}
+        return Layer(
+            Document(str(self.question.tuned_file), {"methods": rates}), {"methods": rates}
+        )
 
 
 def list_question_names(root: Path) -> list[str]:

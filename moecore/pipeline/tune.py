@@ -1,0 +1,172 @@
+"""``moecore tune``: the learning rate of every method of a question, chosen on validation images.
+
+Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
+a run folder of its own. Scores, curves and choices are kept in pipelines/results/, from where the
+rounds take the chosen rates.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError, read_json, write_json, write_whole
+from moecore.core.source_layout import RUNS
+from moecore.pipeline import dvc
+from moecore.pipeline.project import LOCK, hold_project
+from moecore.pipeline.study_runs import write_dvc_files
+from moecore.report.results import read_results
+from moecore.study.document import parse_yaml_document
+from moecore.study.layers import Layer, compose_layers, merge_settings
+from moecore.study.params_file import dump_inline_yaml
+from moecore.study.questions import RATE, TUNED_PHASE, QuestionFile, Tuning
+from moecore.study.study import read_study
+
+STAGES = ("prepare", "teacher", "teacher_router", TUNED_PHASE, "compare")
+
+
+class TuningRun(NamedTuple):
+    """The trainings that tune a question: every method of its rounds, once per rate and seed."""
+
+    question: QuestionFile
+    tuning: Tuning
+    methods: tuple[str, ...]
+    stages: tuple[str, ...]
+    text: str  # of params.yaml
+
+    @property
+    def folder(self) -> Path:
+        return self.question.root / RUNS / f"{self.question.name.replace('/', '.')}.tune"
+
+    @property
+    def digest(self) -> str:
+        """Return what changes with any setting of the trainings."""
+        return sha256(self.text.encode()).hexdigest()
+
+    def write(self) -> None:
+        """Write the folder in which they run, with params.yaml and dvc.yaml."""
+        with hold_project(self.folder / LOCK):
+            write_whole(self.folder / "params.yaml", self.text)
+            write_dvc_files(self.folder, self.stages)
+            write_whole(self.folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
+
+
+def plan_tuning(question: QuestionFile) -> TuningRun:
+    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds."""
+    tuning = question.tuning
+    if tuning is None:
+        allowed = "tune: {learning_rates: [5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3], seeds: [900]}"
+        raise UserError.at(question.path, found="no section tune", allowed=allowed)
+    composed = [part.compose() for part in question.rounds]
+    runs = [part.document.data["run"] for part in composed]
+    if used := {seed for run in runs for seed in run["seeds"]}.intersection(tuning.seeds):
+        text = f"found {min(used)}, a seed of a round; allowed: seeds that no round has"
+        raise question.document.error(("tune", "seeds"), text)
+    methods = tuple(dict.fromkeys(name for run in runs for name in run["methods"]))
+    known = {stage for part in composed for stage in part.all_stages}
+    stages = tuple(stage for stage in STAGES if stage in known)
+    top = Layer(question.document, {}, stages, names=methods)
+    values = compose_layers([*question.rounds[0].layers, top], question.root).document.data
+    entries = {
+        rated_name(name, number): merge_settings(
+            values["methods"][name] or {}, {TUNED_PHASE: {RATE: rate}}
+        )
+        for name in methods
+        for number, rate in enumerate(tuning.learning_rates)
+    }
+    run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [TUNED_PHASE]}
+    text = dump_inline_yaml(
+        values | {"run": run, "methods": entries, "claims": [], "questions": []}
+    )
+    return TuningRun(question, tuning, methods, stages, text)
+
+
+def rated_name(method: str, number: int) -> str:
+    """Return the name that a method has with the rate ``number`` of the grid, from 0."""
+    return f"{method}_rate_{number + 1}"
+
+
+def keep_tuned_rates(run: TuningRun) -> dict[str, Any]:
+    """Write the choices of finished trainings to pipelines/results/, and return them."""
+    study = read_study(parse_yaml_document(run.text))
+    results = read_results(study.run, run.text, run.folder, run.stages)
+    phase = results.phases[TUNED_PHASE]
+    task = phase.task
+    grid = run.tuning.learning_rates
+    methods = {}
+    for method in run.methods:
+        trainings = [phase.outcomes[rated_name(method, number)] for number in range(len(grid))]
+        scores = [[outcome.validation_score.value for outcome in seeds] for seeds in trainings]
+        key = f"validation_{task.history_name}"
+        curves = [
+            [(point["step"], point[key]) for point in seeds[0].curve if key in point]
+            for seeds in trainings
+        ]
+        chosen = grid[best_rate(scores, task.score.better)]
+        methods[method] = {RATE: chosen, "scores": scores, "curves": curves}
+    kept = {
+        "settings": run.digest,
+        "score": f"validation {task.score.label}",
+        "learning_rates": list(grid),
+        "seeds": list(run.tuning.seeds),
+        "methods": methods,
+    }
+    write_json(run.question.tuned_file, kept)
+    return kept
+
+
+def best_rate(scores: Sequence[Sequence[float]], better: str) -> int:
+    """Return the index of the rate with the best mean over seeds; equally good: the first.
+
+    scores: per rate, per seed. A rate with a score that is not finite is the worst.
+    """
+    means = [fmean(seeds) if better == "higher" else -fmean(seeds) for seeds in scores]
+    return max(
+        range(len(means)), key=lambda at: means[at] if math.isfinite(means[at]) else -math.inf
+    )
+
+
+def print_tuned(kept: Mapping[str, Any]) -> None:
+    """Print each method's mean validation score per rate, and the rate that was chosen."""
+    from rich.console import Console
+    from rich.table import Table
+
+    heads = [
+        f"{kept['score']} at a learning rate of",
+        *(f"{rate:g}" for rate in kept["learning_rates"]),
+    ]
+    table = Table(*heads, "chosen", box=None, header_style="bold", padding=(0, 1))
+    for name, choice in kept["methods"].items():
+        means = [f"{fmean(scores):.4f}" for scores in choice["scores"]]
+        table.add_row(name, *means, f"{choice[RATE]:g}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def untuned_problems(question: QuestionFile) -> Iterator[str]:
+    """Yield why a question's learning rates cannot be used; nothing if they can, or are fixed."""
+    if question.tuning is None:
+        return
+    file = question.tuned_file.relative_to(question.root)
+    tune = f"run `moecore tune {question.name}`"
+    if not question.tuned_file.is_file():
+        yield f"{file}: does not exist; {tune}"
+        return
+    kept = read_json(question.tuned_file)
+    if kept["settings"] != plan_tuning(question).digest:
+        yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"
+        return
+    yield from list_edge_choices(question, kept)
+
+
+def list_edge_choices(question: QuestionFile, kept: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line per method whose chosen rate is the lowest or the highest of the grid."""
+    rates = kept["learning_rates"]
+    for name, choice in kept["methods"].items():
+        if choice[RATE] in (rates[0], rates[-1]):
+            end = "lower" if choice[RATE] == rates[0] else "higher"
+            found = f"found {choice[RATE]:g} as the best rate of {name}, an end of the grid"
+            text = f"{found}; allowed: a grid that goes on to {end} rates"
+            yield str(question.document.error(("tune", "learning_rates"), text))
