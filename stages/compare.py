@@ -10,6 +10,7 @@ from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
+from moecore.report.claims.sensitivity import list_unasked_controls
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.first_sentence import first_sentence
@@ -37,9 +38,9 @@ def compare() -> None:
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=list_folder_stages(path.parent))
-    answerable = evaluation.choose_answerable_comparisons(
-        [*params.claims, *params.questions], params.run, results
-    )
+    asked = [*params.claims, *params.questions]
+    answerable = evaluation.choose_answerable_comparisons(asked, params.run, results)
+    answerable += list_unasked_controls(results, answerable)
     evaluated = evaluation.evaluate_claims(answerable, results)
     compared = compare_methods(results) | evaluation.compare_json_claims(evaluated, document.data)
     compared["first_sentence"] = {"text": first_sentence(results)}

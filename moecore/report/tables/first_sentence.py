@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moecore.measure.baselines import LOGISTIC
+from moecore.report.claims.sensitivity import describe_sensitivity
 from moecore.report.claims.significance import LEVEL, differences_from
 from moecore.report.column import Column, score_slug
 from moecore.report.study_results import Phase, Results
@@ -55,6 +56,8 @@ def first_sentence(results: Results) -> str:
     if linear := phase.baselines.get(LOGISTIC):
         number_format = NumberFormat.of(column.form, [linear.interval])
         finding += f"; {LOGISTIC} on pixels reaches {number_format.value(linear.value)}"
+    if shown := describe_sensitivity(results, phase):
+        finding += f"; {shown}"
     return f"{subject}: {finding}."
 
 
