@@ -59,8 +59,10 @@ CONTRACTS = """\
 ## What a part may define
 
 A part is a class of settings that inherits from one of these classes of `moecore.parts`. It must
-define what is marked **required**; everything else has a default. `moecore.testing` has a check of
-every family.
+define what is marked **required**, and its name, `kind: Literal["my_lab.tilted"] = "my_lab.tilted"`
+for class `Tilted` of that module (a measurement has no `kind`); everything else has a default.
+`moecore.testing` has a check of every family. [Your own router](tutorials/own_router.md),
+[measurement](tutorials/own_measurement.md) and [other parts](tutorials/own_parts.md) are examples.
 
 **On the meta device.** `moecore check`, `load_model` and resuming build models on torch's meta
 device, where tensors have shapes but no values. So `build` may not read values (`.item()`,
@@ -207,11 +209,16 @@ def list_fields(owner: type) -> list[tuple[str, str]]:
             above.insert(0, comments[line])
         text = " ".join([*above, *([comments[end]] if end in comments else [])])
         text = text or _description(node)
-        annotation = re.sub(r"^ClassVar\[(.*)\]$", r"\1", ast.unparse(node.annotation))
+        required = ""
+        written = ast.unparse(node.annotation)
+        annotation = re.sub(r"^ClassVar\[(.*)\]$", r"\1", written)
+        # pydantic asks for a setting without default; a base class sets buffers, but no modules
+        if node.value is None and (annotation != written or written == "nn.Module"):
+            required = " **Required.**"
         default = "" if node.value is None else f" = {ast.unparse(node.value)}"
         if default.startswith(" = Field("):
             default = ""
-        fields.append((f"`{name}: {annotation}{default}`", _code_marks(text)))
+        fields.append((f"`{name}: {annotation}{default}`", _code_marks(text) + required))
     return fields
 
 

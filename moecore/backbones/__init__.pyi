@@ -8,10 +8,13 @@ from moecore.nn.backbones.single_layer import SingleLayer as _SingleLayer
 from moecore.nn.backbones.swin import Swin as _Swin
 from moecore.nn.backbones.swin_moe import SwinMoe as _SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2 as _SwinV2
-from moecore.nn.backbones.two_towers import TextTowerSettings
+from moecore.nn.backbones.two_towers import TextTowerSettings as _TextTowerSettings
 from moecore.nn.backbones.two_towers import TwoTowers as _TwoTowers
 from moecore.nn.backbones.vit import Vit as _Vit
 from moecore.nn.backbones.vit3d import Vit3d as _Vit3d
+from moecore.nn.experts.base import Experts
+from moecore.nn.layers.moe import MoESettings as _MoESettings
+from moecore.nn.routers.base import Router
 
 class LanguageModel(_LanguageModel):
     """Settings of a language model with span attention and a cache of previous tokens."""
@@ -30,6 +33,13 @@ class LanguageModel(_LanguageModel):
     """hidden width of a dense feed-forward over d"""
     dropout: float = 0.1
     """dropout of attention and of dense feed-forwards"""
+
+class MoESettings(_MoESettings):
+    """Settings of a model's MoE layers: router, experts, and the blocks that have them."""
+    router: Router
+    experts: Experts
+    blocks: Literal['every_2', 'last_2', 'all'] | tuple[int, ...] = 'last_2'
+    """blocks with experts: every_2, last_2, all, or indices from 0"""
 
 class Sfcn(_Sfcn):
     """Settings of an SFCN; defaults are the published widths and bins."""
@@ -118,11 +128,32 @@ class SwinV2(_SwinV2):
     drop_path: float = 0.0
     """stochastic depth: probability at the last block"""
 
+class TextTowerSettings(_TextTowerSettings):
+    """Settings of a transformer over captions."""
+    width: int = 64
+    """width of a token"""
+    depth: int = 2
+    """number of blocks"""
+    heads: int = 4
+    """number of attention heads; divides the width"""
+    mlp_ratio: float = 4.0
+    """hidden width of the dense MLP / width"""
+    mask: Literal['causal', 'full'] = 'causal'
+    """a token attends to itself and earlier ones, or to all (SigLIP)"""
+    pooling: Literal['end', 'class'] = 'end'
+    """embed the caption's end token, or a learned token"""
+    activation: Literal['gelu', 'quick_gelu'] = 'gelu'
+    """quick_gelu: x·σ(1.702 x), for OpenAI's weights"""
+    frozen: Literal['never', 'finetune', 'always'] = 'never'
+    """when the tower neither learns nor drops values (LiT)"""
+    moe: _MoESettings | None = None
+    """experts of this tower; set by a method's `text`"""
+
 class TwoTowers(_TwoTowers):
     """Settings of a model of images and captions."""
     image: _Vit | _Swin | _SwinMoe | _SwinV2
     """the image tower; its head is the projection"""
-    text: TextTowerSettings = ...
+    text: _TextTowerSettings = ...
     joint: int = 64
     """width of an embedding"""
     pairs: Literal['softmax', 'sigmoid'] = 'softmax'

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -284,11 +284,36 @@ def offer_classes(package: str, base: str) -> tuple[Callable[[str], Any], Callab
             for kind in [file.stem for file in _folder(load_family()).glob("*.py")]:
                 if _class_name(kind) == name and (part := _own_class(load_family(), kind)):
                     return part
+            if name in (inside := _settings_inside_parts(load_family())):
+                return inside[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return find_by_class_name, lambda: sorted(
-        [base_name, *map(_class_name, list_own_names(load_family()))]
-    )
+    def list_class_names() -> list[str]:
+        parts = map(_class_name, list_own_names(load_family()))
+        return sorted([base_name, *parts, *_settings_inside_parts(load_family())])
+
+    return find_by_class_name, list_class_names
+
+
+def settings_classes_in(annotation: Any) -> Iterator[type[Config]]:
+    """Yield the settings classes in a type annotation, such as ``tuple[Adam | Sgd, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from settings_classes_in(inner)
+
+
+def _settings_inside_parts(family: type[Config]) -> dict[str, type[Config]]:
+    """Return name → class of settings that fields of a family's parts have and that are no part."""
+    inside: dict[str, type[Config]] = {}
+    owners = [find_class(family, name) for name in list_own_names(family)]
+    for owner in owners:  # which grows
+        for field in owner.model_fields.values():
+            for settings in settings_classes_in(field.annotation):
+                if not issubclass(settings, Part) and settings.__name__ not in inside:
+                    inside[settings.__name__] = settings
+                    owners.append(settings)
+    return inside
 
 
 @cache
@@ -324,10 +349,21 @@ def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
     return part
 
 
+def check_settings(key: str, value: Any, family: type[Part], example: str) -> None:
+    """Raise UserError unless ``value`` is settings of a family: no class, name or mapping."""
+    if not isinstance(value, family):
+        text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise UserError.at(key, found=text, allowed=f"settings, such as {example}")
+
+
 def _validate_part(family: type[Part], value: Any, info: pydantic.ValidationInfo) -> Part:
     """Return the part that a value describes, with errors as from a union of pydantic."""
     if isinstance(value, family):
         return value
+    if isinstance(value, type | Config):  # written in Python, not read from a file
+        check_settings(
+            str(info.field_name), value, family, f"an object of a subclass of {family.__name__}"
+        )
     if not isinstance(value, dict):
         raise PydanticKnownError("dict_type")
     if KIND not in value:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
@@ -111,7 +112,9 @@ def import_module_of_package(name: str) -> ModuleType:
     if spec is not None:
         both = f"{folder} has a file and a folder of this name"
         raise ValueError(f"found {name}, but {both}; allowed: one")
-    raise ValueError(f"found {name}, but {folder} has no such module")
+    close = get_close_matches(name.lower(), list_allowed_modules(lambda file: True), 1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"found {name}, but {folder} has no such module{hint}")
 
 
 def outside_kinds_in_settings(value: Any) -> Iterator[str]:

@@ -27,12 +27,15 @@ def is_in_backward_pass() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def innermost_transform() -> str:
-    """Return ``Vmap``, ``Jvp``, ``Grad``, …: the innermost of torch.func here; "" without one."""
+def active_transforms() -> list[str]:
+    """Return Vmap, Jvp, Grad, …: the transforms of torch.func here; Trace in its ``linearize``."""
     if torch.compiler.is_compiling():
-        return ""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    return "" if interpreter is None else interpreter.key().name
+        return []
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    names = [interpreter.key().name for interpreter in stack]
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        names.append("Trace")
+    return names
 
 
 def count_begun_collectives() -> int:

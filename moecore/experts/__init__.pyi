@@ -2,7 +2,7 @@
 
 from typing import Literal
 from moecore.nn.experts.base import Experts as Experts
-from moecore.nn.experts.base import ZeroComputation
+from moecore.nn.experts.base import ZeroComputation as _ZeroComputation
 from moecore.nn.experts.eigen import Eigen as _Eigen
 from moecore.nn.experts.mlp import Mlp as _Mlp
 
@@ -38,7 +38,16 @@ class Mlp(_Mlp):
     fine: int | None = None
     """pieces of equal hidden width per expert: a token uses k · fine pieces, of which `shared` are
     the same for every token; null: experts are not split, and shared ones are added"""
-    zero_computation: ZeroComputation | None = None
+    zero_computation: _ZeroComputation | None = None
     """experts without a network, additional choices (MoE++); null: none"""
     dropout: float = 0.0
     """share of hidden numbers set to 0 in training"""
+
+class ZeroComputation(_ZeroComputation):
+    """Numbers of experts without a network, which follow the networks in a router's choices."""
+    constants: int = 1
+    """experts that return a learned mean of the token and a vector"""
+    copies: int = 1
+    """experts that return the token unchanged"""
+    zeros: int = 1
+    """experts that return 0: the token skips the layer"""

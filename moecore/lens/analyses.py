@@ -163,6 +163,10 @@ PROBABILITIES = 2**23  # of one layer in memory, 32 MiB
 ROLES = expert_roles.ExpertRoles()
 
 
+# values and levels under chance, by name of a quantity
+Column = tuple[Mapping[str, Interval], Mapping[str, float]]
+
+
 class LayerNumbers(NamedTuple):
     """Measured quantities of one layer."""
 
@@ -181,6 +185,12 @@ class TraceNumbers(NamedTuple):
     chances: dict[str, float]  # expectation under chance, the mean over layers
     layers: list[LayerNumbers]
     remarks: list[str]  # omitted quantities, and why
+
+    @property
+    def columns(self) -> list[Column]:
+        """Return the columns of a table of quantities: the mean over layers, then each layer."""
+        layers = [(layer.quantities, layer.chances) for layer in self.layers]
+        return [(self.mean, self.chances), *layers]
 
 
 def record_of_layer(routing: LayerRouting) -> RoutingRecord:

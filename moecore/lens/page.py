@@ -1,8 +1,9 @@
 """Show a trace: a table in the terminal, and one self-contained HTML file with pictures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from moecore.core.files import write_whole
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import analyses, trace_explorer
-from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
+from moecore.lens.analyses import ROLES, Column, TraceNumbers, analyse_trace
 from moecore.lens.traces import Trace
 from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import METRICS
@@ -102,10 +103,25 @@ def write_lens_page(
     write_whole(page, render_lens(trace, numbers, explorer))
 
 
-def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
+def write_engine_page(page: Path, rows: Sequence[Mapping[str, Any]], files: str) -> None:
+    """Write the page of the rows of ``analyse_engine``; files: names the requests in the title."""
+    by_layer: dict[Any, tuple[dict[str, Interval], dict[str, float]]] = {"mean": ({}, {})}
+    for row in rows:
+        quantities, chances = by_layer.setdefault(row["layer"], ({}, {}))
+        quantities[row["quantity"]] = Interval(row["value"], row["low"], row["high"])
+        chances[row["quantity"]] = row["chance"]
+    _, first, *_ = by_layer
+    table = quantity_rows_table([*by_layer.values()], first)
+    template = template_environment().get_template("lens.html.jinja")
+    items = "Items are requests; layers have the engine's numbers"
+    blocks = {"block": Block("", grids=[table]), "sheets": Block(""), "words": [], "explorer": ""}
+    write_whole(page, template.render(model=files, items=items, **blocks))
+
+
+def quantity_metrics(columns: Sequence[Column]) -> dict[str, Metric]:
     """Return name → label, format and note of the quantities of any layer, in the page's order."""
     by_name = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
-    names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
+    names = dict.fromkeys(name for quantities, _ in columns[1:] for name in quantities)
     without_p = [name for name in names if not name.startswith("p_")]
     pairs = [(name, name.replace("information_", "p_")) for name in without_p]
     metrics = {}
@@ -117,12 +133,10 @@ def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
     return metrics
 
 
-def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
-    """Return a table with a row per quantity, and a column for all layers together and each one."""
-    columns = [(numbers.mean, numbers.chances)]
-    columns += [(layer.quantities, layer.chances) for layer in numbers.layers]
+def quantity_rows_table(columns: Sequence[Column], first: int = 1) -> PageTable:
+    """Return a table with a row per quantity; first: number of the first layer."""
     lines = []
-    for name, metric in quantity_metrics(numbers).items():
+    for name, metric in quantity_metrics(columns).items():
         intervals = [quantities[name] for quantities, _ in columns if name in quantities]
         form = NumberFormat.of(metric.form, intervals)
         cells = [
@@ -130,7 +144,7 @@ def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
             for quantities, chances in columns
         ]
         lines.append(TableRow(PageCell(metric.label, note=metric.note), cells))
-    layers = [f"Layer {number}" for number in range(1, len(columns))]
+    layers = [f"Layer {first + index}" for index in range(len(columns) - 1)]
     return PageTable(["Quantity", "All layers", *layers], lines)
 
 
@@ -144,7 +158,7 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
 
 def print_numbers(numbers: TraceNumbers) -> None:
     """Print per quantity the mean over layers, its interval and the value expected by chance."""
-    for name, metric in quantity_metrics(numbers).items():
+    for name, metric in quantity_metrics(numbers.columns).items():
         if interval := numbers.mean.get(name):
             form = NumberFormat.of(metric.form, [interval])
             line = f"{metric.label:<32} {form.value_with_limits(interval)}"
@@ -167,9 +181,12 @@ def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
     template = template_environment().get_template("lens.html.jinja")
     return template.render(
         model=trace.card.model,
-        items=f"{numbers.items:,} of {trace.items:,} items",
+        items=f"{numbers.items:,} of {trace.items:,} items, evenly spread",
         block=Block(
-            "", words=numbers.remarks, grids=[quantity_rows_table(numbers)], pictures=[loads]
+            "",
+            words=numbers.remarks,
+            grids=[quantity_rows_table(numbers.columns)],
+            pictures=[loads],
         ),
         sheets=Block("", pictures=sheets),
         explorer=explorer,

@@ -7,8 +7,12 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
-from moecore.data.views.views import ViewSettings
-from moecore.measure.attack_audit import AuditSettings
+from moecore.data.views.augmentations import ColourJitter as _ColourJitter
+from moecore.data.views.augmentations import RandAugment as _RandAugment
+from moecore.data.views.views import AffineRanges as _AffineRanges
+from moecore.data.views.views import CropRanges as _CropRanges
+from moecore.data.views.views import ViewSettings as _ViewSettings
+from moecore.measure.attack_audit import AuditSettings as _AuditSettings
 from moecore.measure.base import Measurement as Measurement
 from moecore.measure.cohort_checks import CohortChecks as _CohortChecks
 from moecore.measure.corruptions import Corruptions as _Corruptions
@@ -19,18 +23,36 @@ from moecore.measure.few_shot import FewShot as _FewShot
 from moecore.measure.fewer_experts import FewerExperts as _FewerExperts
 from moecore.measure.invariance import Invariance as _Invariance
 from moecore.measure.lipschitz import Lipschitz as _Lipschitz
-from moecore.measure.probes.region_experts_on_new_data import RegionGeneralisationSettings
+from moecore.measure.probes.region_experts_on_new_data import RegionGeneralisationSettings as _RegionGeneralisationSettings
 from moecore.measure.retrieval import Retrieval as _Retrieval
 from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
-from moecore.measure.routing_metrics.expert_roles import ExpertRoles
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings
-from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings as _SweepSettings
+from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
 from moecore.measure.stability import Stability as _Stability
 from moecore.measure.truth import Truth as _Truth
 from moecore.measure.word_swaps import WordSwaps as _WordSwaps
 from moecore.measure.zero_shot import ZeroShot as _ZeroShot
+
+class AffineRanges(_AffineRanges):
+    """Limits of a random affine about the centre: scale and shear, rotation, translation."""
+    degrees: float = 0.0
+    """Largest rotation; volumes: about each of three axes"""
+    translate: float = 0.0
+    """Largest movement along each axis, as a share of the side"""
+    scale: tuple[float, float] = ...
+    """Scaling factor of all sides: lowest, highest"""
+    shear: float = 0.0
+    """Shear along the columns, ± this many degrees; images only"""
+
+class AuditSettings(_AuditSettings):
+    """Additional attacks of the audit: PGD from the clean image on the task's loss."""
+    images: int = 100
+    """The first of the attacked images; all where there are fewer."""
+    steps: int = 20
+    """Steps of PGD; one line doubles them."""
 
 class CohortChecks(_CohortChecks):
     """Checks of a model of age on single tissues, simulated ageing, rescans and region experts."""
@@ -42,10 +64,19 @@ class CohortChecks(_CohortChecks):
     """Subjects scanned again, at one site and at two."""
     probe: int = 256
     """Largest number of training volumes that a probe is fitted to."""
-    generalisation: RegionGeneralisationSettings = ...
+    generalisation: _RegionGeneralisationSettings = ...
     """Tests of region experts on volumes that differ from training."""
     batch: int = 16
     """Volumes per forward pass; results do not depend on it."""
+
+class ColourJitter(_ColourJitter):
+    """ColorJitter of torchvision without hue: factors uniform in 1 ± value, in random order."""
+    brightness: float = 0.0
+    """Blend with black; 0: off"""
+    contrast: float = 0.0
+    """Blend with the mean grey; 0: off"""
+    saturation: float = 0.0
+    """Blend with the grey image; 0: off; grey images do not change"""
 
 class Corruptions(_Corruptions):
     """Error of a model on corrupted test images."""
@@ -64,6 +95,23 @@ class Cost(_Cost):
     """Timed passes, after three warm-up passes."""
     images: int = 64
     """Test images that the passes use in turn."""
+
+class CropRanges(_CropRanges):
+    """Settings of a random crop, which is resized to the view."""
+    scale: tuple[float, float] = ...
+    """Area of the crop, as a share of the image: lowest, highest"""
+
+class ExpertRoles(_ExpertRoles):
+    """Settings and metrics of the experts' roles; signed metrics are values above chance.
+
+    information_{label}: above chance, divided by the label's entropy. pair_lift: mean of
+    P(b | a) / P(b) over pairs of experts that tokens chose; chance is at an even load. margin: see
+    ``selection_scores``. consistency: F1 of the best sets for windows of tokens. early_*: see
+    ``choice_predictability``. batch_violation: mean MaxVio of batches."""
+    batch: int = 64
+    """Images per batch for MaxVio of a batch."""
+    windows: tuple[int, ...] = ...
+    """Sizes of windows of neighbouring tokens, below the sequence length."""
 
 class ExpertWorth(_ExpertWorth):
     """Loss of score without experts; the order of use is counted on the validation split."""
@@ -84,7 +132,7 @@ class Explorer(_Explorer):
     """Radii of the L∞ ball, pixels in [0, 1]."""
     attack: Attack = ...
     """The attack at these radii."""
-    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | TwoViewAugmentation, ...] = ...
+    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | _TwoViewAugmentation, ...] = ...
     """Random views, by kind: presets, or {name, views, noise}; not used for images with a channel
     of truth, which a view would falsify."""
 
@@ -120,6 +168,26 @@ class Lipschitz(_Lipschitz):
     lemma_tokens: int = 64
     """Tokens of these images at which Lemma 1 is evaluated, per MoE layer."""
 
+class RandAugment(_RandAugment):
+    """RandAugment's settings: number of random operations per image, and their strength.
+
+    At magnitude 10: shear 0.3, translation 45 % of the side, rotation 30°, enhancement factors 1 ±
+    0.9, 4 bits, threshold 0; other magnitudes in proportion. Signs are random. Geometric operations
+    are about the image's centre and come before all colours (our choice)."""
+    operations: int = 2
+    """Operations per image, drawn with replacement"""
+    magnitude: float = 9
+    """Strength; 10 is the full range of each, others in proportion"""
+    names: tuple[Literal['shear_x', 'shear_y', 'translate_x', 'translate_y', 'rotate'] | Literal['identity', 'autocontrast', 'equalize', 'brightness', 'contrast', 'saturation', 'sharpness', 'posterize', 'solarize', 'invert'], ...] = ...
+    """Operations to draw from; all but invert by default"""
+
+class RegionGeneralisationSettings(_RegionGeneralisationSettings):
+    """Volumes that differ from training, on which region experts are tested."""
+    volumes: int = 48
+    """Largest number of test participants, one volume each."""
+    subjects: int = 24
+    """Simulated subjects of another generator of volumes."""
+
 class Retrieval(_Retrieval):
     """Recall of images by captions and captions by images, and the routing of words."""
     images: int | None = None
@@ -140,7 +208,7 @@ class Robustness(_Robustness):
     """Of the attack's passes; attacked images are scored in float32."""
     survivors: bool = False
     """Attack only images that are right when clean; no routing change."""
-    audit: AuditSettings = ...
+    audit: _AuditSettings = ...
     """Additional attacks that check the strength of the others."""
 
 class RouterRegret(_RouterRegret):
@@ -162,15 +230,15 @@ class Routing(_Routing):
     """Images per forward pass; results do not depend on it."""
     overlays: int = 4
     """Test images whose patches are shown with their experts."""
-    views: ViewSettings = ...
+    views: _ViewSettings = ...
     """Two random views, compared (PRC, table 4)."""
-    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | TwoViewAugmentation, ...] = ...
+    augmentations: tuple[Literal['identity', 'noise', 'shift', 'flip', 'crop', 'rotation', 'affine', 'brightness', 'contrast', 'randaugment', 'erasing'] | _TwoViewAugmentation, ...] = ...
     """Compared like views, each separately: presets, or {name, views, noise}."""
     augmentation_images: int = 200
     """How many of the images are compared under each augmentation."""
-    sweeps: SweepSettings = ...
+    sweeps: _SweepSettings = ...
     """The trained weights under other k and thresholds (ERMoE, S3, S5)."""
-    roles: ExpertRoles | None = None
+    roles: _ExpertRoles | None = None
     """Analysis of the experts' roles, from the same pass; null: none."""
 
 class Stability(_Stability):
@@ -184,10 +252,52 @@ class Stability(_Stability):
     steps: int = 40
     """Equal steps of the ramp."""
 
+class SweepSettings(_SweepSettings):
+    """Settings of the router that are tried on the trained weights; nothing is selected by them."""
+    k: tuple[int, ...] = ...
+    """Experts per token; values above the number are skipped"""
+    threshold: tuple[float, ...] = ...
+    """Thresholds (of a cosine); routers without a threshold have no such sweep"""
+    images: int = 300
+    """How many of the measured images are used"""
+
 class Truth(_Truth):
     """Agreement of each token's first expert with the token's true kind."""
     images: int | None = None
     """Test images, evenly spread; null: all of them."""
+
+class TwoViewAugmentation(_TwoViewAugmentation):
+    """An augmentation, applied twice with independent draws; the default changes nothing."""
+    name: str
+    """Its name in tables; the draws depend on it"""
+    views: _ViewSettings = ...
+    """Geometry and colours, drawn for each view"""
+    noise: float = 0.0
+    """σ of Gaussian noise, added last; pixels lie in [0, 1]"""
+
+class ViewSettings(_ViewSettings):
+    """Settings of random views: shift, crop, flip, affine, RandAugment, colours, erasing.
+
+    They are applied in this order (colours: RandAugment's, then jitter); the default changes
+    nothing. All geometry is one affine and one linear sampling; shifts and flips alone keep every
+    pixel exact. Volumes take shift, flip (of their first axis, which runs from left to right),
+    affine without shear, and fill."""
+    shift: int = 0
+    """Largest movement along each axis in whole pixels (pad and crop)"""
+    crop: _CropRanges | None = None
+    """Random resized crop"""
+    flip: bool = False
+    """Mirror left and right with probability one half"""
+    affine: _AffineRanges | None = None
+    """Random affine"""
+    randaugment: _RandAugment | None = None
+    """RandAugment: number of operations and magnitude"""
+    jitter: _ColourJitter | None = None
+    """Random brightness, contrast and saturation"""
+    erasing: float = 0.0
+    """Probability of a black rectangle of 2 to 33 % of the view"""
+    fill: Literal['zeros', 'border', 'reflection'] = 'zeros'
+    """Outside the image: black, the nearest pixel, the mirrored image"""
 
 class WordSwaps(_WordSwaps):
     """Loss and routing of a text in which words are replaced by ``<unk>``."""

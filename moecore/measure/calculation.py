@@ -31,10 +31,8 @@ class Calculation(Measurement):
         self.calculate(out)
 
     def collect_values(self, parts: PartStore) -> Found:
-        """Return all values that ``calculate`` puts; parts: the store of finished pieces.
-
-        UserError for two values whose places give one name of a column.
-        """
+        """Return all values that ``calculate`` puts; parts: the store of finished pieces."""
+        # UserError for two values whose places give one name of a column.
         out = Values(self.metrics, NO_TASK, parts)
         self.calculate(out)
         result = out.found()

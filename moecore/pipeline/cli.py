@@ -223,6 +223,7 @@ def new_command(
 @app.command("upgrade")
 def upgrade_command(
     yes: Annotated[bool, Option("--yes", help="write it; left out: only print it")] = False,
+    stage: Annotated[list[str] | None, Option(help="add it to dvc.yaml; repeatable")] = None,
 ) -> None:
     """Upgrade a project to the installed version: show the diff, and which stages run again."""
     from moecore.pipeline.project import hold_project, read_answers
@@ -230,7 +231,7 @@ def upgrade_command(
 
     answers = read_answers(Path())
     with hold_project():
-        upgrade_project(answers, yes)
+        upgrade_project(answers, yes, stage or ())
 
 
 @app.command("ui")

@@ -213,13 +213,11 @@ def _shows_results(file: Path) -> bool:
 def import_closure(
     path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
 ) -> set[Path]:
-    """Return ``path`` and the files that importing it reaches, below ``root``.
-
-    rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left out,
-    as are ``__init__`` files with only a docstring. Of a family only the base class is reached:
-    params.yaml names the part. Other files in a module's folder (an atlas, a template) belong to
-    the module.
-    """
+    """Return ``path`` and the files that importing it reaches, below ``root``."""
+    # rooms: top folders of moecore to follow. Files of ``PASSED_THROUGH`` are followed but left
+    # out, as are ``__init__`` files with only a docstring. Of a family only the base class is
+    # reached: params.yaml names the part. Other files in a module's folder (an atlas, a template)
+    # belong to the module.
     reached: set[Path] = set()
     waiting = [Path(path)]
     while waiting:
@@ -235,11 +233,9 @@ def import_closure(
 
 
 def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
-    """Return the files of every part that ``section`` names (``kind: x``), with their imports.
-
-    under: the key of ``section``, which decides if two families have a part of that name. A
-    ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
-    """
+    """Return the files of every part that ``section`` names (``kind: x``), with their imports."""
+    # under: the key of ``section``, which decides if two families have a part of that name. A
+    # ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
     if isinstance(section, dict):
         files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
         kind = section.get("kind")
@@ -330,10 +326,8 @@ def _homes(package: str, name: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
-    """Yield the files of ``package``, its parents, and ``package/name`` if that is a module.
-
-    For a family, which offers its parts by class name, the files of all parts.
-    """
+    """Yield the files of ``package``, its parents, and ``package/name`` if that is a module."""
+    # For a family, which offers its parts by class name, the files of all parts.
     segments = [*package.split("/"), name] if name else package.split("/")
     if "/".join(segments[1:]) in FAMILIES:
         yield from sorted(

@@ -48,11 +48,7 @@ SHOTS = (1, 5, 10, 25)
 
 
 def derive_params_text(folder: Path) -> str:
-    """Return a params.yaml for a folder with class folders, or with train/ and test/ of such.
-
-    Raises UserError for missing classes, for a class with too few pictures, and for pictures that
-    cannot be read.
-    """
+    """Return a params.yaml for a folder with class folders, or with train/ and test/ of such."""
     root = find_raw_folder(str(folder), "the folder with the class folders").resolve()
     train = root / "train"
     if not train.is_dir():
@@ -129,11 +125,9 @@ class Axis(NamedTuple):
 
 
 def write_derived_run(data: Path | None, sets: Sequence[str], is_sweep: bool) -> Path:
-    """Write the folder of a run, and return it.
-
-    data: a folder of pictures; None: the run is of the params.yaml here. sets: values as for
-    ``-S``; with ``is_sweep``, lists below ``methods.`` are the axes of a grid. Raises UserError.
-    """
+    """Write the folder of a run, and return it."""
+    # data: a folder of pictures; None: the run is of the params.yaml here. sets: values as for
+    # ``-S``; with ``is_sweep``, lists below ``methods.`` are the axes of a grid.
     path = HERE / "params.yaml"
     name = "sweep"
     if data is not None:

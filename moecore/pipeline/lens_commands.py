@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from moecore.core.files import UserError, write_json
+from moecore.core.files import UserError, write_csv, write_json
 
 Items = Annotated[int | None, Option(min=1, help="at most this many, evenly spread")]
 Against = Annotated[list[Path] | None, Option(help="the same requests in another engine")]
@@ -53,13 +53,21 @@ def lens_engine(
     layers: Annotated[int | None, Option(help="layers, of SGLang's flat ids")] = None,
     first_layer: Annotated[int, Option(help="leave out layers below, which are dense")] = 0,
     experts: Annotated[int | None, Option(help="experts; default: highest id + 1")] = None,
-    out: Annotated[Path, Option(help="all layers' numbers, as JSON")] = Path("engine.json"),
+    out: Annotated[Path, Option(help="all layers' numbers, as JSON; as CSV if it ends so")] = Path(
+        "engine.json"
+    ),
+    page: Annotated[Path, Option(help="the numbers as a page")] = Path("engine.html"),
 ) -> None:
-    """Print load, caches and agreement of the experts that an engine chose."""
+    """Print load, caches and agreement of the experts that an engine chose, and write a page."""
     from moecore.lens.engine_traces import EngineFormat, analyse_engine, print_engine_rows
+    from moecore.lens.page import write_engine_page
 
     form = EngineFormat(top_k, layers, first_layer, experts)
     rows = analyse_engine(files, against or [], form)
     print_engine_rows(rows)
-    write_json(out, rows)
-    typer.echo(f"{out}: written")
+    if out.suffix == ".csv":
+        write_csv(out, [rows[0], *(row.values() for row in rows)])
+    else:
+        write_json(out, rows)
+    write_engine_page(page, rows, ", ".join(path.name for path in files))
+    typer.echo(f"{out}, {page}: written")

@@ -100,11 +100,9 @@ def _seed_in_stage_name(stage: str) -> str:
 
 
 def _model_work(stage: str) -> tuple[str, str, str] | None:
-    """Return method, seed and phase of a stage; None without a single method and seed.
-
-    The phase of a training (``pretrain@vmoe-0``) is "". Measurements have the model's phase:
-    ``routing@pretrain-vmoe-0``, ``measure@cost-finetune-vmoe-0``.
-    """
+    """Return method, seed and phase of a stage; None without a single method and seed."""
+    # The phase of a training (``pretrain@vmoe-0``) is "". Measurements have the model's phase:
+    # ``routing@pretrain-vmoe-0``, ``measure@cost-finetune-vmoe-0``.
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
     if not (method and seed.isdigit()) or "method" not in _row(stage).item:
         return None
@@ -112,10 +110,9 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
 
 
 class StageDisplay:
-    """Displays the output of stages that run at the same time.
+    """Displays the output of stages that run at the same time."""
 
-    seconds: expected seconds, None if unknown, of all stages that will run.
-    """
+    # seconds: expected seconds, None if unknown, of all stages that will run.
 
     def __init__(self, seconds: Mapping[str, float | None], jobs: int, is_verbose: bool) -> None:
         self.seconds = seconds
@@ -212,11 +209,9 @@ def run_job_stages(
     ending: Event,
     display: StageDisplay,
 ) -> int:
-    """Run the stages of a job and display DVC's output by line; return its exit code.
-
-    If DVC stops because another process uses the same path, the job is tried again. ending: set
-    before all ``started`` processes are ended; a process that starts later is ended immediately.
-    """
+    """Run the stages of a job and display DVC's output by line; return its exit code."""
+    # If DVC stops because another process uses the same path, the job is tried again. ending: set
+    # before all ``started`` processes are ended; a process that starts later is ended immediately.
     files = {stage: Path("steps", _stage_kind(stage), "dvc.yaml") for stage in job}
     targets = [f"{file}:{stage}" if file.is_file() else stage for stage, file in files.items()]
     for _ in range(TRIES):
@@ -247,10 +242,8 @@ def run_stages(
     jobs: int,
     display: StageDisplay,
 ) -> list[str]:
-    """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done.
-
-    above: stage → its direct ancestors. environments: variables of each process that may run.
-    """
+    """Run stages, ``jobs`` at a time, until one fails; return the stages that are not done."""
+    # above: stage → its direct ancestors. environments: variables of each process that may run.
     done: set[str] = set()
     begun: set[str] = set()
     free = list(environments)
@@ -292,11 +285,9 @@ def run_stages(
 
 
 def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
-    """Run all pending stages, ``jobs`` at a time; UserError if some are not finished.
-
-    jobs: by default one per GPU; without GPUs one per core, at most 4. is_verbose: print DVC's own
-    lines instead of a table of the stages that run.
-    """
+    """Run all pending stages, ``jobs`` at a time; UserError if some are not finished."""
+    # jobs: by default one per GPU; without GPUs one per core, at most 4. is_verbose: print DVC's
+    # own lines instead of a table of the stages that run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pipeline = plan.query_pipeline_status()
     planned = plan.plan_stages(pipeline, plan.past_seconds(), plan.stages_changed_by_code(pipeline))
@@ -322,11 +313,9 @@ def run_pipeline(jobs: int | None = None, is_verbose: bool = False) -> None:
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
-    """Return the variables of ``jobs`` processes: one GPU each, or a share of the cores.
-
-    There are at least as many as a stage has ranks on GPUs. MOECORE_THREADS overrides the number of
-    threads; a launcher assigns devices itself. Raises UserError for more ranks than GPUs.
-    """
+    """Return the variables of ``jobs`` processes: one GPU each, or a share of the cores."""
+    # There are at least as many as a stage has ranks on GPUs. MOECORE_THREADS overrides the number
+    # of threads; a launcher assigns devices itself.
     ranks = max(requested_ranks(stage) for stage in STAGES.values())
     gpus = [] if "gpus" in launch_fields() else list_gpus()
     if gpus:

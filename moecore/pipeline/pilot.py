@@ -93,11 +93,8 @@ class PilotResult(NamedTuple):
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
-    """Train the four methods of a params.yaml with ``seeds`` seeds, on one thread.
-
-    Nothing is written to its folder. Raises UserError for an invalid file, and if it has no dense
-    method or no oracle.
-    """
+    """Train the four methods of a params.yaml with ``seeds`` seeds, on one thread."""
+    # Nothing is written to its folder.
     check_study(path, also=unfit_metric_problems)
     document = load_yaml_document(path)
     params = extract_declared_settings(PilotParams, document)
@@ -236,11 +233,9 @@ def pilot_score_for_task(task: Task) -> Score:
 
 
 def pilot_verdicts(result: PilotResult) -> dict[str, bool]:
-    """Return line → whether it holds: routing gains enough, has room to learn, is fast.
-
-    Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
-    seeds, pooled from the variances of all four.
-    """
+    """Return line → whether it holds: routing gains enough, has room to learn, is fast."""
+    # Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
+    # seeds, pooled from the variances of all four.
     told = result.told.name
     unit = result.unit
     scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))

@@ -33,10 +33,9 @@ RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
-    """A stage that would run; seconds: of its last run, else median of its kind, else None.
+    """A stage that would run; seconds: of its last run, else median of its kind, else None."""
 
-    If it is not certain, it runs only if the output of an earlier stage changes.
-    """
+    # If it is not certain, it runs only if the output of an earlier stage changes.
 
     stage: str
     reasons: tuple[str, ...]
@@ -52,11 +51,9 @@ class DvcStatus(NamedTuple):
 
 
 def query_pipeline_status(is_locked: bool = True) -> DvcStatus:
-    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock.
-
-    is_locked: take DVC's locks. Without them the status is readable while stages run, which it
-    names, and no stage waits for the reader.
-    """
+    """Return DVC's status of the project in this folder; UserError, also for a damaged dvc.lock."""
+    # is_locked: take DVC's locks. Without them the status is readable while stages run, which it
+    # names, and no stage waits for the reader.
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 

@@ -48,12 +48,9 @@ INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 def begin_project(
     name: str, folder: Path, study: str, is_overlay: bool, data: Path | None = None
 ) -> None:
-    """Write a new project into ``folder``, which must be missing or empty.
-
-    study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
-    data: a folder of pictures that params.yaml is derived from. Raises UserError, and leaves
-    nothing, for an invalid name, study, folder or data.
-    """
+    """Write a new project into ``folder``, which must be missing or empty."""
+    # study: a shipped question, or main. is_overlay: params.yaml is written from an overlay.yaml.
+    # data: a folder of pictures that params.yaml is derived from.
     refuse_study_name(name)
     if importlib.util.find_spec(name):
         text = f"found the name {name!r}, which Python finds already"
@@ -136,17 +133,21 @@ def shipped_params_text(study: str) -> str:
     return params_file.project_params_text(compose_shipped_question(study))
 
 
-def upgradable_project_texts(name: str, study: str) -> dict[str, str]:
-    """Return path → text of the files of the project here that an upgrade writes again.
-
-    Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version has stay there, as
-    its params.yaml has their settings.
-    """
+def upgradable_project_texts(name: str, study: str, added: Sequence[str]) -> dict[str, str]:
+    """Return path → text of the files of the project here that an upgrade writes again."""
+    # Its overlay.yaml, if any, is read; stages in its dvc.yaml that this version has stay there, as
+    # its params.yaml has their settings. added: more stages.
+    if added and Path(OVERLAY).is_file():
+        raise UserError.at("--stage", found=OVERLAY, allowed=f"with `stages` of {OVERLAY} instead")
+    if unknown := [stage for stage in added if stage not in STAGES]:
+        raise UserError.at("--stage", found=unknown[0], allowed=", ".join(STAGES))
     stages: list[str] = []
     for file in list_project_dvc_files(HERE):
         data = load_yaml_document(file).data
         stages += (isinstance(data, dict) and data.get("stages")) or ()
     ours = [stage for stage in stages if stage in STAGES]
+    if added:
+        ours = [stage for stage in STAGES if stage in (*ours, *added)]
     return template_texts(name, is_of_user=False) | _dvc_texts(HERE, study, ours)
 
 
@@ -190,11 +191,9 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
 
 
 def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -> str:
-    """Return a params.yaml, or an overlay, with the project's package in ``packages``.
-
-    If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
-    values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
-    """
+    """Return a params.yaml, or an overlay, with the project's package in ``packages``."""
+    # If it lists methods with vmoe, ``cosine`` is added: vmoe with the project's router. study: the
+    # values of the complete params.yaml. is_run: ``cosine`` is also added to run.methods.
     packages = ", ".join([name, *study.get("packages", ())])
     text = re.sub("^packages:.*\n+", "", text, flags=re.M)
     text = re.sub("^run:", f"packages: [{packages}]  # in src/\n\nrun:", text, flags=re.M)
@@ -212,11 +211,14 @@ def _add_example(text: str, study: Mapping[str, Any], name: str, is_run: bool) -
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
-def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
+def upgrade_project(
+    answers: project.ProjectAnswers, is_written: bool, added: Sequence[str] = ()
+) -> None:
     """Print how the project here changes and what runs again; write it if ``is_written``."""
+    # added: stages that its dvc.yaml gets.
     changes = _renamed_texts(answers)
     with _files_as(changes):  # an overlay must be valid to be read
-        texts = upgradable_project_texts(answers.name, answers.study)
+        texts = upgradable_project_texts(answers.name, answers.study, added)
         written, edited = _changed_texts(answers, texts)
     pyproject = Path("pyproject.toml")
     if before := _read(pyproject):
@@ -224,7 +226,9 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
         if (after := INSTALLED.sub(lambda _: requirement, before)) != before:
             changes[str(pyproject)] = after
     changes |= written
-    print(f"moecore {answers.moecore} → {version('moecore')}")
+    installed = version("moecore")
+    if answers.moecore != installed:
+        print(f"moecore {answers.moecore} → {installed}")
     for path, text in {**changes, **edited}.items():
         lines = (_read(Path(path)) or "").splitlines(True)
         now = (text or "").splitlines(True)
@@ -232,6 +236,9 @@ def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
         print("".join(difflib.unified_diff(lines, now, *names)), end="")
     for path in edited:
         print(f"{path}: edited in this project and stays so; the diff above is for you to take")
+    if not changes and answers.moecore == installed:
+        print(f"moecore {installed} wrote this project, and nothing is to be written again")
+        return
     with _files_as(changes):
         print_plan()
     if is_written:

@@ -106,11 +106,9 @@ def unpack_run(archive: Path) -> Path:
 
 
 def pull_outputs(run: Path, is_forced: bool) -> None:
-    """Pull an unpacked run's outputs with DVC; copy its reports and model cards.
-
-    Raises UserError, and changes nothing, if another run's dvc.lock or outputs that are in no
-    cache would be lost; is_forced: replace them.
-    """
+    """Pull an unpacked run's outputs with DVC; copy its reports and model cards."""
+    # Raises UserError, and changes nothing, if another run's dvc.lock or outputs that are in no
+    # cache would be lost; is_forced: replace them.
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 

@@ -38,10 +38,8 @@ Stages = Mapping[str, Callable[..., None]]
 
 
 def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
-    """Start a server that ends with this process; UserError if it ends early.
-
-    Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
-    """
+    """Start a server that ends with this process; UserError if it ends early."""
+    # Returns its folder, with ``socket``, and ``bin/python``, the command that connects to it.
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     path = folder / "socket"
     command = folder / "bin/python"
@@ -68,11 +66,9 @@ def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> Path:
 
 
 def serve_stages(path: str, stages: Stages) -> None:
-    """Serve stages at the socket ``path`` without end.
-
-    A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
-    descriptors of stdout and stderr. The answers are the process id, and later the exit code.
-    """
+    """Serve stages at the socket ``path`` without end."""
+    # A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
+    # descriptors of stdout and stderr. The answers are the process id, and later the exit code.
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of _answer

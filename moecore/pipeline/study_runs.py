@@ -56,11 +56,7 @@ stages: [{stages}]
 
 
 def write_run_folder(question_round: Round, presets: Sequence[str] = ()) -> list[str]:
-    """Write the run folder of a round; return a line for every value that changes in it.
-
-    Raises UserError, and writes nothing, for an invalid question or preset, and while a process
-    runs stages there.
-    """
+    """Write the run folder of a round; return a line for every value that changes in it."""
     root = question_round.question.root
     folder = question_round.folder
     composed = question_round.compose(presets)
@@ -164,11 +160,9 @@ def keep_results(question_round: Round) -> Path:
 
 
 def begin_question(name: str, root: Path = HERE) -> Path:
-    """Write a new question and return its file.
-
-    Raises UserError, and leaves no file, for a used name, and if the question cannot be composed
-    over the params.yaml here.
-    """
+    """Write a new question and return its file."""
+    # Raises UserError, and leaves no file, for a used name, and if the question cannot be composed
+    # over the params.yaml here.
     refuse_study_name(name)
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
     if path.exists():
@@ -200,11 +194,9 @@ def refuse_study_name(name: str) -> None:
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
-    """Yield a line per valid round, and one for the presets; append errors to ``problems``.
-
-    A round gets all checks of ``moecore check``, and a small step of methods that it does not run.
-    Presets, which may be combined, are only read.
-    """
+    """Yield a line per valid round, and one for the presets; append errors to ``problems``."""
+    # A round gets all checks of ``moecore check``, and a small step of methods that it does not
+    # run. Presets, which may be combined, are only read.
     for question_round in question.rounds:
         try:
             yield f"{question_round.name}: {_check_round(question_round)}"

@@ -15,7 +15,7 @@ from moecore.nn.routers.folded import Folded as _Folded
 from moecore.nn.routers.frozen_copy import FrozenCopy as _FrozenCopy
 from moecore.nn.routers.hash import Hash as _Hash
 from moecore.nn.routers.merged import Merged as _Merged
-from moecore.nn.routers.noisy_top_k import GroupLimitedChoice
+from moecore.nn.routers.noisy_top_k import GroupLimitedChoice as _GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK as _NoisyTopK
 from moecore.nn.routers.relu import Relu as _Relu
 from moecore.nn.routers.soft_slots import SoftSlots as _SoftSlots
@@ -75,7 +75,7 @@ class Cosine(_Cosine):
     of softplus"""
     scale: float = 1.0
     """factor of all weights"""
-    groups: GroupLimitedChoice | None = None
+    groups: _GroupLimitedChoice | None = None
     """groups of experts; a token chooses within a few of them; null: none"""
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
@@ -162,6 +162,18 @@ class FrozenCopy(_FrozenCopy):
     until: float = 0.5
     """share of the training during which the router learns"""
 
+class GroupLimitedChoice(_GroupLimitedChoice):
+    """Limit a token's choice to the ``kept`` groups of adjacent experts with the largest values.
+
+    A group's value is the sum of its ``per_group`` best scores. Only the choice is constrained:
+    experts are not placed on devices by group, so that no communication is saved."""
+    number: int
+    """number of groups, which have equally many experts"""
+    kept: int
+    """number of groups that a token chooses within"""
+    per_group: int | None = None
+    """number of best scores that value a group; null: k / kept, at least 1"""
+
 class Hash(_Hash):
     """Choose k experts by a fixed hash of each word, patch or position, with weight 1/k each.
 
@@ -208,7 +220,7 @@ class NoisyTopK(_NoisyTopK):
     of softplus"""
     scale: float = 1.0
     """factor of all weights"""
-    groups: GroupLimitedChoice | None = None
+    groups: _GroupLimitedChoice | None = None
     """groups of experts; a token chooses within a few of them; null: none"""
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""
@@ -287,7 +299,7 @@ class TopKSoftmax(_TopKSoftmax):
     of softplus"""
     scale: float = 1.0
     """factor of all weights"""
-    groups: GroupLimitedChoice | None = None
+    groups: _GroupLimitedChoice | None = None
     """groups of experts; a token chooses within a few of them; null: none"""
     balance: Balance | None = None
     """balancing of the load without a loss, by shifting the choice; null: none"""

@@ -108,10 +108,8 @@ class Difference(NamedTuple):
 
 
 def linearize_by_person(values: np.ndarray, people: intervals.People) -> np.ndarray:
-    """Return one value per person, (M,), whose mean is that of the values (N,) of all images.
-
-    people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
-    """
+    """Return one value per person, (M,), whose mean is that of the values (N,) of all images."""
+    # people: (N,), the person of each image. None, or one image per person: ``values`` as they are.
     values = np.asarray(values, np.float64)
     images = intervals.indices_by_person(people)
     if images is None:
@@ -134,11 +132,9 @@ def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
 
 
 def crossed_difference(differences: np.ndarray) -> Difference:
-    """Return the mean of D (S, n) over seeds and items, with its sources of variance.
-
-    One seed: the variance is over items only. Equal values, as of a model that is never right: no
-    interval. Raises ValueError unless D is (S ≥ 1, n ≥ 2) and finite.
-    """
+    """Return the mean of D (S, n) over seeds and items, with its sources of variance."""
+    # One seed: the variance is over items only. Equal values, as of a model that is never right: no
+    # interval.
     values = np.asarray(differences, np.float64)
     if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 2:
         shape = f"differences of shape {values.shape}"
@@ -216,11 +212,9 @@ def mcnemar(first_only: int, second_only: int) -> float:
 
 
 def paired_share_difference(table: PairedHits, level: float = 0.95) -> intervals.Interval:
-    """Return the first model's share minus the second's, with the interval of Newcombe (1998).
-
-    Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by their
-    correlation φ. Valid for small counts and for shares of 0 and 1.
-    """
+    """Return the first model's share minus the second's, with the interval of Newcombe (1998)."""
+    # Statistics in Medicine 17, method 10: combines Wilson's limits of both shares, reduced by
+    # their correlation φ. Valid for small counts and for shares of 0 and 1.
     both, first_only, second_only, neither = table
     count = sum(table)
     first = _wilson_distances(both + first_only, count, level)
@@ -252,11 +246,8 @@ def paired_bootstrap(
     level: float = 0.95,
     people: intervals.People = None,
 ) -> intervals.Interval:
-    """Return the mean of first − second, values (N,) of two models, with its bootstrap interval.
-
-    Resamples draw images, or with ``people`` (N,) whole people. Raises ValueError where the shapes
-    differ or there are no images.
-    """
+    """Return the mean of first − second, values (N,) of two models, with its bootstrap interval."""
+    # Resamples draw images, or with ``people`` (N,) whole people.
     first = np.asarray(first, dtype=float)
     second = np.asarray(second, dtype=float)
     if first.shape != second.shape or first.ndim != 1:

@@ -53,11 +53,9 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
-    """Return the mean of one value per pair of S seeds, with a jackknife interval over seeds.
-
-    values: (S, S), symmetric; the diagonal is not read. Student's t with S − 1 degrees of freedom;
-    two seeds give no limits. Raises ValueError for fewer than two seeds.
-    """
+    """Return the mean of one value per pair of S seeds, with a jackknife interval over seeds."""
+    # values: (S, S), symmetric; the diagonal is not read. Student's t with S − 1 degrees of
+    # freedom; two seeds give no limits.
     import scipy
 
     seeds = len(values)
@@ -99,13 +97,10 @@ def bootstrap_interval(
     highest: float = math.inf,
     people: People = None,
 ) -> Interval:
-    """Return a statistic of ``count`` images with its basic (reflected) bootstrap interval.
-
-    statistic: takes the indices (count,) of a resample; its values are in [lowest, highest].
-    people: (count,), the person of each image. Whole people are then drawn, because images of one
-    person are not independent. Source: Davison & Hinkley (1997), eq. 5.6. Raises ValueError for no
-    images.
-    """
+    """Return a statistic of ``count`` images with its basic (reflected) bootstrap interval."""
+    # statistic: takes the indices (count,) of a resample; its values are in [lowest, highest].
+    # people: (count,), the person of each image. Whole people are then drawn, because images of one
+    # person are not independent. Source: Davison & Hinkley (1997), eq. 5.6.
     if count < 1:
         raise ValueError("bootstrap: no images")
     generator = np.random.default_rng(seed)
@@ -142,11 +137,9 @@ def bootstrap_mean(
 
 
 def mean_share(shares: np.ndarray, people: People = None) -> Interval:
-    """Return the mean of one share per image, (N,) in [0, 1], with its interval in [0, 1].
-
-    Wilson's interval if all shares are 0 or 1 and no person has several images; otherwise the
-    bootstrap.
-    """
+    """Return the mean of one share per image, (N,) in [0, 1], with its interval in [0, 1]."""
+    # Wilson's interval if all shares are 0 or 1 and no person has several images; otherwise the
+    # bootstrap.
     shares = np.asarray(shares, np.float64)
     if indices_by_person(people) is None and np.isin(shares, (0, 1)).all():
         return wilson(int(shares.sum()), len(shares))
@@ -186,10 +179,8 @@ class Estimate(Config):
 
 
 def squared_cv(values: Tensor) -> Tensor:
-    """Return the squared coefficient of variation var/mean² of values (E,), one per expert.
-
-    0 if all are equal, E − 1 if one expert has everything.
-    """
+    """Return the squared coefficient of variation var/mean² of values (E,), one per expert."""
+    # 0 if all are equal, E − 1 if one expert has everything.
     # Population variance, never ``torch.std``, whose gradient is infinite at balance.
     return values.var(correction=0) / values.mean().square()
 
@@ -197,10 +188,8 @@ def squared_cv(values: Tensor) -> Tensor:
 def permuted_orders(
     images: int, number: int, seed: int, people: People = None
 ) -> Iterator[np.ndarray]:
-    """Yield ``number`` random permutations (N,) of the indices of the images.
-
-    With people (N,), whole people are permuted, among people with equally many images.
-    """
+    """Yield ``number`` random permutations (N,) of the indices of the images."""
+    # With people (N,), whole people are permuted, among people with equally many images.
     random = np.random.default_rng(seed)
     by_person = indices_by_person(people) or list(np.arange(images)[:, None])
     groups = [

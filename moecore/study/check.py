@@ -23,7 +23,14 @@ from moecore.study import model_rules, part_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
 from moecore.study.layers import count_existing_keys, list_folder_stages
 from moecore.study.settings import describe_field, line_position
-from moecore.study.stages import CALCULATE, MEASURE, PHASES, SECTIONS
+from moecore.study.stages import (
+    CALCULATE,
+    MEASURE,
+    MEASURED_STAGES,
+    PHASES,
+    SECTIONS,
+    describe_addition,
+)
 from moecore.study.study import (
     MEASURED_SECTIONS,
     OPTIONAL_SECTIONS,
@@ -53,12 +60,9 @@ class CheckedStudy(NamedTuple):
 def check_study(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> CheckedStudy:
-    """Check a params.yaml, its data (headers and counts) and its models; return study and notes.
-
-    home: the folder in which its stages run; by default the file's. also: an additional check, run
-    last. Raises UserError with one line per problem: first of the file, in its order, then of data
-    and models.
-    """
+    """Check a params.yaml, its data (headers and counts) and its models; return study and notes."""
+    # home: the folder in which its stages run; by default the file's. also: an additional check,
+    # run last.
     folder = Path(path).parent
     document, stages = load_yaml_document(path), list_folder_stages(folder)
     return check_study_document(document, stages, folder if home is None else home, also)
@@ -182,20 +186,26 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
     for key in data:
         if key in Study.model_fields and key not in welcome:
-            yield (key,), f"found a section that no stage reads; allowed: {', '.join(readers)}"
+            reading = [stage for stage, sections in SECTIONS.items() if key in sections]
+            stage = key if key in reading else [*reading, MEASURE][0]
+            text = f"found a section that no stage reads; allowed: {', '.join(readers)}"
+            yield (key,), f"{text}; or with {describe_addition(stage)}"
     # DVC reads the matrix of measurements from the file, so defaults do not apply
     read_lists = {"measurements": MEASURE, "thorough": MEASURE, "calculations": CALCULATE}
     for key, stage in read_lists.items():
         if stage in stages and key not in run:
             text = f"missing; the stage {stage} of dvc.yaml goes by it; allowed: a list"
             yield ("run", key), text
-    if run.get("calculations") and CALCULATE not in stages:
-        text = f"found a list, but dvc.yaml has no stage {CALCULATE}; allowed: with this stage"
-        yield ("run", "calculations"), text
+        if stage not in stages and key != "thorough" and run.get(key):
+            text = f"found a list, but dvc.yaml has no stage {stage}"
+            yield ("run", key), f"{text}; allowed: with {describe_addition(stage)}"
     sources = data.get("data")
     if not isinstance(sources, dict):
         return
     for phase in PHASES:
+        if phase not in stages and phase in _as_list(run.get("phases")):
+            text = f"found {phase}, but dvc.yaml has no stage {phase}"
+            yield ("run", "phases"), f"{text}; allowed: with {describe_addition(phase)}"
         if phase in stages and phase not in sources:
             text = f"missing; the stage {phase} works on it; allowed: a source, as data.pretrain"
             yield ("data", phase), text
@@ -208,7 +218,7 @@ def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
         return
     if split not in stages:
         text = f"found {split}, but the stage of this name is not in dvc.yaml"
-        allowed = "train, validation, or a dvc.yaml with this stage"
+        allowed = f"train, validation, or with {describe_addition(split)}"
         yield ("calibrate", "calibrator", "fit_on"), f"{text}; allowed: {allowed}"
     for index, phase in enumerate(study.run.phases):
         if phase != "pretrain":
@@ -249,16 +259,19 @@ def selection_misfits(data: Any) -> Misfits:
     methods = list(_as_mapping(sections.get("methods")))
     known_names = {"methods": methods, "measurements": MEASURED_SECTIONS, "calculations": []}
     for key, names in known_names.items():
-        allowed = ", ".join(map(str, names)) or f"nothing, {key} is empty"
-        if key == "calculations":
-            allowed = "package.module of a listed package"
+        listed = list(map(str, names))
+        if key != "methods":
+            listed.append("package.module of a listed package")
+        allowed = ", ".join(listed) or f"nothing, {key} is empty"
         for index, name in enumerate(_as_list(run.get(key))):
             if key != "methods" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
                 for text in _outside_measurement_problems(sections, name, key):
                     yield ("run", key, index), text
             elif isinstance(name, str) and name not in names:
-                text = f"found {name!r}{did_you_mean(name, names)}; allowed: {allowed}"
-                yield ("run", key, index), text
+                hint = did_you_mean(name, names)
+                if key == "measurements" and name in MEASURED_STAGES:
+                    hint = f", which is no measurement but {describe_addition(name)}"
+                yield ("run", key, index), f"found {name!r}{hint}; allowed: {allowed}"
     for key in ("methods", "seeds", "phases", "measurements", "calculations"):
         before: set[str] = set()
         for index, value in enumerate(_as_list(run.get(key))):
@@ -281,8 +294,10 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
-    elif module not in _as_mapping(sections.get(package)):
-        yield f"{name} has no settings; write {package}: {{{module}: {{}}}} (all as by default)"
+    elif module not in (settings := _as_mapping(sections.get(package))):
+        hint = did_you_mean(module, list(settings))
+        lines = f"{package}: {{{module}: {{}}}} (all as by default)"
+        yield f"{name} has no settings{hint}; write {lines}"
     else:
         try:
             needs_model = not issubclass(find_class(Measurement, name), Calculation)

@@ -36,9 +36,9 @@ OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[
 PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
 MAX_WORD_LETTERS = 255  # of a word: no file has a longer name, and no similar one is searched
-MOVED = {  # section and stage of 0.2 → the calculation that it is, below pipelines/
-    "linear_experts": "lipschitz_theory.linear_experts of adversarial",
-    "sizes": "paper_models.sizes of ours",
+MOVED = {  # section and stage of 0.2 → package of the calculation that it is, and its question
+    "linear_experts": ("lipschitz_theory", "adversarial/lipschitz"),
+    "sizes": ("paper_models", "ours/sizes"),
 }
 CONTROL_LETTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MAX_LINE_LETTERS = 1_500  # letters of a line
@@ -182,10 +182,9 @@ class _Composer(Composer):
 
 
 class _PlainData:
-    """Converts ruamel's nodes, which hold places and comments, to dicts, lists and plain values.
+    """Converts ruamel's nodes, which hold places and comments, to dicts, lists and plain values."""
 
-    Aliases are followed; limits on values and levels also stop aliases that repeat each other.
-    """
+    # Aliases are followed; limits on values and levels also stop aliases that repeat each other.
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -260,10 +259,17 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
     return (node.lc.key(name) if is_direct else mark), node[name]
 
 
-def did_you_mean(word: Any, candidates: Sequence[Any]) -> str:
-    """Return ``, did you mean 'x'?`` if a candidate is similar, else where it moved, or ""."""
-    if place := MOVED.get(str(word)):
-        return f", which is the calculation {place}/ since 0.3.0 (CHANGELOG.md)"
+def did_you_mean(word: Any, candidates: Sequence[Any], is_section: bool = False) -> str:
+    """Return ``, did you mean 'x'?`` if a candidate is similar, for a moved section what to write.
+
+    Else "". is_section: ``word`` is the name of a section or stage.
+    """
+    if is_section and str(word) in MOVED:
+        package, question = MOVED[str(word)]
+        lines = f"packages: [{package}], run.calculations: [{package}.{word}]"
+        lines += f", {package}: {{{word}: …}} and the stage calculate"
+        whole = f"`moecore new NAME --from {question}` begins a project with them and the package"
+        return f", which is a calculation since 0.3.0: write {lines}; {whole}"
     if len(str(word)) > MAX_WORD_LETTERS:
         return ""
     close = get_close_matches(str(word), [str(name) for name in candidates], 1)

@@ -40,12 +40,11 @@ FROM = "from"  # key of a method: the method that it is merged over
 
 
 class Layer(NamedTuple):
-    """The sections of one file, or of a part of it, and how they are merged over other layers.
+    """The sections of one file, or of a part of it, and how they are merged over other layers."""
 
-    replaced: sections under ``whole``. names: the methods that remain, None for all. moved: keys of
-    ``sections`` whose text is at another key, such as run.seeds at seeds, or in another file, such
-    as claims of a paper.
-    """
+    # replaced: sections under ``whole``. names: the methods that remain, None for all. moved: keys
+    # of ``sections`` whose text is at another key, such as run.seeds at seeds, or in another file,
+    # such as claims of a paper.
 
     document: Document
     sections: Mapping[str, Any]
@@ -122,11 +121,8 @@ def load_overlay_layer(folder: Path, root: Layer) -> Layer:
 def read_layer(
     document: Document, packages: Sequence[str], directives: Sequence[str] = ()
 ) -> Layer:
-    """Return a document as a layer; directives: additional keys that are not sections.
-
-    packages: packages of earlier layers, whose names are sections, too. Raises UserError for other
-    keys, and for unknown names in ``stages`` and ``whole``.
-    """
+    """Return a document as a layer; directives: additional keys that are not sections."""
+    # packages: packages of earlier layers, whose names are sections, too.
     # Sections of single stages and measurements last
     names = sorted(Study.model_fields, key=lambda name: name in Sections.model_fields)
     directives = (*DIRECTIVES, *directives)
@@ -137,7 +133,7 @@ def read_layer(
         raise UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in data:
         if key not in allowed:
-            hint = did_you_mean(key, allowed)
+            hint = did_you_mean(key, allowed, is_section=True)
             raise document.error([key], f"unknown section{hint}; allowed: {', '.join(allowed)}")
     sections = {key: section for key, section in data.items() if key not in directives}
     stages = _read_list(document, "stages", SECTIONS)
@@ -267,7 +263,7 @@ def _read_list(document: Document, key: str, allowed: Collection[str]) -> tuple[
         raise document.error([key], f"found no list; {listed}")
     for index, entry in enumerate(entries):
         if entry not in allowed:
-            hint = did_you_mean(entry, [*allowed])
+            hint = did_you_mean(entry, [*allowed], is_section=True)
             raise document.error([key, index], f"found {entry!r}{hint}; {listed}")
     return tuple(entries)
 

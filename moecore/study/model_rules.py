@@ -242,10 +242,8 @@ def _method_problems(
 def _layer_problems(
     name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
 ) -> Misfits:
-    """Yield (keys, message) for parts that do not fit the sizes of the built model.
-
-    learned: the method as it is trained in this phase.
-    """
+    """Yield (keys, message) for parts that do not fit the sizes of the built model."""
+    # learned: the method as it is trained in this phase.
     routed = method.model_copy(update={"router": learned.router})
     training = phase.settings
     if phase.name == "pretrain":

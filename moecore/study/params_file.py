@@ -170,11 +170,9 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
 
 
 def apply_assignments(text: str, assignments: Sequence[str]) -> str:
-    """Return a YAML text with values replaced or added.
-
-    assignments: ``pretrain.epochs=3``, ``methods.tgr.regularizers.0.weight=2``, whose values are
-    YAML. A value that an alias repeats changes in every place.
-    """
+    """Return a YAML text with values replaced or added."""
+    # assignments: ``pretrain.epochs=3``, ``methods.tgr.regularizers.0.weight=2``, whose values are
+    # YAML. A value that an alias repeats changes in every place.
     writer = round_trip_writer(text)
     data = writer.load(text)
     for assignment in assignments:
@@ -216,11 +214,10 @@ def _set_value(data: Any, segments: Sequence[str], value: Any, assignment: str) 
 
 
 class RenamedKey(NamedTuple):
-    """A key that was renamed, or removed, in ``version``.
+    """A key that was renamed, or removed, in ``version``."""
 
-    key: the old key from the top of the file, where ``*`` is any key or index:
-    ``methods.*.router.top``.  name: the new last word; None: removed.
-    """
+    # key: the old key from the top of the file, where ``*`` is any key or index:
+    # ``methods.*.router.top``. name: the new last word; None: removed.
 
     version: str
     key: str

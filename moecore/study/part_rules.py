@@ -202,7 +202,8 @@ def _calibrator(study: Study) -> Misfits:
         fitting = [name for name, part in calibrators if kind in part.tasks]
         if fitting and kind not in calibrator.tasks:
             text = f"found {calibrator.kind}, but the labels of data.{phase} are of another sort"
-            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {', '.join(fitting)}"
+            allowed = ", ".join([*fitting, "package.module of a listed package"])
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {allowed}"
         if kind is not None and not fitting:
             text = f"found {phase}, whose labels calibrate does not take ({kind})"
             yield ("run", "phases", index), f"{text}; allowed: other phases, or no calibrate"

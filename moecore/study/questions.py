@@ -122,10 +122,8 @@ class QuestionFile:
         return [self.path, *(file for file in files if self.root in file.parents)]
 
     def read_part(self, document: Document, directives: Sequence[str]) -> Layer:
-        """Return a round or preset as a layer, with the claims that it asks in full.
-
-        directives: keys of ``document`` that are not sections.
-        """
+        """Return a round or preset as a layer, with the claims that it asks in full."""
+        # directives: keys of ``document`` that are not sections.
         packages = tuple(name for layer in self.layers for name in layer.document.packages)
         return self._expand(read_layer(document, packages, directives))
 

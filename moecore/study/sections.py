@@ -193,11 +193,9 @@ def compared_quantity_key(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
 def answer_settings_digest(
     study: Mapping[str, Any], comparison: Comparison, left_out: Sequence[str] = ("monitor",)
 ) -> str:
-    """Return a digest of the settings that an answer depends on; study: params.yaml as data.
-
-    These are all sections except run, claims, questions and ``left_out``, with only the two methods
-    that are compared.
-    """
+    """Return a digest of the settings that an answer depends on; study: params.yaml as data."""
+    # These are all sections except run, claims, questions and ``left_out``, with only the two
+    # methods that are compared.
     unread = ("run", "claims", "questions", "methods", *left_out)
     sections = {name: section for name, section in study.items() if name not in unread}
     methods, compared = study.get("methods") or {}, (comparison.method, comparison.against)

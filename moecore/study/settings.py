@@ -18,12 +18,18 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from moecore.core.config import KIND as TAG
-from moecore.core.config import UNKNOWN_KIND, Config, is_family_base, part_classes_by_kind
+from moecore.core.config import (
+    UNKNOWN_KIND,
+    Config,
+    is_family_base,
+    part_classes_by_kind,
+    settings_classes_in,
+)
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.study.document import (
@@ -59,11 +65,9 @@ def params_keys_by_field(model: type[Config]) -> dict[str, str]:
 
 
 def read_params(model: type[AnySettings], path: str | None = None, **item: object) -> AnySettings:
-    """Return the settings that ``model`` declares; UserError with a line per problem.
-
-    path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates of
-    the keys, such as ``method="vmoe"``.
-    """
+    """Return the settings that ``model`` declares; UserError with a line per problem."""
+    # path: the file; default: $MOECORE_PARAMS, else ./params.yaml. item: values for the templates
+    # of the keys, such as ``method="vmoe"``.
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
     return extract_declared_settings(model, load_yaml_document(path), **item)
 
@@ -125,10 +129,8 @@ def _list_error_lines(
     places: Mapping[str, Keys],
     absent: Collection[str],
 ) -> list[str]:
-    """Return one line per error, in the order of the file.
-
-    places: keys of fields in the document, if not their names; absent: fields already reported.
-    """
+    """Return one line per error, in the order of the file."""
+    # places: keys of fields in the document, if not their names; absent: fields already reported.
     texts: dict[Keys, list[tuple[str, str]]] = {}
     for item in error.errors(include_url=False):
         loc = item["loc"]
@@ -188,7 +190,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "extra_forbidden":
         owners = _models_at(model, item["loc"][:-1])
         names = [name for owner in owners for name in owner.model_fields]
-        return f"unknown key{did_you_mean(keys[-1], names)}", ", ".join(names) or "(none)"
+        hint = did_you_mean(keys[-1], names, is_section=len(keys) == 1)
+        return f"unknown key{hint}", ", ".join(names) or "(none)"
     if kind == "missing":
         return "missing", describe_field(model, item["loc"])
     if kind == "union_tag_not_found":
@@ -241,9 +244,11 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models in a type annotation; for a family, the classes of its parts."""
-    if isinstance(annotation, type) and is_family_base(annotation):
-        return list(part_classes_by_kind(annotation).values())
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+    """Return the settings classes in a type annotation; for a family, the classes of its parts."""
+    models: list[type[BaseModel]] = []
+    for settings in settings_classes_in(annotation):
+        if is_family_base(settings):
+            models += part_classes_by_kind(settings).values()
+        else:
+            models.append(settings)
+    return models

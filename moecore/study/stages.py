@@ -297,6 +297,12 @@ SECTIONS = {  # of params.yaml, by the stage that reads them; {what}, {phase} ar
 }
 
 
+def describe_addition(stage: str) -> str:
+    """Return how a user adds a stage that dvc.yaml lacks, as a part of a message."""
+    command = f"`moecore upgrade --yes --stage {stage}`"
+    return f"the stage {stage} (to add it: {command}; in a question or overlay.yaml: `stages`)"
+
+
 def list_code_hashes(name: str, **item: str | None) -> list[str]:
     """Return paths below artifacts/code of the hashes that a stage or measurement depends on."""
     stage = STAGES.get(name, STAGES[MEASURE if item.get("method") else CALCULATE])

@@ -120,11 +120,9 @@ class Study(Sections):
 
 
 def read_study(document: Document) -> Study:
-    """Return a complete params.yaml, validated; UserError with one line per problem.
-
-    Outside measurements have their settings under the name of their package: ``my_lab:
-    {brightness: {images: 8}}``. Afterwards the process may import parts of the listed packages.
-    """
+    """Return a complete params.yaml, validated; UserError with one line per problem."""
+    # Outside measurements have their settings under the name of their package: ``my_lab:
+    # {brightness: {images: 8}}``. Afterwards the process may import parts of the listed packages.
     allow_packages(document.packages, document.folders)
     measurements = {}
     for package in document.packages:

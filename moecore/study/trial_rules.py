@@ -160,10 +160,8 @@ def _try_task(task: Task) -> None:
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
-    """Yield (keys, message) per method whose small training step fails.
-
-    faulty: keys of known faults; methods and text towers that have one are left out.
-    """
+    """Yield (keys, message) per method whose small training step fails."""
+    # faulty: keys of known faults; methods and text towers that have one are left out.
     for name in study.run.methods:
         method = study.methods[name]
         towers = (((), method, method.losses), (("text",), method.text, method.text_losses))

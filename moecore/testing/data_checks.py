@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,28 @@ def _check_declarations(settings: Measurement, found: Found) -> None:
     for name in [*used, *(chart.metric for chart in settings.page.charts)]:
         promise = f"what it puts and charts is declared: {name!r} is none of {', '.join(names)}"
         assert_that(settings, name in names, promise)
+    _check_places(settings, found)
+
+
+def _check_places(settings: Measurement, result: Found) -> None:
+    """Raise AssertionError for values at places, and charts over places, that no column has."""
+    metrics = settings.all_metrics()
+    used: dict[str, list[set[str]]] = {}  # metric → places of its values
+    for value in result.values:
+        used.setdefault(value.metric.removesuffix("_chance"), []).append({*value.at})
+    declared = {place for metric in metrics.values() for place in metric.places}
+    for name, places in used.items():
+        expected = {*metrics[name].places}
+        for place in sorted(set().union(*places) - declared):  # others are of pictures
+            close = get_close_matches(place, declared, 1)
+            promise = f"{name} is put at places of `over`: {place!r}, did you mean {close}?"
+            assert_that(settings, not close, promise)
+        promise = f"{name} is put at {', '.join(sorted(expected)) or 'no place'}, as `over` says"
+        assert_that(settings, not metrics[name].label or expected in places, promise)
+    for chart in settings.page.charts:
+        has_place = {chart.over} in used.get(chart.metric, [{chart.over}]) or result.skipped
+        promise = f"{chart.metric}, which a chart shows over {chart.over!r}, is put at that place"
+        assert_that(settings, has_place, promise)
 
 
 @names_the_part

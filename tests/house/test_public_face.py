@@ -23,7 +23,8 @@ from moecore import attacks, balances, calibrators, measure, parts, sources, tas
 from moecore.backbones import Vit
 from moecore.experts import Mlp
 from moecore.regularizers import Importance
-from moecore.routers import NoisyTopK
+from moecore.measure import AuditSettings
+from moecore.routers import GroupLimitedChoice, NoisyTopK
 class Calm(parts.Regularizer):
     kind: Literal["my_lab.calm"] = "my_lab.calm"
     def __call__(self, step: parts.ObjectiveInputs) -> torch.Tensor:
@@ -36,6 +37,8 @@ moe = parts.MoESettings(router=router, experts=Mlp(), blocks="all")
 model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe)
 settings = (Importance(), Calm(weight=0.1), calibrators.Temperature(), teachers.NoTeacher())
 others = (attacks.Pgd(steps=2), measure.Invariance(images=8), sources.Digits(seed=1))
+audit = measure.Robustness(epsilons=(0.1,), attacks=(others[0],), audit=AuditSettings(steps=9))
+grouped = NoisyTopK(groups=GroupLimitedChoice(number=4, kept=2))
 with moecore.trace(layer) as records:
     moved: torch.Tensor = layer(torch.rand(2, 3, 8)).sum() + records[0].chosen.sum()
 moecore.update_routers(layer, records)
@@ -99,6 +102,7 @@ def test_types_of_a_family_are_what_the_code_says(name):
         ("moecore.MoELayer(8, NoisyTopK, Mlp())", "router: found the class NoisyTopK"),
         ("moecore.MoELayer(8, 'noisy_top_k', Mlp())", "router: found 'noisy_top_k'"),
         ("moecore.MoELayer(8, router, Mlp)", "experts: found the class Mlp"),
+        ("parts.MoESettings(router=NoisyTopK, experts=Mlp())", "router: found the class NoisyTopK"),
         ("moecore.MoELayer('8', router, Mlp())", "width: found '8'"),
         ("layer(np.zeros((2, 8)))", "tokens: found ndarray"),
         ("layer(torch.zeros(2, 9))", "tokens: found torch.float32 of shape (2, 9)"),

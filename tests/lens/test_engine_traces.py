@@ -4,6 +4,7 @@ against slow references; caches against hand-worked sequences and all possible r
 
 import base64
 import json
+import re
 from collections import Counter
 from io import BytesIO
 from itertools import combinations, product
@@ -225,6 +226,13 @@ def test_the_command_prints_and_writes(files, tmp_path, monkeypatch):
     assert done.exit_code == 0 and "agreement                1; by chance" in done.output
     rows = json.loads((tmp_path / "engine.json").read_text())
     assert {row["layer"] for row in rows} == {0, 1, 2, "mean"}
+    done = CliRunner().invoke(app, [*words, "--first-layer", "1", "--out", "engine.csv"])
+    assert done.output.endswith("engine.csv, engine.html: written\n"), done.output
+    table = (tmp_path / "engine.csv").read_text(encoding="utf-8").splitlines()
+    assert table[0] == "layer,quantity,value,low,high,chance" and table[1].startswith("1,load_cv2,")
+    page = (tmp_path / "engine.html").read_text(encoding="utf-8")
+    assert "What the routers of sglang.json do" in page and "Hits belady 4" in page
+    assert re.findall(r"Layer \d", page) == ["Layer 1", "Layer 2"]
 
 
 IDS = [[[0, 1], [2, 3]], [[1, 2], [0, 3]]]  # two tokens, two layers

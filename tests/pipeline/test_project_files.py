@@ -21,6 +21,7 @@ from moecore.pipeline.cli import app
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project import hash_text, moecore_requirement
 from moecore.pipeline.project_files import template_texts
+from moecore.study import params_file
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.params_file import RENAMED_KEYS, RenamedKey, rename_keys_in_text
 from moecore.study.questions import find_question
@@ -364,3 +365,27 @@ def test_a_project_of_an_older_version_knows_its_study(older, monkeypatch):
     Path("dvc.yaml").unlink()  # its stages would stay
     said = moecore("upgrade")
     assert said.exit_code == 0 and "finetune" in said.stdout, "dvc.yaml is that of the question"
+
+
+def test_the_parts_that_docs_show_run_as_shown(empty, monkeypatch):
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
+    text = (ROOT / "docs/tutorials/own_parts.md").read_text(encoding="utf-8")
+    page = text.replace("my_study", "own")
+    moecore("new", "own", ".")
+    for file, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.M | re.S):
+        Path(file).write_text(code, encoding="utf-8")
+    params = load_yaml_document("params.yaml").data
+    for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S):
+        for name, section in parse_yaml_document(block).data.items():
+            params.setdefault(name, {}).update(section)
+    Path("params.yaml").write_text(params_file.dump_inline_yaml(params), encoding="utf-8")
+    command = "moecore upgrade --yes --stage calibrate"
+    refused = moecore("check").stderr
+    assert refused.count("\n") == 1 and f"`{command}`" in refused and f"`{command}`" in page
+    assert moecore(*command.split()[1:]).stdout.endswith("written\n")
+    assert moecore("upgrade").stdout.endswith("and nothing is to be written again\n")
+    assert moecore("check").stdout in page
+    tested = [sys.executable, "-m", "pytest", "-q", "test_parts.py"]
+    done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
+    assert "found calibrat; allowed: code, " in moecore("upgrade", "--stage", "calibrat").stderr

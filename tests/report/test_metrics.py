@@ -24,7 +24,7 @@ from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.model_rules import load_previews
 from moecore.study.sections import Selection
 from moecore.study.settings import extract_declared_settings
-from moecore.study.stages import MEASURED_STAGES
+from moecore.study.stages import MEASURED_STAGES, describe_addition
 from moecore.study.study import Study
 from tests.project import PARAMS, SHIPPED
 from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results
@@ -237,6 +237,8 @@ def test_a_metric_that_the_study_will_not_have_is_refused():
     for metric in (*near, "test_mae", "imed", "ece_after", "early_choice"):
         ((keys, text),) = misnamed(metric)
         hint = f", did you mean {near[metric]!r}?" if metric in near else ""
+        if metric == "ece_after":
+            hint = f", a metric of {describe_addition('calibrate')}"
         assert keys == ("questions", 0, "metric") and "; allowed in pretrain: test_acc" in text
         assert text.startswith(f"found {metric!r}{hint};")
 

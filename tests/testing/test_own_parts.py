@@ -374,6 +374,19 @@ class Praised(Misdeclared):
     metrics: ClassVar = {"light": Metric("Light", "high")}
 
 
+class Placed(Misdeclared):
+    metrics: ClassVar = {"light": Metric("Light", over="shift")}
+    at: tuple[str, ...] = ("shift",)
+
+    def measure(self, subject, out):
+        for place in self.at:
+            out.put("light", 0.5, **{place: 3} if place else {})
+
+
+class Crossed(Placed):
+    page: ClassVar = OnPage("light", charts=(Chart("light", "angle", "Light", "Shift", "Light"),))
+
+
 class Charted(Misdeclared):
     page: ClassVar = OnPage("light", charts=(Chart("lihgt", "shift", "Light", "Shift", "Light"),))
 
@@ -409,6 +422,9 @@ YEARS = torch.tensor([40.0, 60.0]).numpy()
         ("measurement", Misdeclared(put_name="lihgt"), "declared: 'lihgt' is none of light"),
         ("measurement", Praised(), "better of light is one of '', 'higher', 'lower', 'score'"),
         ("measurement", Charted(), "declared: 'lihgt' is none of light"),
+        ("measurement", Placed(at=("shift", "shfit")), r"'shfit', did you mean \['shift'\]\?$"),
+        ("measurement", Placed(at=("", "angle")), "light is put at shift, as `over` says"),
+        ("measurement", Crossed(), "light, which a chart shows over 'angle', is put at that place"),
         ("experts", Listed(number=3), r"scale has a row per expert, \(E, …\)"),
         ("router", Unbuilt(), r"KeyError: 'no module' \(.*test_own_parts.py:\d+\)$"),
         ("measurement", Misdeclared(put_name=[]), "ValidationError: 1 validation error for Value"),

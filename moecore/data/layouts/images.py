@@ -90,7 +90,7 @@ def write_images(
         names,
         images={split: len(parts[split].labels) for split in SPLITS},
         counts=counts,
-        seed=settings.model_dump()["seed"],
+        seed=settings.model_dump().get("seed", 0),
         **_describe_training_images(folder, card, parts["train"]),
     )
 

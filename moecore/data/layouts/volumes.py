@@ -61,7 +61,7 @@ def write_volumes(
         target_range=[float(ages.min()), float(ages.max())],
         regions=list(card.regions or ()),
         dtype="float16",
-        seed=settings.model_dump()["seed"],
+        seed=settings.model_dump().get("seed", 0),
     )
 
 

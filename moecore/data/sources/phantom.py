@@ -59,11 +59,9 @@ class Visit(NamedTuple):
 def simulate_scan(
     age: float, sex: str, seed: int, scan: int = 0, site: int = 0, preset: Preset = "demo"
 ) -> SimulatedScan:
-    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age.
-
-    The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
-    same brain again. The result depends on the arguments alone.
-    """
+    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age."""
+    # The same seed at another age is the same person, older; another ``scan`` or ``site`` scans the
+    # same brain again. The result depends on the arguments alone.
     # Otherwise two voxels in a hundred volumes depend on the number of cores.
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, preset).at(age, sex)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.func import vjp
 from torch.nn.functional import gelu
 
-from moecore.core.torch_internals import multiply_gelu_slope
+from moecore.core.torch_internals import active_transforms, multiply_gelu_slope
 
 MANY_EXPERTS = 64  # with fewer experts, a loop over single experts costs little
 MAX_GROUPED_SLOTS = 128  # per expert; above, a group is slower than single experts
@@ -132,7 +133,7 @@ class ExpertLoop(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or active_transforms():
             return _differentiable_gradients(_linear, ctx, grads[0])
         rows, weight, bias, offsets = ctx.saved_tensors
         grad = grads[0].contiguous()
@@ -182,7 +183,7 @@ class ExpertMlpLoop(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # the outputs have no gradient
             return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or active_transforms():
             return _differentiable_gradients(_mlp, ctx, grads[0])
         rows, up, up_bias, down, down_bias, offsets, *saved = ctx.saved_tensors
         grad = grads[0].contiguous()
@@ -294,10 +295,18 @@ def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return gradients by autograd through the function ``plain``: slow, but differentiable."""
-    inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
-    required = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
-    with _no_autocast(grad):
-        gradients = iter(torch.autograd.grad(plain(*inputs), required, grad, create_graph=True))
+    inputs = list(ctx.saved_tensors[: len(ctx.needs_input_grad)])
+    wanted = [index for index, wants in enumerate(ctx.needs_input_grad) if wants]
+
+    def compute_outputs(*tensors: Tensor) -> Tensor:
+        for index, tensor in zip(wanted, tensors, strict=True):
+            inputs[index] = tensor
+        return plain(*inputs)
+
+    with _no_autocast(grad), torch.enable_grad():
+        # After torch.func.vjp the saved tensors are not those of a graph.
+        pull_back = vjp(compute_outputs, *(inputs[index] for index in wanted))[1]
+        gradients = iter(pull_back(grad))
     return tuple(next(gradients) if wants else None for wants in ctx.needs_input_grad)
 
 

@@ -9,10 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moecore.core.config import Config, Part
+from moecore.core.config import Config, check_settings
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.torch_internals import innermost_transform, is_in_backward_pass
+from moecore.core.torch_internals import active_transforms, is_in_backward_pass
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.kernels.grouped import PlainOperationsFlag
@@ -270,19 +270,12 @@ def build_feed_forwards(
     return [moe.build(width) if index in sparse else build_dense() for index in range(depth)]
 
 
-def check_settings(key: str, value: Any, family: type[Part], example: str) -> None:
-    """Raise UserError unless ``value`` is settings of a family: no class, name or mapping."""
-    if not isinstance(value, family):
-        text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-        raise UserError.at(key, found=text, allowed=f"settings, such as {example}")
-
-
 class MoELayer(nn.Module):
     """A mixture-of-experts layer for any module: ``layer(tokens)`` returns tokens of equal shape.
 
     tokens: (N, d), (B, T, d) or (B, H, W, d), floating point. ``trace`` collects its records, with
-    fields (B, T, E); T = H·W for a grid and B = 1 for (N, d). Of torch.func, ``functional_call``
-    and ``grad`` work.
+    fields (B, T, E); T = H·W for a grid and B = 1 for (N, d). Of torch.func, ``functional_call``,
+    ``grad``, ``vjp`` and ``jacrev`` work.
     """
 
     def __init__(self, width: int, router: Router, experts: Experts) -> None:
@@ -336,9 +329,9 @@ class MoELayer(nn.Module):
                 found=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 allowed=f"floating point of shape {shapes}",
             )
-        if (transform := innermost_transform()) in ("Vmap", "Jvp"):
-            allowed = "functional_call, grad, and a loop over items"
-            raise UserError.at("MoELayer", found=f"{transform} of torch.func", allowed=allowed)
+        if refused := [name for name in active_transforms() if name != "Grad"]:
+            allowed = "functional_call, grad, vjp, jacrev, and a loop over items"
+            raise UserError.at("MoELayer", found=f"{refused[0]} of torch.func", allowed=allowed)
         batch = 1 if tokens.ndim == 2 else len(tokens)
         output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
         if self.records is not None and not is_in_backward_pass():

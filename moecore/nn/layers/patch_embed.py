@@ -151,10 +151,8 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
 def renormalise_patch_embedding(
     kernel: Tensor, bias: Tensor, old: Normalisation, new: Normalisation
 ) -> tuple[Tensor, Tensor]:
-    """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before.
-
-    (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel.
-    """
+    """Return a patch embedding (d, C, …) that maps pixels with ``new`` (means, stds) as before."""
+    # (x − m)/s = (s'/s) · (x − m')/s' + (m' − m)/s per channel.
     if len(old[0]) != len(new[0]) or tuple(map(tuple, old)) == tuple(map(tuple, new)):
         return kernel, bias
     axes = [1, -1, *[1] * (kernel.ndim - 2)]

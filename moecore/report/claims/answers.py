@@ -125,10 +125,8 @@ def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Ans
 def judge_again(
     entry: Mapping[str, Any], claim: sections.Claim | sections.Question, good: str = ""
 ) -> dict[str, Any]:
-    """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``.
-
-    entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
-    """
+    """Return the stored numbers of a comparison with the uncorrected verdict on ``claim``."""
+    # entry: the numbers in compare.json; good: whether "higher" or "lower" is better, for no_worse.
     difference = evaluation.difference_from_json(entry)
     verdict = evaluation.judge_difference(difference, claim, good)
     p = evaluation.p_of(difference, claim, good)
@@ -162,11 +160,9 @@ class RequiredSampleSizes(NamedTuple):
 def needed_sample(
     difference: Difference, comparison: sections.Comparison, good: str, tests: int = 1
 ) -> RequiredSampleSizes:
-    """Return the sample that decides with 80 % power if the measured difference is the true one.
-
-    good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
-    which suffices for Holm's correction over ``tests`` claims whatever the others find.
-    """
+    """Return the sample that decides with 80 % power if the measured difference is the true one."""
+    # good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
+    # which suffices for Holm's correction over ``tests`` claims whatever the others find.
     gap, level = evaluation.verdict_gap_and_level(difference, comparison, good)
     level = 1 - (1 - level) / tests
 

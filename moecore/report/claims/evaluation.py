@@ -42,11 +42,7 @@ class EvaluatedClaim(NamedTuple):
 
 
 def evaluate_claims(claims: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
-    """Return every claim and question with its verdict; claims with Holm's correction per paper.
-
-    Raises UserError for an unknown phase, method or metric, for a method without the metric, and
-    for different items of two methods.
-    """
+    """Return every claim and question with its verdict; claims with Holm's correction per paper."""
     if not claims:
         return []
     subjects = subjects_of_comparisons(results)
@@ -98,14 +94,12 @@ def correct_by_paper(
 
 
 def judge_difference(difference: Difference, comparison: Comparison, good: str = "") -> str:
-    """Return the verdict on a claim: "holds", "differs" or "open"; "open" without an interval.
-
-    higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
-    equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
-    interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
-    side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher" or
-    "lower" is better for the metric.
-    """
+    """Return the verdict on a claim: "holds", "differs" or "open"; "open" without an interval."""
+    # higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes 0.
+    # equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
+    # interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
+    # side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher"
+    # or "lower" is better for the metric.
     p = p_of(difference, comparison, good)
     if p is None or p >= LEVEL:
         return "open"
@@ -116,11 +110,9 @@ def judge_difference(difference: Difference, comparison: Comparison, good: str =
 
 
 def p_of(difference: Difference, comparison: Comparison, good: str = "") -> float | None:
-    """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open.
-
-    A direction has a two-sided test. With a margin the test is one-sided if the difference lies on
-    the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
-    """
+    """Return the p-value of ``judge_difference``, below 5 % exactly if the verdict is not open."""
+    # A direction has a two-sided test. With a margin the test is one-sided if the difference lies
+    # on the margin's good side (equivalence: the larger p of two one-sided tests), else two-sided.
     if comparison.margin is None:
         return difference.p
     gap, _ = verdict_gap_and_level(difference, comparison, good)

@@ -71,10 +71,8 @@ def pack_items(
 
 
 def verify_kept_items(results: Path) -> int:
-    """Return how many stored differences their items reproduce; UserError if one is not.
-
-    results: the JSON of a round; without items next to it the number is 0.
-    """
+    """Return how many stored differences their items reproduce; UserError if one is not."""
+    # results: the JSON of a round; without items next to it the number is 0.
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return 0
@@ -236,10 +234,8 @@ def committed_at(root: Path, *paths: Path) -> str | None:
 
 
 def date_questions(study: Round) -> list[DatedQuestion]:
-    """Return the claims and questions of a round's result with their commits, in file order.
-
-    The project must be in a repository that ``has_whole_history``.
-    """
+    """Return the claims and questions of a round's result with their commits, in file order."""
+    # The project must be in a repository that ``has_whole_history``.
     if not study.results.is_file():
         return []
     root = study.question.root
@@ -328,10 +324,8 @@ def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def forms_asked_before(
     entries: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]
 ) -> set[tuple[Any, ...]]:
-    """Return ``verdict_key`` of a result's claims and questions that are not recorded as late.
-
-    entries: name → numbers; record: what the result has under ``ASKED``.
-    """
+    """Return ``verdict_key`` of a result's claims and questions that are not recorded as late."""
+    # entries: name → numbers; record: what the result has under ``ASKED``.
     dates = record.get("entries", {})
     return {
         verdict_key(DEFAULTS | entry["asked"])

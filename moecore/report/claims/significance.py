@@ -50,11 +50,9 @@ class TestedDifference(NamedTuple):
 
 
 def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
-    """Return the test that the results allow; "" if neither higher nor lower values are better.
-
-    Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if all
-    have hits (which images are right), else "intervals".
-    """
+    """Return the test that the results allow; "" if neither higher nor lower values are better."""
+    # Several seeds: BOTH if all results have a value per item, else SEEDS. One seed: "mcnemar" if
+    # all have hits (which images are right), else "intervals".
     if not metric.better:
         return ""
     models = [model for seeds in methods for model in seeds.values()]
@@ -71,11 +69,9 @@ def possible_test(metric: Column, methods: Sequence[Seeds]) -> str:
 def differences_from(
     metric: Column, models: Mapping[str, Seeds], reference: str
 ) -> dict[str, TestedDifference]:
-    """Return method → its tested difference from ``reference``; {} if no test is possible.
-
-    models: methods with the metric; those with a value that is only a bound are not tested. Holm's
-    correction is over these tests. Raises UserError for different images or seeds.
-    """
+    """Return method → its tested difference from ``reference``; {} if no test is possible."""
+    # models: methods with the metric; those with a value that is only a bound are not tested.
+    # Holm's correction is over these tests.
     models = {name: seeds for name, seeds in models.items() if not metric.has_bound(seeds.values())}
     rivals = [method for method in models if method != reference]
     test = possible_test(metric, list(models.values()))

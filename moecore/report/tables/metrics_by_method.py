@@ -20,6 +20,7 @@ from moecore.study.document import did_you_mean
 from moecore.study.model_rules import build_phase_model, image_spec
 from moecore.study.sections import Comparison
 from moecore.study.sections import Phase as PhaseName
+from moecore.study.stages import STAGES, describe_addition
 from moecore.study.study import Study
 from moecore.tasks.regression import Regression
 
@@ -178,7 +179,8 @@ def unfit_metric_problems(
     """Yield (key in params.yaml, problem): metrics that answer no claim, hidden measurements."""
     # previews: phase → its data, as far as known. A metric cannot answer a claim or question if one
     # of its methods will not have it. Phases that the study does not run are ignored.
-    shown = {display.stage for display in list_displays()}
+    displays = list_displays()
+    shown = {display.stage for display in displays}
     for index, name in enumerate(study.run.measurements):
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
@@ -186,7 +188,13 @@ def unfit_metric_problems(
     planned: dict[str, Mapping[str, PlannedMetric]] = {
         phase: expected_metrics(study, stages, phase) for phase in study.data
     }
-    for display in list_displays():
+    absent = {
+        metric: describe_addition(display.stage)
+        for display in displays
+        if display.stage in STAGES and display.stage not in stages
+        for metric in display.kind.metrics
+    }
+    for display in displays:
         if display.stage in study.run.calculations:
             ahead = PlannedPhase(study, "accuracy", "")
             planned[display.stage] = display.columns.foreseen(ahead)
@@ -200,7 +208,7 @@ def unfit_metric_problems(
         for index, comparison in enumerate(comparisons):
             if metrics := planned.get(comparison.subject):
                 problems = chain(
-                    _metric_problems(comparison, metrics, len(study.run.seeds)),
+                    _metric_problems(comparison, metrics, len(study.run.seeds), absent),
                     _lacking_methods(study, metrics_of, comparison, metrics, previews),
                 )
                 yield from (((section, index, key), text) for key, text in problems)
@@ -236,9 +244,13 @@ def _lacking_methods(
 
 
 def _metric_problems(
-    comparison: Comparison, metrics: Mapping[str, PlannedMetric], seeds: int
+    comparison: Comparison,
+    metrics: Mapping[str, PlannedMetric],
+    seeds: int,
+    absent: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
     """Yield (key of the comparison, problem) if these ``metrics`` of its phase cannot answer it."""
+    # absent: metric → how to add the stage that measures it.
     for key, name in (("metric", comparison.metric), ("against_metric", comparison.against_metric)):
         if name and name not in metrics:
             names = tuple(metrics)
@@ -246,6 +258,8 @@ def _metric_problems(
             if len(names) > LISTED:
                 listed += f" and {len(names) - LISTED} more"
             hint = did_you_mean(name, names)
+            if name in absent:
+                hint = f", a metric of {absent[name]}"
             yield key, f"found {name!r}{hint}; allowed in {comparison.subject}: {listed}"
         if name in metrics and metrics[name].of_pairs and seeds < 2:
             between = f"found {name}, which compares seeds, and run.seeds has {seeds}"

@@ -5,7 +5,7 @@ own module.
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, functionalize, grad, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.functional import scaled_dot_product_attention
 
 from moecore.core.files import UserError
@@ -239,14 +239,21 @@ def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
 
 
 def test_of_torch_func_gradients_work_and_other_transforms_are_refused():
-    layer, tokens = alone(k=2).eval(), torch.randn(3, 5, 8, requires_grad=True)
+    layer, tokens = alone(k=2).eval(), torch.randn(3, 8)
     loss = lambda tokens: layer(tokens).square().sum()
-    (expected,) = torch.autograd.grad(loss(tokens), tokens)
-    torch.testing.assert_close(grad(loss)(tokens.detach()), expected)
-    with pytest.raises(UserError, match="^MoELayer: found Vmap of torch.func; allowed: "):
-        vmap(layer)(tokens)
-    with pytest.raises(UserError, match="^MoELayer: found Jvp of torch.func; allowed: "):
-        jvp(layer, (tokens,), (tokens,))
+    expected = torch.autograd.functional.jacobian(layer, tokens)
+    torch.testing.assert_close(jacrev(layer)(tokens), expected)
+    output, pull_back = vjp(layer, tokens)
+    torch.testing.assert_close(pull_back(2 * output)[0], grad(loss)(tokens))
+    refused = {
+        "Vmap": lambda: vmap(grad(loss))(tokens[None]),
+        "Jvp": lambda: jvp(layer, (tokens,), (tokens,)),
+        "Trace": lambda: linearize(layer, tokens),
+        "Functionalize": lambda: functionalize(layer)(tokens),
+    }
+    for name, transform in refused.items():
+        with pytest.raises(UserError, match=f"^MoELayer: found {name} of torch.func; allowed: "):
+            transform()
 
 
 @pytest.mark.parametrize(
