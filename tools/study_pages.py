@@ -13,18 +13,31 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moecore.core.files import UserError, read_json, write_whole
 from moecore.measure.values import place_slug
-from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
+from moecore.report.claims.answers import Answer, Studies, count_facts_once
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.claims.result_evidence import read_kept_values
+from moecore.report.claims.significance import LEVEL
 from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
 from moecore.report.tables.paper_numbers import COSTS
 from moecore.study import papers
 from moecore.study.document import did_you_mean
-from moecore.study.questions import RATE, WORLDS, QuestionFile, Round, load_questions, load_rounds
-from moecore.study.sections import Claim, Question
+from moecore.study.questions import (
+    RATE,
+    RESULTS,
+    WORLDS,
+    QuestionFile,
+    Round,
+    load_questions,
+    load_rounds,
+)
+from moecore.study.sections import Claim, Comparison, Question
+from tools.designs import measure_linearity
+from tools.pooled_claims import PooledAnswer, describe_history, evaluate_pooled
 from tools.reader_answers import answer_readers, fill_in_numbers
 
 CLAIMS_PAGE = Path("docs/claims.md")
@@ -33,7 +46,16 @@ ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not r
 MARKED = re.compile(
     r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
 )
-HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
+HEAD = (
+    "where",
+    "shows",
+    "the paper",
+    "here",
+    "difference",
+    "verdict",
+    "earlier answers, other designs",
+    "study",
+)
 STATES = {
     "judged": "judged by a claim",
     "printed": "printed beside the paper's, without a claim",
@@ -68,8 +90,8 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
     if rounds is None:
         rounds = load_rounds(root)
     commands = {study.name: study.command for study in rounds}
-    studies, answers = evaluate_results(rounds)
-    claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
+    studies, pooled = evaluate_pooled(rounds)
+    claims = [each for each in pooled if isinstance(each.answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
     listed = set()  # (paper, source)
@@ -78,24 +100,25 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
         for row in paper.tables:
             sources = {row.number, *(claimed.get("source") for claimed in row.claims.values())}
             places = {(paper.name, source) for source in sources}
-            of_row = [answer for answer in claims if (answer.claim.paper, answer.source) in places]
+            of_row = [each for each in claims if _place_of(each.answer) in places]
             listed |= places
-            state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
+            state, lines = paper_item_state_and_rows(row, of_row, studies, commands, root)
             states[state] += 1
             cells += lines
         tables[paper.name] = markdown_table(HEAD, cells)
     if cells := [
-        [answer.claim.paper, answer.source, *_answer_cells(answer)]
-        for answer in claims
-        if (answer.claim.paper, answer.source) not in listed
+        [*_place_of(each.answer), *_answer_cells(each)]
+        for each in claims
+        if _place_of(each.answer) not in listed
     ]:
         tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
-    questions = [answer for answer in answers if isinstance(answer.claim, Question)]
+    questions = [each for each in pooled if isinstance(each.answer.claim, Question)]
     if questions:
         head = ("question", "difference", "answer", "study")
-        cells = [_answer_cells(answer) for answer in questions]
+        cells = [[*cells[:3], cells[-1]] for cells in map(_answer_cells, questions)]
         tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
-    facts = count_facts_once(claims)
+    facts = count_facts_once([each.answer for each in claims])
+    looks = Counter(each.looks for each in claims if each.answer.entry)
     verdicts = Counter(answer.verdict_holm for answer in facts)
     template = template_environment().get_template("claims.md.jinja")
     numbers = {
@@ -105,10 +128,16 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
             bool(build_claim_row(answer.entry).excludes) for answer in facts if answer.entry
         ),
         "changed": sum(answer.changed for answer in facts),
-        "changed_questions": sum(answer.changed for answer in questions),
+        "changed_questions": sum(each.answer.changed for each in questions),
+        "asked_again": looks.total() - looks[1],
+        "most_looks": max(looks, default=1),
         "states": states,
     }
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
+
+
+def _place_of(answer: Answer) -> tuple[str, str]:
+    return answer.claim.paper, answer.source
 
 
 def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies) -> str:
@@ -127,6 +156,36 @@ def describe_unjudged_metrics(printed: papers.UnjudgedMetrics, studies: Studies)
             values = [f"{name} {number_format.value(cell['mean'])}" for name, cell in cells.items()]
             texts.append(f"`{metric}`: {', '.join(values)}")
     return "; ".join(texts)
+
+
+def describe_linearity(
+    printed: papers.UnjudgedMetrics, studies: Studies, root: Path
+) -> tuple[str, str]:
+    """Return deviations from a line and the verdict, if the metrics have ``levels``, else ""."""
+    if not printed.levels or not studies.get(printed.study):
+        return "", ""
+    results = root / papers.PIPELINES / RESULTS / f"{printed.study}.json"
+    columns = []
+    for method in printed.methods[1:]:
+        pair = Comparison(
+            metric=printed.metrics[0],
+            method=method,
+            against=printed.methods[0],
+            better="higher",
+            phase=printed.phase,
+        )
+        sides = read_kept_values(results, studies[printed.study], pair)
+        if sides is None:
+            raise UserError.at(
+                results, found=f"no items of {pair.words}", allowed="items of all the levels"
+            )
+        columns += [sides[0]] if columns else [sides[1], sides[0]]
+    values = np.stack([column.reshape(len(column), -1).mean(axis=1) for column in columns], axis=1)
+    tested = measure_linearity(values, printed.levels)
+    text = f"from a line at most {tested.deviation:.3g}, {tested.share:.0%} of the rise"
+    verdict = "roughly linear" if tested.p < LEVEL else "not shown to be roughly linear"
+    numbers = f"no point is a third of the rise away: p = {tested.p:.2g}"
+    return text, f"{verdict} ({numbers}; exactly linear: p = {tested.p_exact:.2g})"
 
 
 def describe_computed_pair(computed: papers.ComputedPair, compared: Mapping[str, Any]) -> str:
@@ -152,7 +211,11 @@ def describe_computed_pair(computed: papers.ComputedPair, compared: Mapping[str,
 
 
 def paper_item_state_and_rows(
-    row: papers.PaperTable, claims: Sequence[Answer], studies: Studies, commands: Mapping[str, str]
+    row: papers.PaperTable,
+    claims: Sequence[PooledAnswer],
+    studies: Studies,
+    commands: Mapping[str, str],
+    root: Path = Path(),
 ) -> tuple[str, list[list[str]]]:
     """Return the state of a paper's table, a key of STATES, and its rows of docs/claims.md.
 
@@ -175,7 +238,7 @@ def paper_item_state_and_rows(
     elif row.needs:
         state = "cannot"
         verdict = f"needs {row.needs}"
-    elif any(answer.entry for answer in claims):
+    elif any(each.answer.entry for each in claims):
         state = "judged"
     elif computed:
         state = "computed"
@@ -189,22 +252,22 @@ def paper_item_state_and_rows(
     else:
         state = verdict = "no study yet"
     start = [row.number, row.shows, row.paper or "–"]
-    lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
+    lines = [["″", "", "", *_answer_cells(each)] for each in claims]
+    for printed, text in values:
+        deviation, tested = describe_linearity(printed, studies, root)
+        cells = [f"{printed.phase}, {text}", deviation, tested or "no claim", ""]
+        lines.append(["″", "", "", *cells, f"`{commands[printed.study]}`"])
     lines += [
-        ["″", "", "", f"{printed.phase}, {text}", "", "no claim", f"`{commands[printed.study]}`"]
-        for printed, text in values
+        ["″", "", "", text, "", "computed", "", f"`{commands[study]}`"] for text, study in computed
     ]
     lines += [
-        ["″", "", "", text, "", "computed", f"`{commands[study]}`"] for text, study in computed
-    ]
-    lines += [
-        ["″", "", "", claim.says, claim.found, f"withdrawn: {claim.why}", ""]
+        ["″", "", "", claim.says, claim.found, f"withdrawn: {claim.why}", "", ""]
         for claim in row.withdrawn
     ]
     if lines:
         lines[0][:3] = start
     shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
-    return state, lines or [[*start, "", "", verdict, shown]]
+    return state, lines or [[*start, "", "", verdict, "", shown]]
 
 
 class AnswerTexts(NamedTuple):
@@ -242,6 +305,8 @@ def describe_answer(answer: Answer) -> AnswerTexts:
         verdict += f"; {holm}"
     if row.excludes:
         verdict += f"; {row.excludes}"
+    if (looks := answer.entry.get("looks", 1)) > 1:
+        verdict += f"; p × {2**looks} for {looks} answers"
     if answer.entry.get("late"):
         verdict += "; asked after the run"
     if answer.changed:
@@ -250,29 +315,34 @@ def describe_answer(answer: Answer) -> AnswerTexts:
     return AnswerTexts(statement, measured, difference, over, effect, verdict)
 
 
-def _answer_cells(answer: Answer) -> list[str]:
-    """Return an answer's cells in docs/claims.md: here, difference, verdict and study."""
+def _answer_cells(pooled: PooledAnswer) -> list[str]:
+    """Return cells of docs/claims.md: here, difference, verdict, earlier answers and study."""
+    answer = pooled.answer
     texts = describe_answer(answer)
     statement = texts.statement
     if isinstance(answer.claim, Claim):
         statement += f" (“{answer.claim.quote}”)"
     measured = ": ".join(filter(None, (statement, texts.measured)))
     difference = texts.describe_difference(texts.over)
-    return [measured, difference, texts.verdict, f"`{answer.command}`"]
+    return [measured, difference, texts.verdict, describe_history(pooled), f"`{answer.command}`"]
 
 
-def round_answers_table(answers: Sequence[Answer]) -> str:
+def round_answers_table(answers: Sequence[PooledAnswer]) -> str:
     """Return a Markdown table with a row per claim or question of one round, for a README."""
-    described = [describe_answer(answer) for answer in answers]
+    described = [describe_answer(each.answer) for each in answers]
     overs = {texts.over for texts in described if texts.over}
     shared = overs.pop() if len(overs) == 1 else ""
     rows = []
-    for answer, texts in zip(answers, described, strict=True):
-        place = ", ".join(filter(None, (answer.claim.paper, answer.source)))
+    for each, texts in zip(answers, described, strict=True):
+        place = ", ".join(filter(None, _place_of(each.answer)))
         difference = texts.describe_difference("" if shared else texts.over)
         statement = ": ".join(filter(None, (place, texts.statement)))
-        rows.append((statement, texts.verdict, difference, texts.measured))
-    head = ("asked", "answer", f"difference [95 %] {shared}".strip(), "measured")
+        history = describe_history(each)
+        rows.append((statement, texts.verdict, difference, texts.measured, history))
+    head = ("asked", "answer", f"difference [95 %] {shared}".strip(), "measured", HEAD[-2])
+    if not any(row[-1] for row in rows):
+        head = head[:-1]
+        rows = [row[:-1] for row in rows]
     return "\n".join(markdown_table(head, rows))
 
 
@@ -288,7 +358,8 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     """Return path → text of pipelines/README.md, docs/answers.md and the READMEs of its folders."""
     questions = load_questions(root)
     rounds = [study for question in questions for study in question.rounds]
-    studies, answers = evaluate_results(rounds)
+    studies, pooled = evaluate_pooled(rounds)
+    answers = [each.answer for each in pooled]
     folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
     readmes = {}
     for folder in folders:
@@ -325,7 +396,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     pages = {STUDIES_PAGE: text.rstrip() + "\n"} | answers_page
     for folder, readme in readmes.items():
         path = papers.PIPELINES / folder / "README.md"
-        pages[path] = fill_in_answers(root, readme, path, studies, answers)
+        pages[path] = fill_in_answers(root, readme, path, studies, pooled)
     return pages
 
 
@@ -346,7 +417,7 @@ def tuned_rates(root: Path, round_name: str) -> str:
 
 
 def fill_in_answers(
-    root: Path, readme: str, path: Path, studies: Studies, answers: Sequence[Answer]
+    root: Path, readme: str, path: Path, studies: Studies, answers: Sequence[PooledAnswer]
 ) -> str:
     """Return a README with new tables between its markers; UserError for an unknown round."""
 
@@ -359,7 +430,7 @@ def fill_in_answers(
                 found=f"{name!r}{did_you_mean(name, list(studies))}",
                 allowed="rounds of questions, such as tgr/table_3 and moge/swin.2",
             )
-        of_round = [answer for answer in answers if answer.study == name]
+        of_round = [each for each in answers if each.answer.study == name]
         table = "\n\n".join(filter(None, (round_answers_table(of_round), tuned_rates(root, name))))
         return f"{match['start']}\n{table}\n{match['end']}"
 

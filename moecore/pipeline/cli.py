@@ -424,7 +424,10 @@ def claims_check() -> None:
     """Compute intervals again from stored items; print when each claim was asked."""
     from moecore.report.claims.result_evidence import (
         date_questions,
+        find_overwritten_answers,
+        find_reused_seeds,
         has_whole_history,
+        read_earlier_answers,
         verify_kept_items,
     )
     from moecore.study.questions import load_rounds
@@ -434,6 +437,7 @@ def claims_check() -> None:
         if number := verify_kept_items(question_round.results):
             typer.echo(f"{question_round.name}: {number} intervals follow from the stored items")
     is_whole = has_whole_history(HERE)
+    earlier = read_earlier_answers(HERE)
     for question_round in rounds if is_whole else ():
         dated = date_questions(question_round)
         for question in dated:
@@ -441,18 +445,22 @@ def claims_check() -> None:
         if late := "; ".join(question.line for question in dated if question.is_refused):
             problem = "asked in no commit before the commit of its answer"
             raise UserError(f"{question_round.name}: {problem}: {late}")
+        for line in find_overwritten_answers(question_round, earlier):
+            typer.echo(f"{question_round.name}: {line}")
+        for line in find_reused_seeds(question_round, earlier):
+            typer.echo(f"{question_round.name}: {line}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
 
 
 @claims_app.command("plan")
 def claims_plan() -> None:
-    """Print what would decide each open claim and question: seeds, items, minutes, or a run."""
-    from moecore.report.claims.answers import describe_open_answers, evaluate_results
+    """Print the seeds or items with which a table's claims are precise, by the paper's effects."""
+    from moecore.report.claims.answers import describe_plans, evaluate_results
     from moecore.study.questions import load_rounds
 
     studies, answers = evaluate_results(load_rounds(HERE))
-    for line in describe_open_answers(answers, studies):
+    for line in describe_plans(answers, studies):
         typer.echo(line)
 
 

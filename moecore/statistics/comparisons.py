@@ -25,7 +25,7 @@ class VarianceSource(NamedTuple):
     """Variance of a mean difference that is due to the choice of seeds, or to that of items."""
 
     variance: float  # of the mean
-    freedom: int  # degrees of freedom of the variance
+    freedom: float  # degrees of freedom of the variance
 
 
 class Difference(NamedTuple):

@@ -38,6 +38,9 @@ class UnjudgedMetrics(Config):
     phase: str
     methods: tuple[str, ...]
     metrics: tuple[str, ...]
+    levels: tuple[float, ...] = Field(
+        (), description="of the methods: the rise is tested as linear"
+    )
 
 
 class ComputedPair(Config):
@@ -128,6 +131,15 @@ def load_papers(root: Path) -> dict[str, Paper]:
     return {
         name: validate_whole(Paper, _load(find_paper_file(root, name)))
         for name in list_papers(root)
+    }
+
+
+def load_named_claims(root: Path) -> dict[str, dict[str, Any]]:
+    """Return ``folder/name`` → values of every claim of the papers."""
+    return {
+        f"{folder}/{name}": claim.values
+        for folder in list_papers(root)
+        for name, claim in named_claims(_load(find_paper_file(root, folder)).data).items()
     }
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -22,6 +22,10 @@ Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")
 # of a paper; it may begin with a formula, or be a cell of a table
 WHOLE_SENTENCE = re.compile(r'(k ?=|[^a-z…]).*[.?!]|(figure|table) [^"]+: ".+"', re.DOTALL)
+TAUGHT = ("router_kl", "distillation", "teacher")  # words in a method that needs a teacher
+OF_FINETUNING = ("guided_finetuning", "unguided_regularizers")  # of a method
+SAMPLES = ("root", "test_unused", "test_limit")  # of data: where they are, and which are tested
+SIZES = ("images", "batch", "overlays", "augmentations", "sweeps", "audit")  # of a measurement
 MEASURING_CLASS = re.compile(r"\((Measurement|Calculation)\):")
 
 
@@ -201,6 +205,37 @@ def answer_settings_digest(
     methods, compared = study.get("methods") or {}, (comparison.method, comparison.against)
     sections["methods"] = {name: methods.get(name) for name in compared}
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def design_digest(study: Mapping[str, Any], comparison: Comparison, stage: str = "") -> str:
+    """Return a digest of the settings that define a design; study: params.yaml as data.
+
+    Answers with equal digests differ in their seeds, and in how many test items they measured.
+    They are the model, both methods, data and training of the first and the compared phase, the
+    teacher if a method needs one, and the section of the stage that measures the metric, if any.
+    """
+    phases = list(dict.fromkeys((PHASES[0], comparison.phase)))
+    methods = study.get("methods") or {}
+    compared = {name: methods.get(name) for name in (comparison.method, comparison.against)}
+    if comparison.phase == PHASES[0]:
+        compared = _without_keys(compared, OF_FINETUNING)
+    sections: dict[str, Any] = {name: study.get(name) for name in ("model", *phases)}
+    if any(word in json.dumps(compared) for word in TAUGHT):
+        sections |= {name: study.get(name) for name in ("teacher", "teacher_router")}
+    data = study.get("data") or {}
+    sections |= {"methods": compared, "data": {name: data.get(name) for name in phases}}
+    measured = _without_keys(study.get(stage), SIZES)
+    sections = _without_keys(sections, SAMPLES) | {"measured": measured}
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _without_keys(value: Any, names: Collection[str]) -> Any:
+    """Return plain data without these keys, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_keys(v, names) for key, v in value.items() if key not in names}
+    if isinstance(value, list):
+        return [_without_keys(item, names) for item in value]
+    return value
 
 
 def has_changed_settings(

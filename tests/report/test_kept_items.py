@@ -1,5 +1,5 @@
-"""The items that a study keeps give its intervals again, and no other result's do; what would
-decide an open claim; when a question was asked.
+"""The items that a study keeps give its intervals again, and no other result's do; what makes a
+table precise; when a question was asked, and which answers to it were overwritten.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims import result_evidence
-from moecore.report.claims.answers import describe_open_answers, needed_sample
+from moecore.report.claims.answers import describe_plans, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.statistics.comparisons import BOTH, Difference, VarianceSource
@@ -114,47 +114,47 @@ def difference(value: float, by_seeds: float, by_items: float) -> Difference:
     return Difference(value, sources, BOTH, 3, 100)
 
 
-def test_what_would_decide():
-    # By seeds alone: A = 3e-4 of 3 seeds, so 9e-4/S. With S = 9, t(8) = 2.306 and 0.889, it reaches
-    # 3.195 · 0.01 = 0.03195; with S = 8, t(7) = 2.365 and 0.896, 3.261 · 0.01061 = 0.03459
-    needed = needed_sample(difference(0.033, 3e-4, 0.0), claim(), "")
-    assert (needed.seeds, needed.items) == (9, None)
-    # By items alone: B = 1e-4 of 100, so 0.01/n, and (1.960 + 0.842)²·0.01/0.01² = 785
-    needed = needed_sample(difference(0.01, 0.0, 1e-4), claim(), "")
+def test_what_makes_a_claim_precise():
+    # By seeds alone: A = 3e-4 of 3 seeds, so 9e-4/S. With S = 9 it reaches 2.306 · 0.01 = 0.0231,
+    # with S = 8 2.365 · 0.01061 = 0.0251; half of the paper's effect is 0.024.
+    for value in (0.033, -5.0):  # whatever was measured
+        needed = needed_sample(difference(value, 3e-4, 0.0), 0.048)
+        assert (needed.seeds, needed.items) == (9, None)
+    # By items alone: B = 1e-4 of 100, so 0.01/n, and 1.966²·0.01/0.01² = 387
+    needed = needed_sample(difference(0.01, 0.0, 1e-4), -0.02)
     assert needed.seeds is None and needed.seeds_of_more_items == 3
-    assert needed.items == pytest.approx(785, abs=5)
-    # 0.01 within a margin of 0.02 is as far from it: (1.645 + 0.842)²·0.01/0.01² = 618
-    alike = claim(better="equivalent", margin=0.02)
-    assert needed_sample(difference(0.01, 0.0, 1e-4), alike, "").items == pytest.approx(618, abs=5)
-    assert needed_sample(difference(0.0, 1e-4, 1e-4), claim(), "") == (None, None, None)
-    # One of five tests at 1 %: (2.576 + 0.842)²·0.01/0.01² = 1168
-    five = needed_sample(difference(0.01, 0.0, 1e-4), claim(), "", tests=5)
-    assert five.items == pytest.approx(1168, abs=5)
+    assert needed.items == pytest.approx(387, abs=2)
+    assert needed_sample(difference(0.0, 1e-4, 1e-4), 1e-9) == (None, None, None)
 
 
 def answer_of(claim_or_question, entry: dict) -> Answer:
     return Answer("one", "run", claim_or_question, entry, "not run yet", False)
 
 
-def test_what_is_open_with_holm_or_was_not_run_is_planned():
-    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])  # p = 0.0287, twice that with Holm
+def test_a_table_is_planned_as_a_whole_by_the_papers_effects():
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])  # 0.1 with a deviation of 0.03
     (one,) = evaluate_claims([claim()], shown)
-    alone = claim_entry(one)
     cells = {"seconds": {"mean": 60}}
     studies = {"one": {name: {"pretrain": cells} for name in ("prc", "vmoe")}}
-    assert describe_open_answers([answer_of(claim(), alone)], studies) == []
-    taken = answer_of(claim(), alone | {"verdict_holm": "open"})
+    wide, narrow = (answer_of(claim(effect=effect), claim_entry(one)) for effect in (0.15, 0.05))
+    none = answer_of(claim(), claim_entry(one))
+    later = answer_of(claim(phase="finetune", effect=0.1), {})
     flat = claim_entry(evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))[0])
-    waiting = [answer_of(question(), flat), answer_of(claim(phase="finetune"), {})]
-    lines = describe_open_answers([*waiting, taken, taken], studies)
-    assert lines[0] == lines[1]
-    words = "one: PRC, table 4, pretrain: match_top1 of prc higher than of vmoe: "
-    # t(3) at 1.25 % is 4.177 and at 20 % 0.978: 5.155·0.03/√4 = 0.077 < 0.1; t(2): 7.27·0.03/√3
-    plan = "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
-    assert lines[0].startswith(words) and lines[0].endswith(plan)
-    start = "one: question, pretrain: match_top1 of prc higher than of vmoe: "
-    assert lines[2].startswith(start) and lines[2].endswith("no interval: identical for all seeds")
-    assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
+    same = answer_of(claim(effect=0.1), flat)
+    lines = describe_plans([none, same, later, wide], studies)
+    # t(2) is 4.303, and 4.303·0.03/√3 = 0.0745, a little less than half of 0.15
+    start = "PRC, table 4: ±7.5 pp where half of the paper's effect is "
+    words = "(match_top1 of prc higher than of vmoe): "
+    assert lines[0] == f"{start}7.5 pp {words}precise enough"
+    assert lines[1].endswith("higher than of vmoe: the paper prints no effect")
+    assert lines[2].endswith("no interval: identical for all seeds")
+    assert (
+        lines[3]
+        == "one: PRC, table 4, finetune: match_top1 of prc higher than of vmoe: not run yet"
+    )
+    # t(7)·0.03/√8 = 2.365·0.0106 = 0.0251 > 0.025 > t(8)·0.03/√9: 6 more, 2 min each
+    plan = describe_plans([wide, narrow], studies)
+    assert plan == [f"{start}2.5 pp {words}9 seeds (12 min of training)"]
 
 
 def git(folder: Path, *words: str) -> str:
@@ -265,3 +265,38 @@ def test_claims_by_name_are_those_that_the_paper_had_then(asked):
     write_whole(path, json.dumps(paper | {"tables": [table]}))
     assert result_evidence.committed_at(asked, *files) is None, "the paper's file was edited since"
     assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, False)], "the page says so"
+
+
+def test_an_overwritten_answer_is_reported_until_the_file_lists_it(asked):
+    content = claim().model_dump(mode="json", exclude_defaults=True)
+    paper = {"name": content.pop("paper"), "title": "PRC", "short": "PRC"}
+    table = {"number": content.pop("source"), "shows": "matches", "claims": {"match": content}}
+    write_whole(asked / "pipelines/mine/paper.yaml", json.dumps(paper | {"tables": [table]}))
+    asks = {"methods": ["vmoe", "tgr"], "asks": ["mine/match"], "seeds": [0, 1, 2]}
+    write_whole(asked / "pipelines/own/one.yaml", json.dumps(asks))
+    one = QuestionFile(asked, "own/one").rounds[0]
+    write_result(one.results, drawn_items(1), [claim()])
+    mean = next(iter(read_json(one.results)["claims"].values()))["difference"]["mean"]
+    first = commit(asked)
+    assert result_evidence.read_earlier_answers(asked) == []
+    assert result_evidence.find_overwritten_answers(one, []) == []
+    write_result(one.results, drawn_items(4), [claim()])
+    commit(asked)
+    (line,) = result_evidence.find_overwritten_answers(one, [])
+    text = f"{mean:+.4g} of 3 seeds in {first[:8]} was overwritten and is not in pipelines/results"
+    assert f"match_top1 of prc higher than of vmoe: {text}/earlier.json" in line
+    design = result_evidence.design_of(one, claim())
+    before = {"claim": "mine/match", "question": "one", "commit": first, "mean": mean}
+    before |= {"seeds": [2, 3], "design": design}
+    path = asked / result_evidence.EARLIER
+    write_whole(path, json.dumps({"answers": [before]}))
+    earlier = result_evidence.read_earlier_answers(asked)
+    assert result_evidence.find_overwritten_answers(one, earlier) == []
+    line = f"mine/match: seeds 2 answered it before, one in {first[:8]}"
+    assert result_evidence.find_reused_seeds(one, earlier) == [line]
+    for change in ({"seeds": [3, 4]}, {"design": "other"}, {"claim": "mine/other"}):
+        assert result_evidence.find_reused_seeds(one, [before | change]) == []
+    del before["seeds"]
+    write_whole(path, json.dumps({"answers": [before]}))
+    with pytest.raises(UserError, match=r"earlier.json: found answers\[0\] without seeds; allowed"):
+        result_evidence.read_earlier_answers(asked)

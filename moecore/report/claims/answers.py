@@ -1,19 +1,21 @@
-"""The answers of all studies to claims and questions, and the sample that would decide open ones.
+"""The answers of all studies to claims and questions, and the sample that makes them precise.
 
 Stored results are judged by the claims as they are now, with Holm's correction over all studies.
-Sample sizes: docs/methods.md, Statistics.
+Sample sizes follow from the papers' effects and measured variances, never from a measured
+difference: docs/methods.md, Statistics.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.core.config import Config
 from moecore.report.claims import evaluation, result_evidence
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.tables.cells import NumberFormat
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
-from moecore.statistics.comparisons import POWER, SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
 from moecore.study import sections
 from moecore.study.questions import Round
 from moecore.study.settings import extract_declared_settings
@@ -77,20 +79,30 @@ class Answer(NamedTuple):
 
 def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
     """Return round → result, and all answers, with Holm's correction per paper over all rounds."""
+    studies, answers = collect_answers(rounds)
+    return studies, correct_over_papers(answers)
+
+
+def collect_answers(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
+    """Return round → result, and the answers of each round, without corrections."""
     studies: dict[str, Mapping[str, Any]] = {}
     answers: list[Answer] = []
     for study in rounds:
         compared = read_comparison(study.results) if study.results.exists() else {}
         studies[study.name] = compared
         answers += _answers_of_round(study, compared)
-    ps = [answer.entry.get("p") for answer in answers]
-    for place, p in enumerate(
-        evaluation.correct_by_paper([answer.claim for answer in answers], ps)
-    ):
-        if entry := answers[place].entry:
-            corrected = entry | {"verdict_holm": evaluation.verdict_after_holm(entry["verdict"], p)}
-            answers[place] = answers[place]._replace(entry=corrected)
     return studies, answers
+
+
+def correct_over_papers(answers: list[Answer]) -> list[Answer]:
+    """Return the answers with verdicts after Holm's correction over the claims of each paper."""
+    ps = [answer.entry.get("p") for answer in answers]
+    corrected = evaluation.correct_by_paper([answer.claim for answer in answers], ps)
+    for place, p in enumerate(corrected):
+        if entry := answers[place].entry:
+            holm = {"p_holm": p, "verdict_holm": evaluation.verdict_after_holm(entry["verdict"], p)}
+            answers[place] = answers[place]._replace(entry=entry | holm)
+    return answers
 
 
 def _answers_of_round(study: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
@@ -157,85 +169,108 @@ class RequiredSampleSizes(NamedTuple):
     seeds_of_more_items: int | None  # with MORE_ITEMS times the items
 
 
-def needed_sample(
-    difference: Difference, comparison: sections.Comparison, good: str, tests: int = 1
-) -> RequiredSampleSizes:
-    """Return the sample that decides with 80 % power if the measured difference is the true one."""
-    # good: whether "higher" or "lower" is better for the metric. tests: the level is 5 % / tests,
-    # which suffices for Holm's correction over ``tests`` claims whatever the others find.
-    gap, level = evaluation.verdict_gap_and_level(difference, comparison, good)
-    level = 1 - (1 - level) / tests
+def needed_sample(difference: Difference, effect: float) -> RequiredSampleSizes:
+    """Return the sample whose 95 % interval reaches at most half of ``effect`` to each side."""
+    # effect: what the paper prints. Of the difference only the variances are used, not the value.
 
-    def decides(seeds: int, items: int) -> bool:
-        planned = _with_sample(difference, seeds, items)
-        reach = planned.half(level)
-        more = planned.half(2 * POWER - 1)
-        return reach is not None and more is not None and reach + more <= abs(gap)
+    def is_precise(seeds: int, items: int) -> bool:
+        half = _with_sample(difference, seeds, items).half()
+        return half is not None and half <= abs(effect) / 2
 
     seeds, items = difference.seeds, difference.items
     numbers = range(seeds, MOST_SEEDS + 1) if seeds > 1 else ()
     enough, fewer = (
-        next((number for number in numbers if decides(number, item_count)), None)
+        next((number for number in numbers if is_precise(number, item_count)), None)
         for item_count in (items, MORE_ITEMS * items)
     )
-    if not items or not decides(seeds, MOST_ITEMS):
+    if not items or not is_precise(seeds, MOST_ITEMS):
         return RequiredSampleSizes(enough, None, fewer)
     low, high = items - 1, MOST_ITEMS  # too few, enough
     while high - low > 1:
         middle = (low + high) // 2
-        if decides(seeds, middle):
+        if is_precise(seeds, middle):
             high = middle
         else:
             low = middle
     return RequiredSampleSizes(enough, high, fewer)
 
 
-def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per open claim or question: its difference and the sample that it needs."""
-    claims = [answer for answer in answers if isinstance(answer.claim, sections.Claim)]
-    families = Counter(answer.claim.paper for answer in claims if "p" in answer.entry)
-    lines = []
+def describe_plans(answers: Sequence[Answer], studies: Studies) -> list[str]:
+    """Return a line per table of a paper: whether its claims are precise, or what they need.
+
+    Claims that were not run, and those of which the paper prints no effect, have lines too. The
+    tables that need the least training are first.
+    """
+    tables = defaultdict(list)  # (paper, source) → claims with the paper's effect
+    others = []
     for answer in answers:
+        line = f"{_describe_comparison(answer)}: "
         if not answer.entry:
-            lines.append(((2, 0.0), f"{_describe_comparison(answer)}: {answer.state}"))
-        elif (answer.entry.get("verdict_holm") or answer.entry["verdict"]) == "open":
-            tests = families[answer.claim.paper]
-            lines.append(_describe_plan(answer, studies[answer.study], tests))
-    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
-
-
-def _describe_plan(
-    answer: Answer, compared: Mapping[str, Any], tests: int
-) -> tuple[tuple[int, float], str]:
-    """Return sort key and line of an open answer; tests: number of tested claims of its paper."""
-    difference = evaluation.difference_from_json(answer.entry)
-    row = build_claim_row(answer.entry)
-    if not difference.sources:
-        return (1, 0.0), f"{_describe_comparison(answer)}: {row.difference}: {row.over}"
-    # Training per seed: both methods, all phases up to the asked one.
-    phases = PHASES[: PHASES.index(answer.claim.phase) + 1]
-    methods = dict.fromkeys((answer.claim.method, answer.claim.against))
-    cells = [compared[name].get(phase, {}).get("seconds") for name in methods for phase in phases]
-    minutes = sum(cell["mean"] for cell in cells if cell) / 60
-    ways = []
-    sample = needed_sample(difference, answer.claim, answer.good)
-    if answer.entry["verdict"] == "open":
-        ways.append(_describe_ways(difference, sample, minutes))
-    if isinstance(answer.claim, sections.Claim) and tests > 1:
-        sample = needed_sample(difference, answer.claim, answer.good, tests)
-        way = _describe_ways(difference, sample, minutes)
-        ways.append(f"with Holm's correction over {tests} claims: {way}")
-    order = math.inf
-    if sample.seeds is not None:
-        order = (sample.seeds - difference.seeds) * minutes
-    measured = f"{row.difference} [{row.difference_limits}]"
-    return (0, order), f"{_describe_comparison(answer)}: {measured}: {'; '.join(ways)}"
+            others.append(line + answer.state)
+        elif isinstance(answer.claim, sections.Claim):
+            effect = answer.claim.effect or answer.claim.reference_effect
+            if not answer.entry["difference"].get("interval"):
+                others.append(line + build_claim_row(answer.entry).over)
+            elif effect is None:
+                others.append(line + "the paper prints no effect")
+            else:
+                tables[answer.claim.paper, answer.source].append((answer, abs(effect)))
+    lines = [_describe_table(", ".join(place), claims, studies) for place, claims in tables.items()]
+    return [line for _, line in sorted(lines)] + others
 
 
 def _describe_comparison(answer: Answer) -> str:
     claim = answer.claim
     place = ", ".join(filter(None, (claim.paper, answer.source or "question", claim.phase)))
     return f"{answer.study}: {place}: {claim.words}"
+
+
+def _describe_table(
+    place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
+) -> tuple[float, str]:
+    """Return minutes of training and the line of a table; minutes are infinite without a plan.
+
+    claims: those of the table, each with the effect that the paper prints.
+    """
+    samples = []
+    widths = []  # half-width in halves of the effect, and as text
+    for answer, effect in claims:
+        difference = evaluation.difference_from_json(answer.entry)
+        samples.append(needed_sample(difference, effect))
+        half = difference.half() or 0.0
+        shown = NumberFormat(answer.entry["form"])
+        text = f"±{shown.size(half)} where half of the paper's effect is {shown.size(effect / 2)}"
+        widths.append((2 * half / effect, f"{text} ({answer.claim.words})"))
+    widest, text = max(widths)
+    line = f"{place}: {text}"
+    if widest <= 1:
+        return 0.0, f"{line}: precise enough"
+    ways = []
+    minutes = math.inf
+    seeds = [sample.seeds or math.inf for sample in samples]
+    if max(seeds) <= MOST_SEEDS:
+        minutes = _minutes_of_training([answer for answer, _ in claims], int(max(seeds)), studies)
+        ways.append(f"{max(seeds)} seeds ({minutes:.0f} min of training)")
+    items = [sample.items or math.inf for sample in samples]
+    if max(items) <= MOST_ITEMS:
+        ways.append(f"{max(items):,} items")
+    fewer = [sample.seeds_of_more_items or math.inf for sample in samples]
+    if not ways and max(fewer) <= MOST_SEEDS:
+        ways.append(f"{max(fewer)} seeds with {MORE_ITEMS} times the items")
+    return minutes, f"{line}: {' or '.join(ways) or f'no number of seeds up to {MOST_SEEDS}'}"
+
+
+def _minutes_of_training(claims: Sequence[Answer], seeds: int, studies: Studies) -> float:
+    """Return the training time of a table's models, each method once, up to this many seeds."""
+    minutes: dict[tuple[str, str, str], float] = {}
+    for answer in claims:
+        missing = seeds - answer.entry["difference"]["seeds"]
+        for phase in PHASES[: PHASES.index(answer.claim.phase) + 1]:
+            for method in (answer.claim.method, answer.claim.against):
+                cell = studies[answer.study][method].get(phase, {}).get("seconds")
+                if cell:
+                    minutes[answer.study, method, phase] = missing * cell["mean"] / 60
+    return sum(minutes.values())
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
@@ -245,21 +280,7 @@ def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
     if len(difference.sources) == 1:
         numbers = numbers[:1] if difference.kind == SEEDS else numbers[1:]
     sources = tuple(
-        VarianceSource(source.variance * now / then, then - 1)
+        VarianceSource(source.variance * now / then, source.freedom + then - now)
         for source, (now, then) in zip(difference.sources, numbers, strict=True)
     )
     return difference._replace(sources=sources, seeds=seeds, items=items)
-
-
-def _describe_ways(difference: Difference, sample: RequiredSampleSizes, minutes: float) -> str:
-    """Return the sufficient seeds or items as text; minutes: training time per seed."""
-    ways = []
-    if sample.seeds is not None:
-        more = sample.seeds - difference.seeds
-        ways.append(f"{sample.seeds} seeds ({more} more, {more * minutes:.0f} min of training)")
-    if sample.items is not None:
-        ways.append(f"{sample.items:,} items instead of {difference.items:,}")
-    if not ways and sample.seeds_of_more_items is not None:
-        items = f"{MORE_ITEMS * difference.items:,} items instead of {difference.items:,}"
-        ways.append(f"{sample.seeds_of_more_items} seeds with {items}")
-    return " or ".join(ways) or f"no number of seeds up to {MOST_SEEDS}"

@@ -100,7 +100,11 @@ def judge_difference(difference: Difference, comparison: Comparison, good: str =
     # interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
     # side of −margin; the 95 % interval wholly on the bad side; else open. good: whether "higher"
     # or "lower" is better for the metric.
-    p = p_of(difference, comparison, good)
+    return judge_p(p_of(difference, comparison, good), difference, comparison, good)
+
+
+def judge_p(p: float | None, difference: Difference, comparison: Comparison, good: str = "") -> str:
+    """Return the verdict of a test with this p: ``judge_difference`` of its own p."""
     if p is None or p >= LEVEL:
         return "open"
     is_as_claimed = (difference.value > 0) == (comparison.better == "higher")

@@ -31,10 +31,17 @@ from moecore.core.source_layout import run_git
 from moecore.report.claims import evaluation
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
+from moecore.report.tables.metrics_by_method import expected_metrics
 from moecore.statistics.comparisons import Difference
 from moecore.study import papers
 from moecore.study.questions import Round
-from moecore.study.sections import Comparison, compared_quantity_key, has_changed_settings
+from moecore.study.sections import (
+    Comparison,
+    compared_quantity_key,
+    design_digest,
+    has_changed_settings,
+)
+from moecore.study.study import read_study
 
 ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
 NUMBERS = Path("reports/compare.json")
@@ -43,6 +50,7 @@ RESULT = "result"  # tensor: digest of the numbers that the items belong to
 VALUES = ":values"  # suffix of a name: coded values of each seed, or mean and largest deviation
 TOLERANCE = 1e-3  # of half an interval's width: error of fp16
 VARIANCES = ("variances", "freedoms")  # of a difference; not in items of moecore 0.2
+EARLIER = papers.PIPELINES / "results/earlier.json"  # answers that later results replaced
 ASKED = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -107,10 +115,30 @@ def compare_kept_items(
 
     The claim was asked after the run. results: the JSON of a round, which has ``numbers``.
     """
+    sides = read_kept_values(results, numbers, claim)
+    if sides is None:
+        return {}
+    difference = evaluation.drop_zero_width_interval(crossed_or_paired_difference(*sides))
+    metrics = (claim.metric, claim.against_metric or claim.metric)
+    ours, theirs = (
+        numbers[method][claim.phase][metric]
+        for method, metric in zip((claim.method, claim.against), metrics, strict=True)
+    )
+    cells = {"method": ours, "against": theirs, "form": ours["form"]}
+    return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
+
+
+def read_kept_values(
+    results: Path, numbers: Mapping[str, Any], claim: Comparison
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the kept values of both sides of a claim, each (S, N) or (S,); None: not kept.
+
+    results: the JSON of a round, which has ``numbers``.
+    """
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
-        return {}
-    names = _value_names(claim.model_dump())
+        return None
+    ours, theirs = _value_names(claim.model_dump())
     items = {
         name: entry["difference"].get("items", 0)
         for section in evaluation.SECTIONS.values()
@@ -118,18 +146,12 @@ def compare_kept_items(
         for name in _value_names(entry["asked"])
     }
     tensors, _ = read_tensors(path)
-    if not set(names) <= items.keys() & tensors.keys():
-        return {}
-    ours, theirs = (_unpack_values(tensors, name, items[name]) for name in names)
-    difference = crossed_or_paired_difference(ours, theirs)
-    difference = evaluation.drop_zero_width_interval(difference)
-    metrics = (claim.metric, claim.against_metric or claim.metric)
-    sides = [
-        numbers[method][claim.phase][metric]
-        for method, metric in zip((claim.method, claim.against), metrics, strict=True)
-    ]
-    cells = {"method": sides[0], "against": sides[1], "form": sides[0]["form"]}
-    return cells | evaluation.verdict_to_json(difference, cells["form"], "open", None, None)
+    if not {ours, theirs} <= items.keys() & tensors.keys():
+        return None
+    return (
+        _unpack_values(tensors, ours, items[ours]),
+        _unpack_values(tensors, theirs, items[theirs]),
+    )
 
 
 def _value_names(comparison: Mapping[str, Any]) -> tuple[str, str]:
@@ -273,6 +295,69 @@ def date_questions(study: Round) -> list[DatedQuestion]:
             )
         )
     return dated
+
+
+def read_earlier_answers(root: Path) -> list[dict[str, Any]]:
+    """Return the answers in ``EARLIER``; [] without the file, UserError if keys are missing."""
+    path = root / EARLIER
+    answers = read_json(path)["answers"] if path.is_file() else []
+    for place, answer in enumerate(answers):
+        if lack := {"claim", "question", "commit", "mean", "seeds", "design"} - answer.keys():
+            keys = f"answers[{place}] without {', '.join(sorted(lack))}"
+            raise UserError.at(path, found=keys, allowed="what tools/earlier_answers.py writes")
+    return answers
+
+
+def find_overwritten_answers(study: Round, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per overwritten answer to a present claim that ``earlier`` does not list."""
+    root = study.question.root
+    listed = {round(answer["mean"], 9) for answer in earlier}
+    asked = {compared_quantity_key(DEFAULTS | c) for c in papers.load_named_claims(root).values()}
+    paths = [study.results.relative_to(root).as_posix()]
+    if study.was:
+        paths.append(f"{papers.PIPELINES}/{study.was}/reports/compare.json")
+    lines = {}
+    for commit in ["HEAD", *(run_git(root, "log", "--format=%H", "--", *paths) or "").split()]:
+        for path in paths:
+            numbers = json.loads(run_git(root, "show", f"{commit}:./{path}") or "{}")
+            for words, entry in numbers.get("claims", {}).items():
+                mean = entry["difference"]["mean"]
+                if commit == "HEAD":
+                    listed.add(round(mean, 9))
+                elif "asked" in entry and round(mean, 9) not in listed:  # older ones are listed
+                    text = f"{mean:+.4g} of {entry['difference']['seeds']} seeds"
+                    text += f" in {commit[:SHORT]} was overwritten and is not in {EARLIER}"
+                    lines[compared_quantity_key(DEFAULTS | entry["asked"])] = f"{words}: {text}"
+    return [line for key, line in lines.items() if key in asked]
+
+
+def find_reused_seeds(study: Round, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per claim of a round whose seeds answered it before, in the same design."""
+    named = papers.load_named_claims(study.question.root)
+    data = study.compose().document.data
+    lines = []
+    for claim in data.get("claims") or ():
+        comparison = Comparison.model_validate({k: (DEFAULTS | claim)[k] for k in DEFAULTS})
+        for answer in earlier:
+            former = named.get(answer["claim"], {})
+            is_same = all(claim.get(key) == former.get(key) for key in ("source", "says"))
+            seeds = set(answer["seeds"]) & set(data["run"]["seeds"])
+            if is_same and seeds and answer["design"] == design_of(study, comparison):
+                shown = ", ".join(map(str, sorted(seeds)))
+                where = f"{answer['question']} in {answer['commit'][:SHORT]}"
+                lines.append(f"{answer['claim']}: seeds {shown} answered it before, {where}")
+    return lines
+
+
+def design_of(study: Round, claim: Comparison) -> str:
+    """Return the digest of a claim's design; the round's name for a calculation."""
+    composed = study.compose()
+    if "." in claim.method:
+        return study.name
+    metrics = expected_metrics(read_study(composed.document), composed.all_stages, claim.phase)
+    if claim.metric not in metrics:
+        return study.name
+    return design_digest(composed.document.data, claim, metrics[claim.metric].stage)
 
 
 def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
