@@ -18,7 +18,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.report.claims import evaluation
-from moecore.report.claims.answers import Answer, Studies, correct_over_papers, collect_answers
+from moecore.report.claims.answers import Answer, Studies, collect_answers, correct_over_papers
 from moecore.report.claims.result_evidence import DEFAULTS, EARLIER, design_of, read_kept_values
 from moecore.report.tables.cells import NumberFormat
 from moecore.statistics import pooling

@@ -8,7 +8,7 @@ import pytest
 from moecore.core.files import UserError, write_whole
 from moecore.report.claims import result_evidence
 from moecore.report.claims.answers import evaluate_results
-from moecore.statistics.comparisons import SEEDS, Difference, VarianceSource
+from moecore.statistics.comparisons import BOTH, SEEDS, Difference, VarianceSource
 from moecore.statistics.pooling import combined_p, correct_for_looks
 from moecore.study import papers
 from moecore.study.questions import load_rounds
@@ -25,25 +25,12 @@ from tools.pooled_claims import (
     pool_by_design,
 )
 
-ANSWER = {
-    "claim": "tgr/8_experts",
-    "question": "ablations",
-    "commit": "fd0e097",
-    "date": "2026-11-23",
-    "seeds": [0, 1],
-    "better": "higher",
-    "verdict": "open",
-    "mean": 0.014,
-    "low": 0.002,
-    "high": 0.026,
-    "method": 0.8,
-    "against": 0.79,
-    "kind": "seeds",
-    "items": 0,
-    "variances": [1e-5],
-    "freedoms": [1],
-    "design": "0123",
-}
+ANSWER = json.loads(
+    """{"claim": "tgr/8_experts", "question": "ablations", "commit": "fd0e097", "seeds": [0, 1],
+    "date": "2026-11-23", "better": "higher", "verdict": "open", "mean": 0.014, "low": 0.002,
+    "high": 0.026, "method": 0.8, "against": 0.79, "kind": "seeds", "items": 0, "design": "0123",
+    "variances": [1e-5], "freedoms": [1]}"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +43,13 @@ def pooled(rounds):
     return [each for each in evaluate_pooled(rounds)[1] if isinstance(each.answer.claim, Claim)]
 
 
-def find(pooled, source: str, method: str):
+def test_tgr_with_eight_experts(pooled):
+    key = ("TGR", "table 4", "tgr")
     (found,) = [
         each
         for each in pooled
-        if (each.answer.source, each.answer.claim.method) == (source, method)
-        and each.answer.claim.paper == "TGR"
+        if (each.answer.claim.paper, each.answer.source, each.answer.claim.method) == key
     ]
-    return found
-
-
-def test_tgr_with_eight_experts(pooled):
-    found = find(pooled, "table 4", "tgr")
     entry = found.answer.entry
     assert [len(run["seeds"]) for run in entry["runs"]] == [5, 12]
     assert entry["difference"]["seeds"] == 17 and entry["looks"] == 2
@@ -93,16 +75,11 @@ def test_claims_with_one_answer_are_unchanged_and_other_p_follow_from_the_runs(r
             assert entry == {key: former[key] for key in former if "holm" not in key}
             numbers["alone"] += 1
             continue
-        runs = [
-            Difference(
-                run["mean"],
-                tuple(map(VarianceSource, run["variances"], run["freedoms"])),
-                ("", SEEDS, "items × seeds")[len(run["variances"])],
-                len(run["seeds"]),
-                0,
-            )
-            for run in entry["runs"]
-        ]
+        runs = []
+        for run in entry["runs"]:
+            sources = tuple(map(VarianceSource, run["variances"], run["freedoms"]))
+            kind = SEEDS if len(sources) == 1 else BOTH
+            runs.append(Difference(run["mean"], sources, kind, len(run["seeds"]), 0))
         assert sum(run.seeds for run in runs) == entry["difference"]["seeds"]
         if answer.claim.margin is None:
             p = combined_p(runs, 0.0, entry["difference"]["mean"])
@@ -150,31 +127,23 @@ def test_a_verdict_needs_its_corrected_p(better, good, expected):
 
 
 def test_a_design_is_its_settings_without_seeds_and_sizes():
-    study = {
-        "run": {"seeds": [0]},
-        "data": {"pretrain": {"kind": "digits", "test_limit": 5}, "finetune": {"kind": "fonts"}},
-        "model": {"width": 8},
-        "methods": {"prc": {"guided_finetuning": True}, "vmoe": {"k": 2}, "tgr": {"k": 1}},
-        "teacher": {"kind": "dense"},
-        "pretrain": {"epochs": 2},
-        "finetune": {"epochs": 1},
-        "routing": {"images": 100, "views": 1},
-    }
+    study = json.loads(
+        """{"run": {"seeds": [0]}, "model": {"width": 8}, "pretrain": {"epochs": 2},
+        "data": {"pretrain": {"kind": "digits", "test_limit": 5}}, "teacher": {"kind": "dense"},
+        "methods": {"prc": {"guided_finetuning": true}, "vmoe": {"k": 2}, "tgr": {"k": 1}},
+        "routing": {"images": 100, "views": 1}, "finetune": {"epochs": 1}}"""
+    )
     digest = design_digest(study, claim(), "routing")
-    for section, value in {
-        "run": {"seeds": [1]},
-        "data": {"pretrain": {"kind": "digits", "test_limit": 6, "root": "x"}},
-        "methods": {"prc": {"guided_finetuning": False}, "vmoe": {"k": 2}},
-        "teacher": {"kind": "other"},
-        "finetune": {"epochs": 3},
-        "routing": {"images": 200, "views": 1},
-    }.items():
-        assert design_digest(study | {section: value}, claim(), "routing") == digest, section
+    same = json.loads(
+        """{"run": {"seeds": [1]}, "data": {"pretrain": {"kind": "digits", "root": "x"}},
+        "methods": {"prc": {"guided_finetuning": false}, "vmoe": {"k": 2}}, "teacher": null,
+        "finetune": null, "routing": {"images": 200, "views": 1}}"""
+    )
+    assert design_digest(study | same, claim(), "routing") == digest
     for section in ("model", "pretrain", "methods", "data", "routing"):
         assert design_digest(study | {section: None}, claim(), "routing") != digest, section
     taught = study | {"methods": {"prc": {"distillation": 0.5}}}
-    changed = taught | {"teacher": {"kind": "other"}}
-    assert design_digest(taught, claim()) != design_digest(changed, claim())
+    assert design_digest(taught, claim()) != design_digest(taught | {"teacher": None}, claim())
     later = claim(phase="finetune")
     assert design_digest(study, later) != design_digest(study | {"finetune": {}}, later)
 
