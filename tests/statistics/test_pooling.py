@@ -37,28 +37,19 @@ def test_two_runs_by_hand():
     assert pool_differences([FEW]) is FEW
 
 
-def pool_slowly(runs: list[Difference]) -> tuple[float, float, float, float]:
-    """Return value, A, its degrees of freedom and shared B, by loops."""
-    total = sum(run.seeds for run in runs)
-    value = squares = spread = root = 0.0
-    for run in runs:
-        weight = run.seeds / total
-        value += weight * run.value
-        squares += weight * weight * run.sources[0].variance
-        spread += (weight * weight * run.sources[0].variance) ** 2 / run.sources[0].freedom
-        root += weight * math.sqrt(run.sources[1].variance)
-    return value, squares, squares * squares / spread, root * root
-
-
 def test_runs_of_drawn_items_are_pooled_as_by_loops_and_without_items_by_seeds():
     generator = np.random.default_rng(5)
     draws = [generator.standard_normal((seeds, 40)) for seeds in (3, 5, 9)]
     runs = [crossed_difference(values) for values in draws]
     pooled = pool_differences(runs)
-    value, by_seeds, freedom, by_items = pool_slowly(runs)
-    assert pooled.value == pytest.approx(np.concatenate(draws).mean()) == pytest.approx(value)
-    assert pooled.sources[0] == pytest.approx((by_seeds, freedom))
-    assert pooled.sources[1].variance == pytest.approx(by_items)
+    by_seeds = squares = root = 0.0  # slowly
+    for run in runs:
+        by_seeds += (run.seeds / 17) ** 2 * run.sources[0].variance
+        squares += ((run.seeds / 17) ** 2 * run.sources[0].variance) ** 2 / (run.seeds - 1)
+        root += run.seeds / 17 * math.sqrt(run.sources[1].variance)
+    assert pooled.value == pytest.approx(np.concatenate(draws).mean())
+    assert pooled.sources[0] == pytest.approx((by_seeds, by_seeds**2 / squares))
+    assert pooled.sources[1].variance == pytest.approx(root**2)
     alone = [paired_seed_difference(values.mean(axis=1).tolist()) for values in draws]
     assert pool_differences(alone).kind == SEEDS
     mixed = pool_differences([alone[0], runs[1]])
@@ -105,8 +96,6 @@ def test_random_effects_by_hand_and_as_audited():
     effects = random_effects(values, np.square(errors).tolist())
     assert effects.interval == pytest.approx((-1.3, -4.7, 2.2), abs=0.06)
     assert effects.deviation == pytest.approx(2.1, abs=0.1) and effects.p < 1e-16
-    alike = random_effects([1.0, 1.0], [1.0, 1.0]).interval
-    assert alike.high == pytest.approx(1 + 12.7062 / math.sqrt(2), abs=1e-3), "never narrower"
     for values, variances in (([1.0], [1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, 2.0], [1.0])):
         with pytest.raises(ValueError, match="two or more, variances > 0, are needed"):
             random_effects(values, variances)
@@ -116,8 +105,7 @@ def test_a_collapsed_seed_and_the_sign_test():
     years = np.array([0.6, 0.7, 0.8, 0.75, 0.9, 1.1, 0.65, 0.5, 26.5])
     assert has_collapsed_seed(years) and not has_collapsed_seed(years[:-1])
     assert not has_collapsed_seed(years[-4:]) and not has_collapsed_seed(np.ones(6))
-    assert sign_test(years) == pytest.approx(2 / 2**9)
-    assert sign_test(np.array([1.0, -1.0, 0.0])) == sign_test(np.zeros(3)) == 1.0
+    assert sign_test(years) == pytest.approx(2 / 2**9) and sign_test(np.zeros(3)) == 1.0
 
 
 def test_linearity():

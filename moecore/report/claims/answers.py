@@ -196,11 +196,8 @@ def needed_sample(difference: Difference, effect: float) -> RequiredSampleSizes:
 
 
 def describe_plans(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line per table of a paper: whether its claims are precise, or what they need.
-
-    Claims that were not run, and those of which the paper prints no effect, have lines too. The
-    tables that need the least training are first.
-    """
+    """Return a line per table of a paper: whether its claims are precise, or what they need."""
+    # Then a line per claim that was not run, or of which the paper prints no effect.
     tables = defaultdict(list)  # (paper, source) → claims with the paper's effect
     others = []
     for answer in answers:
@@ -228,10 +225,8 @@ def _describe_comparison(answer: Answer) -> str:
 def _describe_table(
     place: str, claims: Sequence[tuple[Answer, float]], studies: Studies
 ) -> tuple[float, str]:
-    """Return minutes of training and the line of a table; minutes are infinite without a plan.
-
-    claims: those of the table, each with the effect that the paper prints.
-    """
+    """Return minutes of training and the line of a table; minutes are infinite without a plan."""
+    # claims: those of the table, each with the effect that the paper prints.
     samples = []
     widths = []  # half-width in halves of the effect, and as text
     for answer, effect in claims:

@@ -131,10 +131,7 @@ def compare_kept_items(
 def read_kept_values(
     results: Path, numbers: Mapping[str, Any], claim: Comparison
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the kept values of both sides of a claim, each (S, N) or (S,); None: not kept.
-
-    results: the JSON of a round, which has ``numbers``.
-    """
+    """Return the kept values of both sides of a claim, each (S, N) or (S,); None: not kept."""
     path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return None
