@@ -292,6 +292,9 @@ def _list_runs(
         sides = (before.method, before.against)
         run = Run(before.question, before.design, before.seeds, difference, sides, values, True)
         runs[compared_quantity_key(claim)].append(run)
+    measured = [answer for answer in answers if answer.entry]
+    studies_of = {(compared_quantity_key(a.claim.model_dump()), a.study) for a in measured}
+    times = Counter(key for key, _ in studies_of)
     for answer in answers:
         if answer.entry:
             study = rounds[answer.study]
@@ -300,10 +303,13 @@ def _list_runs(
             sides = (answer.entry["method"]["mean"], answer.entry["against"]["mean"])
             values = _kept_seed_means(study, answer.claim, studies)
             seeds = tuple(composed.document.data["run"]["seeds"])
-            # Settings that changed since the run do not say its design.
-            design = study.name if answer.changed else design_of(study, answer.claim)
+            key = compared_quantity_key(answer.claim.model_dump())
+            # Settings that changed since the run do not say its design; one run needs none.
+            design = study.name
+            if not answer.changed and (runs[key] or times[key] > 1):
+                design = design_of(study, answer.claim)
             run = Run(study.name, design, seeds, difference, sides, values)
-            runs[compared_quantity_key(answer.claim.model_dump())].append(run)
+            runs[key].append(run)
     return runs
 
 

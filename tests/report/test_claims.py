@@ -444,7 +444,7 @@ def row_of(text: str, start: str) -> str:
 
 def test_a_study_that_was_not_run(tmp_path):
     text = small_project(tmp_path, None)
-    assert "| not run yet | `moecore study run own/one` |" in row_of(text, "table 4")
+    assert "| not run yet |  | `moecore study run own/one` |" in row_of(text, "table 4")
     assert "of a paper: 3 not run yet." in text
     assert "## Claims of other sources" in text and "| Someone | a letter |" in text
     assert "| Do views agree? |  | not run yet |" in text
@@ -481,7 +481,7 @@ def test_a_withdrawn_claim_stays_in_its_table():
     row = PaperTable(number="table 1", shows="times", withdrawn=[withdrawn])
     _, (cells,) = pages.paper_item_state_and_rows(row, [], {}, {})
     assert cells[:2] == ["table 1", "times"]
-    assert cells[3:] == ["It was faster.", "differed: −2", "withdrawn: another data set", ""]
+    assert cells[3:] == ["It was faster.", "differed: −2", "withdrawn: another data set", "", ""]
 
 
 def test_a_result_without_variances_decides_nothing(tmp_path):
@@ -576,7 +576,7 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     assert "Of 1 claims" in both and "of a paper: 1 not significant." in both, "one fact"
     (tmp_path / "pipelines/results/own/one.json").unlink()
     assert "of a paper: 1 holds." in pages.render_claims_page(tmp_path), "where it is answered"
-    assert "| holds; not significant with Holm's correction |" in row_of(both, "table 4")
+    assert "; p × 4 for 2 answers |" in row_of(both, "table 4")
 
 
 @pytest.mark.parametrize("shift", [0.2, 0.02])  # decided and open

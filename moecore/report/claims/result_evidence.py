@@ -349,7 +349,7 @@ def find_reused_seeds(study: Round, earlier: Sequence[Mapping[str, Any]]) -> lis
 def design_of(study: Round, claim: Comparison) -> str:
     """Return the digest of a claim's design; the round's name for a calculation."""
     composed = study.compose()
-    if "." in claim.method:
+    if "." in claim.method or claim.phase not in composed.document.data.get("data", {}):
         return study.name
     metrics = expected_metrics(read_study(composed.document), composed.all_stages, claim.phase)
     if claim.metric not in metrics:
