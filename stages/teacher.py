@@ -10,6 +10,7 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.core.streams import derived_seed
+from moecore.data.loader import drawn_training_images
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import ImageSpec
@@ -47,7 +48,10 @@ def teacher(seed: int) -> None:
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            job = build_training_job(model, data, objective, training.runtime.device)
+            device = training.runtime.device
+            # the images that the student of this seed learns from, where it draws as many
+            subset = drawn_training_images(data, settings.training.shots, seed)
+            job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
             result = evaluate_trained_model(model, data, settings.training, training.log())
         with whole_folder(target) as folder:

@@ -186,6 +186,14 @@ class Vit(_Vit):
     """added to a norm's variance (CLIP: 1e-5)"""
     drop_path: float = 0.0
     """stochastic depth: probability at the last block"""
+    initial_std: float = 0.02
+    """of the initial maps of attention, MLPs and experts"""
+    position_std: float = 0.02
+    """of the initial positions and special tokens"""
+    stem: Literal['linear', 'conv'] = 'linear'
+    """map from patch to token: linear, or convolutions before it"""
+    stem_width: int = 16
+    """conv: channels of the first convolution"""
 
 class Vit3d(_Vit3d):
     """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
@@ -214,6 +222,10 @@ class Vit3d(_Vit3d):
     """added to a norm's variance (CLIP: 1e-5)"""
     drop_path: float = 0.0
     """stochastic depth: probability at the last block"""
+    initial_std: float = 0.02
+    """of the initial maps of attention, MLPs and experts"""
+    position_std: float = 0.02
+    """of the initial positions and special tokens"""
     stem: Literal['linear', 'pooled', 'conv'] = 'linear'
     """map from cube to token: linear, linear in means, or two convolutions"""
     pool: int = 4

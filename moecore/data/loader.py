@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
 from moecore.data.layouts.images import JpegImages
-from moecore.data.prepared import Split
+from moecore.data.prepared import Prepared, Split
 from moecore.data.views.warping import MixedSizeImageList, to_device_async
 from moecore.tasks.base import Task
 
@@ -99,6 +99,13 @@ def few_shot_indices(
     random = np.random.default_rng([seed, FEW_SHOT])
     chosen = [random.permutation(np.flatnonzero(labels == c))[:shots_per_class] for c in classes]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+
+def drawn_training_images(data: Prepared, shots: int | None, seed: int) -> np.ndarray | None:
+    """Return the indices of the training images that ``seed`` draws, or None for all images."""
+    if shots is None:
+        return None
+    return few_shot_indices(data.task, data.train.labels, shots, seed).numpy()
 
 
 # The first pass begins at token 0, each later one at a random token of the first block, so that

@@ -197,6 +197,10 @@ def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]
     """Yield a line per valid round, and one for the presets; append errors to ``problems``."""
     # A round gets all checks of ``moecore check``, and a small step of methods that it does not
     # run. Presets, which may be combined, are only read.
+    try:
+        question.check_baseline()
+    except UserError as error:
+        problems.append(str(error))
     for question_round in question.rounds:
         try:
             yield f"{question_round.name}: {_check_round(question_round)}"

@@ -264,6 +264,6 @@ def _planned_steps(training: Any, card: Card | None) -> int | None:
     if card is None or not card.counts or len(card.shape) == 1:
         return None
     images = card.images["train"]
-    if (shots := getattr(training, "shots", None)) is not None and card.classes:
-        images = shots * len(card.classes)
+    if training.shots is not None and card.classes:
+        images = training.shots * len(card.classes)
     return training.epochs * (images // training.batch)

@@ -5,7 +5,8 @@ params.yaml, the world that it names, the file, a round, and presets (see ``laye
 addition to sections of params.yaml a question has:
 
 - ``question``, ``answer``: the question and its result, one line each.
-- ``world``: settings shared with other questions, ``pipelines/worlds/<world>.yaml``.
+- ``world``: settings shared with other questions, ``pipelines/worlds/<world>.yaml``, which also
+  say under ``baseline`` what a dense model and classifiers on pixels reach with them.
 - ``methods``: the question's methods, or a list of names if all are as in the world or the root.
   They are also ``run.methods``, unless ``run`` names other methods.
 - ``asks``: the claims of papers that it answers, by name (``papers.py``).
@@ -20,9 +21,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, describe_refusal, read_json
@@ -31,6 +32,7 @@ from moecore.study import layers, papers
 from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
 from moecore.study.layers import Composed, Layer, compose_layers, load_root_layer, read_layer
 from moecore.study.papers import ASKS, PIPELINES
+from moecore.study.sections import Phase
 from moecore.study.settings import extract_declared_settings
 
 WORLDS = "worlds"
@@ -66,6 +68,36 @@ class TunedQuestion(Config):
     tune: Tuning | None = None
 
 
+MIN_LEAD = 3  # of a dense model over logistic regression, percentage points
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+class WorldBaseline(Config):
+    """What a world reaches on validation images, in % of them, or why it is ``unreached``."""
+
+    phase: Phase = "pretrain"
+    logistic: Percent = 0
+    neighbours: Percent = 0
+    cnn: Percent = 0
+    dense: Percent = 0
+    seconds: float = Field(0, ge=0, le=90, description="of one thread, to train the dense model")
+    unreached: str = ""
+
+    @model_validator(mode="after")
+    def _dense_ahead(self) -> Self:
+        if not self.unreached and self.dense - self.logistic < MIN_LEAD:
+            pair = f"dense {self.dense:g}, logistic {self.logistic:g}"
+            allowed = f"dense ahead by {MIN_LEAD} or more; or unreached, with the reason"
+            raise ValueError(describe_refusal(found=pair, allowed=allowed))
+        return self
+
+
+class World(Config):
+    """What a world has in addition to sections of params.yaml."""
+
+    baseline: WorldBaseline
+
+
 class QuestionFile:
     """A question's file, pipelines/<folder>/<file>.yaml, with its layers, rounds and presets."""
 
@@ -75,6 +107,7 @@ class QuestionFile:
         self.name = name
         self.path = root / PIPELINES / f"{name}.yaml"
         self.document = load_yaml_document(self.path)
+        self.world: Document | None = None
         self.layers = self._read_layers()
         self.rounds = [
             Round(self, index + 1, *pair) for index, pair in enumerate(self._read_rounds())
@@ -111,6 +144,11 @@ class QuestionFile:
     def tuned_file(self) -> Path:
         """Return the path of the tuned rates, a JSON file that git tracks."""
         return self.root / PIPELINES / RESULTS / f"{self.name}.tuned.json"
+
+    def check_baseline(self) -> None:
+        """Raise UserError if the question's world has no valid ``baseline``."""
+        if self.world is not None:
+            extract_declared_settings(World, self.world)
 
     @property
     def asking_files(self) -> list[Path]:
@@ -153,7 +191,8 @@ class QuestionFile:
             if name not in worlds:
                 text = f"found {name!r}{did_you_mean(name, worlds)}; allowed: {', '.join(worlds)}"
                 raise self.document.error(("world",), text)
-            layers.append(read_layer(load_yaml_document(folder / f"{name}.yaml"), ()))
+            self.world = load_yaml_document(folder / f"{name}.yaml")
+            layers.append(read_layer(self.world, (), ("baseline",)))
         return [*layers, self._expand(question)]
 
     def _read_rounds(self) -> Iterator[tuple[Document, list[Layer]]]:

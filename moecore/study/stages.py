@@ -184,7 +184,7 @@ ROWS = (
     ),
     Stage(
         "baselines",
-        "Logistic regression and nearest neighbours on the pixels that a phase trains on",
+        "Logistic regression, nearest neighbours and a small CNN on the pixels of a phase",
         each="phase",
         keys=("run.seeds", "{phase}", "baselines"),
         after=(DATA,),

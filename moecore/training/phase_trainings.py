@@ -11,7 +11,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
-from moecore.data.loader import Loaded, batch_indices, few_shot_indices
+from moecore.data.loader import Loaded, batch_indices, drawn_training_images
 from moecore.data.prepared import Prepared
 from moecore.data.views.views import evaluation_images
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
@@ -91,6 +91,7 @@ def build_pretraining(
         sized = inherit_pretrained_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: loading a teacher draws numbers
     model = sized.build(image, method.moe)
+    subset = drawn_training_images(data, settings.shots, seed)
     model.remember(settings.batch, text_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
         upcycle_model(model, teacher.teacher, method.upcycle)
@@ -102,8 +103,9 @@ def build_pretraining(
         Objective(method.losses, settings.label_smoothing, method.distillation, method.text_losses),
         device,
         guide=teacher if method.guided else None,
+        subset=subset,
         views=method.views,
-        isolation=build_tissue_isolation(method, data),
+        isolation=build_tissue_isolation(method, data, subset),
         permuted=seed if method.permuted else None,
     )
 
@@ -124,9 +126,6 @@ def build_finetuning(
     same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
     model = load_adapted_model(start, image, learned.moe).to(device)
-    subset = None
-    if settings.shots is not None:
-        subset = few_shot_indices(data.task, data.train.labels, settings.shots, seed).numpy()
     model.begin_finetuning()
     objective = Objective(
         learned.losses, settings.label_smoothing, learned.distillation, learned.text_losses
@@ -137,6 +136,6 @@ def build_finetuning(
         objective,
         device,
         guide=teacher if learned.guided else None,
-        subset=subset,
+        subset=drawn_training_images(data, settings.shots, seed),
         views=learned.views,
     )

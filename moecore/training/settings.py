@@ -132,6 +132,9 @@ class Training(Config):
     updates: int | None = Field(
         None, ge=1, le=10**9, description="updates per epoch; null: one pass over the training data"
     )
+    shots: int | None = Field(
+        None, ge=1, description="training images per class that the seed draws; null: all images"
+    )
     shard: int = Field(
         1, ge=1, description="ranks that share parameters and optimizer state; 1: each has all"
     )
@@ -150,7 +153,7 @@ class Training(Config):
             text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
             yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
         for key, off in NEED_CLASSES.items():
-            value = getattr(self, key, None)
+            value = getattr(self, key)
             if value and (reason := around.lacks(key)):
                 text = f"found {format_changed_settings(value)}, but {reason} ({around.data})"
                 yield (key,), f"{text}; allowed: {off}"
@@ -181,7 +184,7 @@ class Training(Config):
         counts = preview.counts["train"]
         images = sum(counts)
         why = around.data
-        shots = getattr(self, "shots", None)
+        shots = self.shots
         if shots is not None and preview.classes:
             if len(counts) > 1:
                 class_sizes = [count for count in counts if count]
@@ -214,7 +217,6 @@ class Training(Config):
 class Finetuning(Training):
     """Fine-tuning: other data, other image size, other k, with or without the teacher."""
 
-    shots: int | None = Field(None, ge=1, description="training images per class; null for all")
     k: int | None = Field(None, ge=1, description="experts per token; null: the method's")
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 

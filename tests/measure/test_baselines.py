@@ -2,10 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 
 from moecore.data.prepared import Prepared, Split
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.baselines import LOGISTIC, Baselines, measure_baselines, read_pixel_values
+from moecore.measure.baselines import (
+    LOGISTIC,
+    Baselines,
+    SmallCnn,
+    measure_baselines,
+    read_pixel_values,
+)
 from moecore.measure.values import Found
 from moecore.stages import baselines as stage
 from moecore.tasks.classification import Classification
@@ -50,6 +57,23 @@ def test_the_seed_draws_the_images_of_each_class():
     assert len(hits) > 1
 
 
+def test_the_small_network_learns_and_its_seed_draws_it():
+    """Rows or columns of 8 × 8 pixels, at random places; a linear map would need every place."""
+    random = np.random.default_rng(0)
+    images = np.zeros((1020, 1, 8, 8), np.uint8)
+    labels = np.arange(1020) % 2
+    for image, label in zip(images[:, 0], labels, strict=True):
+        (image if label else image.T)[random.integers(8)] = random.integers(100, 256)
+    train = read_pixel_values(Split(images, labels), np.arange(1000), 1, 64)
+    test = images[1000:].reshape(20, 64).astype(np.float32) / 255
+    before = torch.get_rng_state()
+    first, again, other = (SmallCnn(train, 2, seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (first.predict(test) == labels[1000:]).mean() > 0.8
+    parameters = [network.network[0].weight for network in (first, again, other)]
+    assert torch.equal(*parameters[:2]) and not torch.equal(*parameters[1:])
+
+
 def test_large_images_are_averaged_without_the_channel_of_the_truth():
     images = np.stack([np.arange(16), np.full(16, 9)]).astype(np.uint8).reshape(1, 2, 4, 4)
     found = read_pixel_values(Split(images, np.array([1])), np.array([0]), 1, 4)
@@ -63,4 +87,4 @@ def test_other_data_are_skipped_with_the_reason(run, monkeypatch):
     in_run(monkeypatch, run[0], run=selected, pretrain={}, baselines={})
     stage.baselines("pretrain")
     found = read_result("artifacts/measured/baselines/pretrain.json", Found, "baselines")
-    assert not isinstance(found, Skipped) and len(found.values) == 2
+    assert not isinstance(found, Skipped) and len(found.values) == 3

@@ -241,6 +241,35 @@ def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
     assert f"/pipelines/own/asked.yaml:{place_and_key}: " in line and word in line
 
 
+REACHED = "baseline: {{logistic: 80, neighbours: 79, cnn: 85, dense: {}, seconds: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [
+        ("", "1:1: baseline: missing; the file has: model, methods"),
+        ("baseline: {}", "1:1: baseline: found dense 0, logistic 0; allowed: dense ahead by 3"),
+        (REACHED.format(82.9, 60), "1:1: baseline: found dense 82.9, logistic 80; allowed: "),
+        (
+            REACHED.format(83, 91),
+            "1:62: baseline.seconds: found 91 (int); allowed: less than or equal to 90",
+        ),
+        (REACHED.format(83, 90), None),
+        ("baseline: {unreached: too few images}", None),
+    ],
+)
+def test_a_world_says_what_a_dense_model_and_pixels_reach(ask, baseline, said):
+    text = "world: small\nmethods: {asked: {from: mine}}\n"
+    question = ask(text, small=f"{baseline}\n{WORLD}")
+    if said is None:
+        assert question.check_baseline() is None and "baseline" not in values(question)
+        return
+    with pytest.raises(UserError) as caught:
+        question.check_baseline()
+    (line,) = str(caught.value).split("\n")
+    assert "worlds/small.yaml:1:" in line and said in line
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "place_and_key"),
     [

@@ -5,11 +5,13 @@ changed.
 """
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import (
@@ -19,13 +21,15 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingRecord,
 )
-from moecore.data.loader import load_split_where_it_fits
-from moecore.data.prepared import Split
+from moecore.data.loader import few_shot_indices, load_split_where_it_fits
+from moecore.data.prepared import Prepared, Split
+from moecore.measure.base import Skipped
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.run.history_file import read_lines, routing_points
 from moecore.run.run_record import record_run
 from moecore.run.training import TrainingRun
+from moecore.stages import teacher as teacher_stage
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
 from moecore.training.guide import GuidedModel, aligned_teacher_blocks, build_guide
@@ -34,9 +38,10 @@ from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.meter import Meter, sum_layer_routing
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, describe_point
-from moecore.training.phase_trainings import iterate_router_fit
+from moecore.training.phase_trainings import build_pretraining, iterate_router_fit
 from moecore.training.settings import TeacherRouterFit, Training
 from tests.data.making import VOLUMES, ball
+from tests.measure.subjects import digits
 from tests.training.small import (
     CPU,
     IMAGE,
@@ -392,3 +397,30 @@ def test_a_killed_training_tells_what_one_that_was_not_tells(tmp_path, monkeypat
     assert run_training(tmp_path / "killed") == whole
     lines = [line for point in whole for line in point.warnings]
     assert lines and f"pretrain: {lines[0]}" in capsys.readouterr().err
+
+
+def test_a_pretraining_and_its_teacher_learn_from_the_images_that_the_seed_draws(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    digits(tmp_path / "artifacts/data/pretrain")
+    data = Prepared.open("artifacts/data/pretrain")
+    save_no_guide(tmp_path / "none")
+    training = {"epochs": 1, "batch": 10, "learning_rate": 1e-3, "shots": 2}
+    teacher = {"kind": "dense", "model": {"kind": "vit", "patch": 4}, "training": training}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump({"teacher": teacher}), encoding="utf-8")
+    seen = []
+    ignored = SimpleNamespace(result=lambda result: None, model=lambda folder: None)
+    run = SimpleNamespace(work=tmp_path, runtime=CPU, run=ignored, log=lambda: None)
+    run.train = lambda job, *rest: seen.append(job.train.images)
+    monkeypatch.setattr(teacher_stage, "training_run", lambda *rest: nullcontext(run))
+    monkeypatch.setattr(teacher_stage, "evaluate_trained_model", lambda *rest: Skipped(skipped=""))
+    settings = Training(**training)
+    for seed in (0, 1):
+        teacher_stage.teacher(seed)
+        none = tmp_path / "none"
+        job = build_pretraining(Method(), Vit(patch=4), settings, data, none, seed, "cpu")
+        rows = few_shot_indices(data.task, data.train.labels, 2, seed)
+        assert torch.equal(job.train.images, torch.from_numpy(data.train.images[rows.numpy()]))
+        assert torch.equal(job.train.images, seen[-1])
+    assert not torch.equal(*seen)

@@ -14,6 +14,9 @@ from moecore.nn.layers import block as layers
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 
+INITIAL_STD = 0.02  # of timm's ViT
+DRAWN = (".qkv.weight", ".proj.weight", ".fc1.weight", ".fc2.weight", ".up", ".down")
+
 
 class TransformerSettings(base_model.Backbone):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
@@ -47,6 +50,13 @@ class TransformerSettings(base_model.Backbone):
     )
     drop_path: float = Field(
         0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
+    )
+
+    initial_std: float = Field(
+        INITIAL_STD, gt=0, le=1, description="of the initial maps of attention, MLPs and experts"
+    )
+    position_std: float = Field(
+        INITIAL_STD, gt=0, le=1, description="of the initial positions and special tokens"
     )
 
     def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
@@ -92,7 +102,8 @@ class PatchTransformer(base_model.BackboneModel):
         self.head_dist = layers.trunc_normal_linear(width, image.outputs) if special == 2 else None
         for token in (self.cls_token, self.dist_token, self.pos_embed):
             if token is not None:
-                nn.init.trunc_normal_(token, std=0.02)
+                nn.init.trunc_normal_(token, std=config.position_std)
+        scale_initial_weights(self.blocks, config.initial_std / INITIAL_STD)
 
     @property
     def positioned_tokens(self) -> int:
@@ -158,6 +169,15 @@ class PatchTransformer(base_model.BackboneModel):
         if self.head_dist is None:
             return (first,)
         return first, self.image.task.predict(self.head_dist(tokens[:, 1]))
+
+
+def scale_initial_weights(blocks: nn.Module, factor: float) -> None:
+    """Multiply the initial matrices of attention, MLPs and experts, but not of routers."""
+    weights = dict(blocks.named_parameters())
+    for name in weights:
+        if name.endswith(DRAWN) and ".router." not in name:
+            # of a factored output of eigen experts, the factor that is drawn in proportion
+            weights.get(f"{name}_inner", weights[name]).data.mul_(factor)
 
 
 def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:

@@ -5,19 +5,35 @@ Parameter names are timm's: its ViT, DeiT and DeiT-III weights load into the den
 
 from typing import Literal
 
+from pydantic import Field
+from torch import nn
+
+from moecore.core.config import Misfits, changed_settings
 from moecore.nn.backbones.base_model import ImageSpec, check_axes, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.patch_embed import PatchEmbed
+from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed
 
 
 class Vit(TransformerSettings):
     """Settings of a vision transformer of images (B, C, H, W)."""
 
     kind: Literal["vit"] = "vit"
+    stem: Literal["linear", "conv"] = Field(
+        "linear", description="map from patch to token: linear, or convolutions before it"
+    )
+    stem_width: int = Field(16, ge=1, description="conv: channels of the first convolution")
+
+    def remarks(self) -> Misfits:
+        """Yield (key, reason) for a width of a stem that has no convolution."""
+        if self.stem != "conv":
+            yield from changed_settings(self, ["stem_width"], "the stem is linear", "stem: conv")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> PatchTransformer:
         check_axes(self.kind, image, 2)
         check_patches_and_heads(image, self.patch, self.width, self.heads)
-        patch_embed = PatchEmbed(image.channels, self.patch, self.width)
-        return PatchTransformer(self, image, patch_embed, moe)
+        if self.stem == "conv":
+            stem: nn.Module = ConvStem(image.channels, self.patch, self.width, self.stem_width)
+        else:
+            stem = PatchEmbed(image.channels, self.patch, self.width)
+        return PatchTransformer(self, image, stem, moe)

@@ -67,6 +67,35 @@ class PooledLinearStem(nn.Module):
         return self.embed(avg_pool3d(volumes, self.factor))
 
 
+class ConvStem(nn.Module):
+    """Map images (B, C, H, W) to (B, P, width): 3×3 convolutions of stride 2, a linear map.
+
+    A convolution for each factor 2 of the patch (of an odd patch one, of stride 1); the linear map
+    takes what remains of it, so the grid is the patches'. Channels double from ``hidden``. As in
+    ConvStem3d the norm is over an image; the source's batch norm couples images. Source: Xiao et
+    al. (2021), §4.
+    """
+
+    def __init__(self, channels: int, patch: int, width: int, hidden: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        halvings = (patch & -patch).bit_length() - 1  # factors 2 of the patch
+        for stride in [2] * halvings or [1]:
+            layers += [
+                nn.Conv2d(channels, hidden, kernel_size=3, stride=stride, padding=1),
+                nn.GroupNorm(1, hidden),
+                nn.GELU(),
+            ]
+            channels = hidden
+            hidden *= 2
+            patch //= stride
+        self.convolutions = nn.Sequential(*layers)
+        self.embed = PatchEmbed(channels, patch, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.embed(self.convolutions(images))
+
+
 class ConvStem3d(nn.Module):
     """Map volumes (B, C, D, H, W) to (B, P, width): two 3³ convolutions of stride 2, a linear map.
 

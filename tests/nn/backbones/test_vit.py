@@ -6,6 +6,7 @@ and a head that answers in years.
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.nn import Conv2d
 from torch.nn.functional import conv3d, unfold
 
 from moecore.core.files import UserError
@@ -183,6 +184,46 @@ def test_fixed_positions_are_no_weights_and_all_differ():
 def test_what_does_not_fit_is_named(config, spec, named):
     with pytest.raises(UserError, match=named):
         config.build(spec)
+
+
+@pytest.mark.parametrize(("patch", "convolutions"), [(4, 2), (8, 3), (1, 1)])
+def test_the_conv_stem_halves_images_down_to_the_grid_of_patches(patch, convolutions, tmp_path):
+    model = drawn(Vit(patch=patch, width=24, depth=2, heads=2, stem="conv"), IMAGE, MOE)
+    layers = [layer for layer in model.patch_embed.convolutions if isinstance(layer, Conv2d)]
+    assert [layer.out_channels for layer in layers] == [16, 32, 64][:convolutions]
+    images = torch.rand(2, 3, 32, 32, requires_grad=True)
+    tokens = model.patch_embed(images)
+    assert tokens.shape == (2, (32 // patch) ** 2, 24)
+    # the norm is an image's: alone it gets the same tokens; and they come row by row
+    torch.testing.assert_close(model.patch_embed(images[:1]), tokens[:1])
+    tokens[0, 1].sum().backward()
+    seen = images.grad[0].abs().sum((0, 1))
+    assert seen[: 2 * patch].sum() > seen[2 * patch :].sum()
+    save_model(tmp_path, model)
+    larger = load_adapted_model(tmp_path, IMAGE.model_copy(update={"size": 64}), MOE)
+    assert larger(torch.rand(1, 3, 64, 64)).routing[0].combine.shape[1] == 1 + (64 // patch) ** 2
+
+
+@pytest.mark.parametrize("kind", ["mlp", "eigen"])
+def test_initial_weights_are_scaled_and_routers_are_not(kind):
+    experts = {"kind": kind, "number": 4} | ({"factored_output": True} if kind == "eigen" else {})
+    router = {"kind": "eigenbasis" if kind == "eigen" else "noisy_top_k", "k": 1}
+    moe = MoESettings(router=router, experts=experts, blocks=[1])
+    built = []
+    for std in (0.02, 0.1):
+        torch.manual_seed(0)
+        config = Vit(patch=8, width=24, depth=2, heads=2, initial_std=std, position_std=3 * std)
+        built.append(dict(config.build(IMAGE, moe).named_parameters()))
+    scaled = {name for name, value in built[1].items() if not torch.equal(value, built[0][name])}
+    for name in scaled:
+        torch.testing.assert_close(built[1][name], 5 * built[0][name])
+    ends = ["mlp.experts.up", f"mlp.experts.{'down_inner' if kind == 'eigen' else 'down'}"]
+    first = ["attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"]
+    names = [
+        *(f"blocks.0.{end}" for end in first),
+        *(f"blocks.1.{end}" for end in first[:2] + ends),
+    ]
+    assert scaled == {"cls_token", "pos_embed", *names}
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
