@@ -1,10 +1,11 @@
 """Search a recipe: train dense models with a list of settings, and score them on validation images.
 
-``python -m tools.search_recipe GRID.yaml RESULTS.jsonl WORK`` reads ``data`` and ``base``
-(``model``, ``training``, as in params.yaml), ``seeds``, and ``trials``: name → changes to ``base``.
-``start``, where a world fine-tunes, has ``data`` and ``base`` of the pretraining before it. Every
-finished training is a line of RESULTS.jsonl, and is not repeated: the validation score, and the CPU
-seconds of one thread. Prepared data and first weights lie in WORK. Test images are never read.
+``python -m tools.search_recipe GRID.yaml RESULTS.jsonl WORK`` reads ``base``: ``data``, ``model``
+and ``training`` as in params.yaml, ``seeds``, and ``trials``: name → changes to ``base``. Where a
+world fine-tunes, ``start`` has the same three for the pretraining, and a trial its changes under
+``start``. Every training is a line of RESULTS.jsonl, and is not repeated: the validation score in %
+and the CPU seconds of one thread. The line ``pixels`` has classifiers on the same images. Prepared
+data and models lie in WORK. No test image is read.
 """
 
 import argparse
@@ -34,7 +35,6 @@ from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Finetuning
 
 Settings = dict[str, Any]
-SCORES = ("validation_accuracy",)  # names in a history
 
 
 class Recipe(Config):
@@ -83,9 +83,11 @@ def train(recipe: Recipe, seed: int, work: Path, start: Path | None, target: Pat
     objective = Objective((), settings.label_smoothing)
     job = build_training_job(model, data, objective, "cpu", subset=subset)
     began = time.process_time()
+    name = f"validation_{job.task.history_name}"
     scores = []
     for metrics in iterate_training(job, settings, seed, runtime):
-        scores += [v for k, v in metrics.values.items() if k in SCORES]
+        if name in metrics.values:
+            scores.append(metrics.values[name])
     seconds = time.process_time() - began
     with whole_folder(target) as folder:
         save_model(folder, model)

@@ -40,7 +40,7 @@ TERMS = ("bound", "jacobian", "router")
 SETTINGS = Lipschitz(images=6, lemma_tokens=5)
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
 EIGEN = {"kind": "eigen", "number": 4, "hidden_ratio": 0.5}
-VIT = Vit(patch=6, width=16, depth=2, heads=2)
+VIT = Vit(patch=6, width=16, depth=2, heads=2, stem="conv")
 LINEAR = {"kind": "noisy_top_k", "k": 1}
 
 

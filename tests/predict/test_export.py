@@ -53,6 +53,7 @@ UNLIKE = {
     "eigen_experts": (VIT, IMAGE, of_method("ermoe")),
     "soft_slots": (VIT, IMAGE, of_method("soft_moe")),
     "moge": (VIT, IMAGE, of_method("moge")),
+    "conv_stem": (VIT.model_copy(update={"stem": "conv"}), IMAGE, moe()),
 }
 OTHERS = {
     "merged": (VIT, IMAGE, moe({"kind": "merged"})),
