@@ -1,7 +1,4 @@
-"""Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none.
-
-``python -m moecore.stages.teacher 0`` writes artifacts/teacher/0/, for students with seed 0.
-"""
+"""``moecore.stages.teacher SEED``: a dense model trained here, weights through timm, or none."""
 
 from pathlib import Path
 
@@ -29,7 +26,7 @@ class Params(Config):
 
 
 def teacher(seed: int) -> None:
-    """Train or load the teacher of params.yaml; it shares no random draws with the students."""
+    """Write artifacts/teacher/``seed``/; students share its drawn images and no other draws."""
     params = read_params(Params)
     settings = params.teacher
     target = Path("artifacts/teacher", str(seed))
@@ -48,9 +45,8 @@ def teacher(seed: int) -> None:
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")
         if settings.training is not None:
             objective = Objective((), settings.training.label_smoothing)
-            device = training.runtime.device
-            # the images that the student of this seed learns from, where it draws as many
             subset = drawn_training_images(data, settings.training.shots, seed)
+            device = training.runtime.device
             job = build_training_job(model, data, objective, device, subset=subset)
             training.train(job, settings.training, teacher_seed)
             result = evaluate_trained_model(model, data, settings.training, training.log())
