@@ -141,6 +141,8 @@ class Training(_Training):
     """learn from attacked images; null: from unchanged images"""
     updates: int | None = None
     """updates per epoch; null: one pass over the training data"""
+    shots: int | None = None
+    """training images per class that the seed draws; null: all images"""
     shard: int = 1
     """ranks that share parameters and optimizer state; 1: each has all"""
     expert_parallel: int = 1
