@@ -2,6 +2,10 @@
 
 The names below are public (docs/api.md); everything else may change. Each is imported at its first
 use, so ``import moecore`` does not load torch.
+
+Letters of shapes, where a file does not say otherwise: B images of a batch, N of a split, C
+channels, H × W pixels, P patches, T tokens per image, E experts, k chosen per token, d width, K
+classes, M tokens of a text, V words.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Auto-PGD on the L∞ ball with any objective; equal to the authors' own code step by step.
-
-B images, C channels, H × W pixels. Source: Croce & Hein (2020), algorithm 1.
-"""
+"""Auto-PGD on the L∞ ball (Croce & Hein 2020, algorithm 1), equal to their code step by step."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple

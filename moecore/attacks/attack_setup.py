@@ -1,7 +1,4 @@
-"""Attack a model on a set of images: batches, seeds, precision and devices.
-
-N images, C channels, H × W pixels, K outputs.
-"""
+"""Attack a model on a set of images: batches, seeds, precision and devices."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -85,10 +82,8 @@ class Target(NamedTuple):
         return self.task.scores(prediction, self.labels)
 
     def worse_scores(self, images: predict.ImageSequence) -> Tensor:
-        """Return the worse of each image's scores, clean and as in adversarial ``images``, (N,).
-
-        The clean image lies in every ball, so an attack that improves a score has no effect.
-        """
+        """Return the worse of each image's scores, clean and as in adversarial ``images``, (N,)."""
+        # The clean image lies in every ball, so an attack that improves a score has no effect.
         return self.task.worse_scores(self.scores(self.images), self.scores(images))
 
 

@@ -1,7 +1,4 @@
-"""Base class of attacks, and random numbers of an image that do not depend on its batch.
-
-B images, C channels, H × W pixels.
-"""
+"""Base class of attacks, and random numbers of an image that do not depend on its batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -142,13 +142,8 @@ class GradientAttack(Attack):
     def perturb_images(
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0.
-
-        Args:
-            at: returns objective (B,) and gradient (B, C, H, W) at images.
-            ball: the allowed images.
-            generator: draws the random start; ValueError if it is needed and missing.
-        """
+        """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0."""
+        # at: objective (B,) and gradient (B, C, H, W) at images. generator: draws the random start.
 
 
 # Of the sum, so that an image's gradient does not depend on its batch. In fp32 (but see

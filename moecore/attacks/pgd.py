@@ -1,7 +1,4 @@
-"""Projected gradient descent on the L∞ ball.
-
-The form of Puigcerver et al. (2022), and the usual stronger form (Madry et al., 2018).
-"""
+"""Projected gradient descent as in Puigcerver et al. (2022), and stronger (Madry et al. 2018)."""
 
 from typing import Literal
 

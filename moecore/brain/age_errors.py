@@ -1,7 +1,4 @@
-"""Errors of predicted ages with bootstrap intervals: of the test split, its groups, and diagnoses.
-
-N volumes, R resamples, in years. Source: ERMoE, supplement, table S1.
-"""
+"""Errors of predicted ages, in years, with bootstrap intervals (ERMoE, supplement, table S1)."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The table ``predictions.csv``, one row per volume, and flags of volumes unlike the training's.
-
-A model's error is known only for volumes like its test volumes.
-"""
+"""The table ``predictions.csv``, a row per volume, and flags of volumes unlike the training's."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Outside packages whose modules may be imported by name: only packages that were listed.
-
-A params.yaml lists them under ``packages``, a caller of ``load_model`` in its argument.
-"""
+"""Outside packages with parts: only modules of packages that were listed may be imported."""
 
 import importlib
 import importlib.util

@@ -1,7 +1,4 @@
-"""Types that routers, losses, metrics and attacks share; all are NamedTuples, so pytrees.
-
-Shapes: B images, T tokens per image, E experts, K classes.
-"""
+"""Types that routers, losses, metrics and attacks share; all are NamedTuples, so pytrees."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple

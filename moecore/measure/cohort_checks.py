@@ -1,7 +1,6 @@
 """Does a brain-age model read the anatomy? Errors on single tissues, as people age, on rescans.
 
-Also whether its region experts agree with the tissues. Ageing needs subjects that change in age
-alone, which only a simulation (phantom) has.
+Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
 from typing import Annotated, ClassVar, Self

@@ -1,8 +1,4 @@
-"""Lipschitz estimates of a trained model's logits, and Lemma 1 of Puigcerver et al. (2022).
-
-n tokens of width d, of the MoE layers of a trained model; see nn/layers/lipschitz_lemma.py for the
-lemma of one layer.
-"""
+"""Lipschitz estimates of a model's logits, and Lemma 1 (Puigcerver et al. 2022) at n tokens."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""Retrieval of images and captions, and the routing of the captions' words.
-
-N images, at most C captions per image, n words of all captions, E experts.
-"""
+"""Retrieval of N images and their C captions, and the routing of the captions' words."""
 
 from collections.abc import Iterable
 from typing import Any

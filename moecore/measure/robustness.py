@@ -1,7 +1,4 @@
-"""Robustness: score and change of routing under attack, at each epsilon, and an audit of attacks.
-
-On a fixed subset of the test split. N images, K outputs.
-"""
+"""Score and routing of a subset of the test split under attack, and an audit of the attacks."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -134,15 +131,9 @@ class Robustness(Measurement):
         return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put the scores under every attack at every epsilon, and the worst case over attacks.
-
-        facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
-        ``AttackedGallery`` (None for volumes and without attacks).
-
-        Raises:
-            UserError: settings do not fit the task, or the model is not deterministic in evaluation
-                mode.
-        """
+        """Put the scores under every attack at every epsilon, and the worst case over attacks."""
+        # facts: images, their number; task, of the scores; audit, its ``AuditLine``s; attacked, an
+        # ``AttackedGallery`` (None for volumes and without attacks).
         task = subject.data.task
         check_attack_settings(self, task)
         target = target_on_drawn_images(subject, self)

@@ -5,7 +5,7 @@ all other tokens and layers are fixed; their values are recomputed. The smallest
 label, which no router knows: compare it with the gain of one set for all tokens. The loss is the
 task's, per item; of a text, the mean over the block's words.
 
-N images (blocks of a text), T tokens, n of them drawn, E experts, S sets.
+N images (blocks of a text), n of their tokens are drawn, S sets.
 """
 
 from collections.abc import Callable, Mapping, Sequence

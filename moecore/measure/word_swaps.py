@@ -3,8 +3,6 @@
 The word swap of TextAttack, used to evaluate MomentumSMoE and robust attention: words except stop
 words become "AAA", which no vocabulary has, so that the model reads ``<unk>``. There the words to
 predict are swapped, too; here they are not, so that both texts have the same targets.
-
-N blocks of M tokens.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""Zero-shot classification by prompts with class names (CLIP, §3.1), for images and captions.
-
-N images, K classes, P prompts per class, w dimensions of an embedding.
-"""
+"""Zero-shot classification by P prompts per class (CLIP, §3.1), for images and captions."""
 
 import tempfile
 from pathlib import Path
@@ -101,14 +98,9 @@ class ZeroShot(Measurement):
         return "the images have no captions, so there is no text tower"
 
     def measure(self, subject: MeasuredModel, out: Values) -> None:
-        """Put ``zero_shot_accuracy`` and ``zero_shot_top5`` of classes with the nearest prompts.
-
-        facts: data, images, templates, chance; classes, with name, images, right answers and
-        number of unknown words in the prompts.
-
-        Raises:
-            UserError: numbers of channels or names do not fit the source.
-        """
+        """Put ``zero_shot_accuracy`` and ``zero_shot_top5`` of classes with the nearest prompts."""
+        # facts: data, images, templates, chance; classes, with name, images, right answers and
+        # number of unknown words in the prompts.
         image = subject.model.image
         with tempfile.TemporaryDirectory() as folder:
             sized = self.source.model_copy(update={"size": image.shape[0]})

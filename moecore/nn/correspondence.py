@@ -1,7 +1,4 @@
-"""Match tokens that show the same thing, in two views (PRC, §III-C) or in teacher and student.
-
-B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for volumes), E experts.
-"""
+"""Match tokens that show the same thing in two views (PRC, §III-C) or in teacher and student."""
 
 from collections.abc import Sequence
 from math import prod

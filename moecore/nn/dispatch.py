@@ -42,14 +42,12 @@ def single_expert_rows(tokens: Tensor) -> Rows:
     return Rows(values, ends, pairs=RowOrigins(order, (*tokens.shape[:2], 1)))
 
 
+# Pairs over capacity keep a row with weight 0. The expert computes it, but it is not used. So on a
+# GPU the number of rows does not depend on the data: the host never waits, and grouped_mm leaves no
+# rows uninitialised. On a CPU every expert's rows are padded (see ``round_row_counts``) with the
+# first token; padding is computed, but not used.
 class SparsePlan(NamedTuple):
-    """A plan in which each token goes to k experts and gets the weighted sum of their outputs.
-
-    Pairs over capacity keep a row with weight 0. The expert computes it, but it is not used. So on
-    a GPU the number of rows does not depend on the data: the host never waits, and grouped_mm
-    leaves no rows uninitialised. On a CPU every expert's rows are padded (see ``round_row_counts``)
-    with the first token; padding is computed, but not used.
-    """
+    """A plan in which each token goes to k experts and gets the weighted sum of their outputs."""
 
     is_per_token = True  # a token's output depends on this token only
 

@@ -1,8 +1,7 @@
 """Collect the routing records of a running model: ours, with MoELayers, or of another library.
 
 No other library is imported: a module that returns logits, weights and expert ids is a router,
-whatever its name; a few more are read by class name. B sequences, T tokens each, E experts, k
-chosen per token.
+whatever its name; a few more are read by class name.
 """
 
 from collections.abc import Callable, Iterator, Mapping

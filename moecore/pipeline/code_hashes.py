@@ -100,11 +100,9 @@ def code_inputs(document: Document, root: Path | None = None) -> str:
 
 
 def is_code_written(inputs: str, document: Document) -> bool:
-    """Return whether artifacts/code is unchanged since the stage ``code`` wrote it from ``inputs``.
-
-    Importing torch and parsing all source would take longer than the rest of an idle ``dvc repro``.
-    Raw data, which the check also reads, do not matter once all data are prepared.
-    """
+    """Return whether artifacts/code is as the stage ``code`` wrote it from ``inputs``."""
+    # Importing torch and parsing all source would take longer than the rest of an idle ``dvc
+    # repro``. Raw data, which the check also reads, do not matter once all data are prepared.
     if not CODE_STATE.is_file() or CODE_STATE.read_bytes() != _code_state(inputs):
         return False
     phases = document.data.get("data") or ()

@@ -1,7 +1,4 @@
-"""Settings derived from a folder of pictures or from a sweep, and runs of them below .runs/.
-
-A sweep writes one method per point of its grid, so one pipeline runs and compares all of them.
-"""
+"""Runs below .runs/ of settings derived from a folder of pictures, or of the grid of a sweep."""
 
 import json
 import math

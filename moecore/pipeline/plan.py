@@ -1,7 +1,4 @@
-"""What ``dvc repro`` would run, why, and how long it took the last time.
-
-Also raw data that changed since they were prepared, which DVC does not notice.
-"""
+"""What ``dvc repro`` would run, why and for how long; changed raw data, which DVC overlooks."""
 
 import json
 import os
@@ -35,7 +32,7 @@ RECORD = Path("tables/raw.json")
 class PlannedStage(NamedTuple):
     """A stage that would run; seconds: of its last run, else median of its kind, else None."""
 
-    # If it is not certain, it runs only if the output of an earlier stage changes.
+    # An uncertain stage runs only if the output of an earlier stage changes.
 
     stage: str
     reasons: tuple[str, ...]
@@ -85,15 +82,12 @@ def _status_without_locks(repo: Any) -> dict[str, list]:
 
 def plan_stages(
     pipeline: DvcStatus,
-    seconds: Mapping[str, float],
-    by_code: Mapping[str, tuple[str, ...]] | None = None,
+    seconds: Mapping[str, float],  # stage → seconds of past runs
+    by_code: Mapping[str, tuple[str, ...]] | None = None,  # stage → reasons, of changed code
 ) -> list[PlannedStage]:
-    """Return the stages that would run, in a possible order: changed stages and their descendants.
-
-    seconds: stage → seconds of past runs. by_code: stage → reasons, of stages whose code changed;
-    if it is given, the stage ``code`` causes no other runs. What DVC's run cache restores is not
-    known beforehand.
-    """
+    """Return the stages that would run, in a possible order: changed ones and descendants."""
+    # If ``by_code`` is given, the stage ``code`` causes no other runs. What DVC's run cache
+    # restores is not known beforehand.
     by_kind: dict[str, list[float]] = {}
     for stage, value in seconds.items():
         by_kind.setdefault(_kind(stage), []).append(value)

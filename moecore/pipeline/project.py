@@ -1,8 +1,4 @@
-"""A project's folder: the answers of ``moecore new``, and the lock of the driver of its stages.
-
-One driver at a time runs the stages of a project. Its DVC processes start through this module and
-end with it.
-"""
+"""The answers of ``moecore new``, and the lock of the one driver whose DVC processes run stages."""
 
 import hashlib
 import json

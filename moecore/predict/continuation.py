@@ -1,7 +1,4 @@
-"""Continue a prompt with a language model, and show the experts of every word.
-
-V words, E experts.
-"""
+"""Continue a prompt with a language model, and show the experts of every word."""
 
 import sys
 from collections import Counter

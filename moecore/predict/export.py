@@ -1,8 +1,4 @@
-"""Export a trained model to one file that runs without moecore: torch.export, or ONNX.
-
-In the file, every expert computes every token: batches of any size work, but routing saves no time.
-B images, T tokens, E experts.
-"""
+"""Export a trained model to one file that runs without moecore: torch.export, or ONNX."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

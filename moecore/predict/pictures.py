@@ -1,7 +1,6 @@
-"""Predict pictures of any size and mode, and show them with their experts on a self-contained page.
+"""Predict pictures of any size and mode, and show them with their experts on a page.
 
-A model with two towers compares pictures with texts: T texts, M tokens per text, d numbers per
-embedding.
+Two towers compare them with texts: T texts, M tokens per text, d numbers per embedding.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""Columns of metrics: planned names before a run, values after it.
-
-The places of a value say where it was measured, such as in layer 2 or at an epsilon of 8/255.
-"""
+"""Columns of metrics: planned names before a run, values, at the places of a metric, after it."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -73,11 +73,9 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def seed_pseudo_values(values: np.ndarray) -> np.ndarray:
-    """Return per seed S · mean over all pairs − (S − 1) · mean over pairs without the seed, (S,).
-
-    The jackknife's pseudo-values; methods are compared seed by seed with them (Tukey, 1958).
-    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is their Student's t interval.
-    """
+    """Return S · mean over all pairs − (S − 1) · mean over pairs without each seed, (S,)."""
+    # The jackknife's pseudo-values; methods are compared seed by seed with them (Tukey, 1958).
+    # values: (S, S) as in ``mean_over_seed_pairs``, whose interval is their Student's t interval.
     seeds = len(values)
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
     mean = pairs.sum() / (seeds * (seeds - 1))

@@ -250,10 +250,8 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 
 
 def selection_misfits(data: Any) -> Misfits:
-    """Yield (keys, message) for wrong entries of ``run``, ``claims``, ``questions``, ``methods``.
-
-    They are unknown, listed twice, or names that no folder can have. data: the file's content.
-    """
+    """Yield (keys, message) for wrong entries of run, claims, questions and methods."""
+    # Wrong: unknown, listed twice, or a name that no folder can have. data: the file's content.
     sections = _as_mapping(data)
     run = _as_mapping(sections.get("run"))
     methods = list(_as_mapping(sections.get("methods")))

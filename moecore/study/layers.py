@@ -221,10 +221,8 @@ def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
 
 
 def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] = ()) -> Chain:
-    """Return the entries (layer, name) that are merged to a method, lowest first; () if unknown.
-
-    above: the entries merged over this method. Raises UserError if ``from`` is unknown or circular.
-    """
+    """Return the entries (layer, name) that are merged to a method, lowest first; () if unknown."""
+    # above: the entries merged over this method.
     layers = layers_after_replacement(layers, "methods")
     for at, layer in reversed(list(enumerate(layers))):
         if name not in layer.methods:

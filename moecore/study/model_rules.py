@@ -2,8 +2,7 @@
 
 Every model of ``run.methods`` is built without memory, as each phase will build it. Rules report,
 before anything runs, data of phases that do not fit together, what a constructor refuses, a teacher
-that does not fit the model that it guides, and a model that cannot have fewer experts: (keys,
-message), the keys to a setting in params.yaml and what is wrong.
+that does not fit the model that it guides, and a model that cannot have fewer experts.
 """
 
 import os

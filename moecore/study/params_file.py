@@ -1,7 +1,4 @@
-"""Write a params.yaml: from its layers, with ``key=value`` changed, or with keys renamed.
-
-Changed and renamed keys leave comments and order as they are.
-"""
+"""Write a params.yaml: from layers, or with values or keys changed; comments and order stay."""
 
 import io
 import json
@@ -153,10 +150,8 @@ def _dump(writer: YAML, value: Any) -> str:
 
 
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
-    """Write each ``key=value`` into a params.yaml, and return a line ``key: old → new`` per change.
-
-    Raises UserError, and leaves the file as it was, if the result is invalid.
-    """
+    """Write each ``key=value`` into a params.yaml; return a line ``key: old → new`` per change."""
+    # The file stays as it was if the result is invalid.
     before = load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))

@@ -1,8 +1,7 @@
 """Rules of the file alone: what settings say about themselves, and comparisons of two sections.
 
 Each part has its rules in its file (``Config.misfits``). This module gives them the part's
-surroundings: its method, the data that it works on, the phases that use it. Rules yield (keys,
-message): the keys to a setting in params.yaml, and what is wrong.
+surroundings: its method, the data that it works on, the phases that use it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

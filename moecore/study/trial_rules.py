@@ -1,8 +1,7 @@
 """Rules that try outside parts with the checks of ``moecore.testing``, and a step of every method.
 
 Parts have the study's settings; models and data are small. A UserError is no fault but a note that
-the part was not tried. Nothing is prepared, downloaded or trained. Rules yield (keys, message): the
-keys to a setting in params.yaml, and what is wrong.
+the part was not tried. Nothing is prepared, downloaded or trained.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Base class of tasks: losses, scores and checks of labels.
-
-B images of a batch, N images of a split, K outputs of the head.
-"""
+"""Base class of tasks: losses, scores and checks of labels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""A class for every cell of a mosaic.
-
-B mosaics of G × G cells, K classes; predictions (B, G²·K), cell by cell, labels int64 (B, G²).
-"""
+"""A class for every cell of a mosaic: predictions (B, G²·K), cell by cell, labels int64 (B, G²)."""
 
 from typing import Literal
 

@@ -1,7 +1,6 @@
 """The next word: labels int64 (N, M), the word after each token; logits (N, M, V).
 
-An item is a block of M tokens: neighbouring tokens are not independent, so intervals are over
-blocks.
+Intervals are over blocks of M tokens, as neighbouring tokens are not independent.
 """
 
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,6 @@
 """One training: a model, its images, and the loss of a step, term by term.
 
-Each rank makes the pixels of its own images, and of images that are mixed into them, but draws
-random numbers for the whole batch.
+A rank draws for the whole batch, but makes only its own pixels and those mixed into them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Statistics of a training's routing at its logged points; training does not depend on them.
-
-This module describes the meter's sums, without torch: readers of histories import it.
-"""
+"""A training's routing statistics at its logged points; without torch, as histories need them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 """The trainings of the stages: teacher routers, pretrain and finetune.
 
-First weights are drawn from the global generator, set by ``seed``, a teacher's routers from their
-own stream. All later draws are functions of (seed, step).
+First weights come from the global generator, teacher routers from their own stream.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,4 @@
-"""Training on volumes that are reduced to one tissue.
-
-The warm start of region experts (ERMoE-ba, algorithm 2, line 1), and an augmentation afterwards. B
-volumes, C channels, D × H × W voxels, R tissues of the data, T tokens per volume, E experts.
-"""
+"""Training on volumes of one tissue (ERMoE-ba, algorithm 2, line 1); R tissues of the data."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""Ways in which the experts of an upcycled model differ from plain copies of the dense MLP.
-
-E experts, k chosen per token, d width, h hidden units of an expert.
-"""
+"""Ways in which experts of an upcycled model differ from plain copies; h hidden units each."""
 
 import math
 from collections.abc import Iterator

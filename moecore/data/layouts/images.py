@@ -1,7 +1,6 @@
-"""Flat images: ``{train,validation,test}_images.npy``, uint8 (N, C, H, W), and ``…_labels.npy``.
+"""Flat images ``{train,validation,test}_images.npy``, uint8 (N, C, H, W), and ``…_labels.npy``.
 
-Where the card says ``jpeg``, training images are concatenated JPEG files: ``train_images.bin``, and
-``train_offsets.npy`` int64 (N + 1,).
+If the card says ``jpeg``: JPEG files in train_images.bin, train_offsets.npy int64 (N + 1,).
 """
 
 import shutil

@@ -1,7 +1,6 @@
-"""The anatomy of every simulated person: numbers with their sources, random fields, MNI152 maps.
+"""The anatomy of simulated people: numbers with sources (mL, mm, years), random fields, MNI152.
 
-Volumes in mL, lengths in mm, ages in years. The maps of MNI152 at 64³ (see mni152/NOTICE.md) are
-made by tools/build_template.py; their digest is in this file, so that other maps change the code.
+tools/build_template.py makes the maps at 64³ (mni152/NOTICE.md); new maps change their digest.
 """
 
 from functools import cache

@@ -41,10 +41,8 @@ class Ciphers(DocstringSource):
         return " ".join(lower_words(paragraph))
 
     def encrypt(self, plain: NumberedText) -> NumberedText:
-        """Return the text with each paragraph encrypted by a drawn cipher.
-
-        ``truth``: each word's cipher, from 1. Raises UserError if a cipher has too few paragraphs.
-        """
+        """Return the text with each paragraph encrypted by a drawn cipher."""
+        # ``truth``: each word's cipher, from 1.
         vocabulary = plain.vocabulary[: self.words]
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]
         shares = zipf_shares(self.dialects, self.zipf)

@@ -25,11 +25,9 @@ from moecore.data.volumes.volume_preparation import REGIONS, UnusableVolume, Vol
 VERSION = 2  # of the cache; raise it when reading a subject gives different values
 
 
+# Entries of other settings stay; the folder may be deleted at any time.
 class VolumeCache(NamedTuple):
-    """One .npz file per subject, named by a hash of settings and of files' path, size and time.
-
-    Entries of other settings stay; the folder may be deleted at any time.
-    """
+    """One .npz file per subject, named by a hash of settings and of files' path, size and time."""
 
     folder: Path
     settings: dict[str, Any]

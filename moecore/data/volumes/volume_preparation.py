@@ -1,8 +1,4 @@
-"""Prepare the stored volume from a subject's NIfTI or FreeSurfer (.mgz) files.
-
-A file is read in canonical orientation and resampled to the grid of all volumes; intensities end in
-[0, 1] with background 0. Unusual and impossible results are named.
-"""
+"""Prepare the stored volume from a subject's NIfTI or FreeSurfer (.mgz) files."""
 
 import math
 import struct

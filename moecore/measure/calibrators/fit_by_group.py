@@ -1,7 +1,4 @@
-"""Fits of number calibrators: one of all pairs, and one of each group (sex).
-
-N predictions, in the target's unit (years).
-"""
+"""Fits of number calibrators: one of all N pairs, in years, and one of each group (sex)."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -52,20 +49,8 @@ class NumberCalibrator(Calibrator, ABC):
     def fit(
         self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedCalibrator:
-        """Fit all pairs, and each group with enough of them.
-
-        Args:
-            predictions: ŷ, (N,), in the target's unit.
-            labels: Ages, (N,).
-            groups: Group of each pair, (N,), "" if unknown; None: no groups. A group whose pairs
-                allow no fit uses the pooled one, with a warning.
-
-        Returns:
-            The fits.
-
-        Raises:
-            UserError: shapes differ, values are not finite, or all pairs together allow no fit.
-        """
+        """Fit all pairs, and each group with enough of them."""
+        # A group whose pairs allow no fit uses the pooled one, with a warning.
         name = f"{self.class_kind()}, fitted on {self.fit_on}"
         fits = fit_by_group(predictions, labels, groups, self.fit_pairs, name)
         return self.fitted.model_validate({"fit_on": self.fit_on, **fits})

@@ -5,8 +5,6 @@ needs the true age, the result corrects the gap of people with known age, and is
 age. The error of ŷ − g(y) does not measure a model, because it contains y (Butler et al. 2021): a
 model that always answers 60 would have an error of 0. With a line of slope b the gap is b times the
 gap of ``linear`` (de Lange & Cole 2020).
-
-N predictions, in the target's unit (years).
 """
 
 from collections.abc import Sequence
@@ -53,19 +51,7 @@ class FittedGapOnAge(fit_by_group.FittedNumbers):
         groups: Sequence[str] | None = None,
         ages: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return ŷ − g(y), (N,) fp64, by the group's curve, or the pooled one.
-
-        Args:
-            predictions: ŷ, (N,).
-            groups: Group of each prediction, (N,); None: the pooled curve for all.
-            ages: y, (N,), required.
-
-        Returns:
-            Corrected numbers, (N,) fp64.
-
-        Raises:
-            UserError: ages are missing, or values are not finite.
-        """
+        """Return ŷ − g(y), (N,) fp64, by the group's curve, or the pooled one."""
         if ages is None:
             raise UserError(
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "

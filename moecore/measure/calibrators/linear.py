@@ -52,18 +52,7 @@ class FittedLinear(fit_by_group.FittedNumbers):
     fallbacks: dict[str, str] = Field({}, description="Groups without a line → the reason.")
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
-        """Return (ŷ − a)/b by the group's line, or the pooled one, with a warning.
-
-        Args:
-            predictions: ŷ, (N,).
-            groups: Group of each prediction, (N,); None: the pooled line for all.
-
-        Returns:
-            Corrected ages, (N,) fp64.
-
-        Raises:
-            UserError: numbers of groups and predictions differ, or predictions are not finite.
-        """
+        """Return (ŷ − a)/b by the group's line, or the pooled one, with a warning."""
         predictions = fit_by_group.check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)

@@ -1,7 +1,4 @@
-"""Temperature scaling: one scalar that divides every logit, fitted on the validation split.
-
-N images, K classes. Source: Guo et al. (2017).
-"""
+"""Temperature scaling (Guo et al. 2017): one scalar, fitted on validation, divides all logits."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -48,19 +45,7 @@ class Temperature(Calibrator):
     def fit(
         self, predictions: Tensor, labels: Tensor, groups: Sequence[str] | None = None
     ) -> FittedTemperature:
-        """Return the temperature with the smallest NLL.
-
-        Args:
-            predictions: Logits (N, K).
-            labels: Classes (N,).
-            groups: Not used.
-
-        Returns:
-            The fitted temperature.
-
-        Raises:
-            UserError: logits are not finite, or labels do not fit.
-        """
+        """Return the temperature with the smallest NLL."""
         _check_logits(predictions, labels)
         logits = predictions.detach().double().cpu()
         labels = labels.long().cpu()

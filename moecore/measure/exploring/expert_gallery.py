@@ -1,7 +1,4 @@
-"""Profiles of experts on many test images: load, classes, places, kinds, favourite patches.
-
-N images, T tokens per image, P patches, E experts, K classes, D true kinds of tokens.
-"""
+"""Profiles of experts on many test images: load, classes, places, D kinds, favourite patches."""
 
 from collections.abc import Sequence
 from math import prod

@@ -1,7 +1,4 @@
-"""Ageing and rescans of simulated people who are in no split; sessions of real people.
-
-S subjects, A ages; ages and predictions in years.
-"""
+"""Ageing and rescans of simulated people who are in no split; sessions of real people."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

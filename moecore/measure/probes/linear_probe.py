@@ -1,8 +1,4 @@
-"""Linear probe: a new linear head on a frozen model's features (Alain & Bengio, 2016).
-
-N images or volumes, F features. Also its errors, and a model's, on volumes with a single tissue;
-ages in years.
-"""
+"""Linear probe: a new head on a frozen model's F features (Alain & Bengio, 2016); ages in years."""
 
 from __future__ import annotations
 

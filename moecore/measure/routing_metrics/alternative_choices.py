@@ -1,7 +1,4 @@
-"""Bar experts or single choices of a trained model, and compare losses under other sets of experts.
-
-L MoE layers, B images, T tokens per image, E experts, n tokens, S sets of k experts.
-"""
+"""Bar experts or single choices, and compare losses under S other sets of k experts; L layers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

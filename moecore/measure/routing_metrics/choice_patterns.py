@@ -2,8 +2,7 @@
 
 Co-activation (OLMoE, §5.2): pairs of a token's experts. Local consistency (2505.16056): how well
 one set of experts serves a window of m neighbouring tokens. Predictability: how well a layer's
-router chooses from the tokens of the layer before. B images or texts, T tokens in order, N = B·T,
-E experts, k chosen per token, d width.
+router chooses from the tokens of the layer before. T tokens in order, N = B·T.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,8 @@
 """Stability of the choice of experts: between two views of an image (PRC), and over epochs (TGR).
 
 The routing after each epoch is stored next to the checkpoint, so that a resumed training reports
-all epochs; nothing is selected by it. B images, P pairs of corresponding tokens per image, E
-experts; N images of the epochs, T tokens. Experts of the last MoE layer on volumes with a single
-tissue, and on a random control: N volumes, R tissues, D × H × W voxels (ERMoE-ba, supplement §3).
+all epochs; nothing is selected by it. P pairs of corresponding tokens per image. Experts of the
+last MoE layer on volumes with one of R tissues, and on a random control (ERMoE-ba, supplement §3).
 """
 
 import math

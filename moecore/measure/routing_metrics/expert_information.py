@@ -1,8 +1,4 @@
-"""Labels of tokens, and the experts' information about them and specialisation above chance.
-
-Each pair of a token and one of its experts is one count of the information. B images, T tokens per
-image, E experts, K labels.
-"""
+"""Labels of tokens, and the experts' information about them; a pair (token, expert) counts once."""
 
 from collections.abc import Iterable, Iterator
 from math import prod

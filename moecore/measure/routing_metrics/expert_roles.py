@@ -1,8 +1,4 @@
-"""The part ``roles`` of the section ``routing``: what each expert of a layer is used for.
-
-Which experts are chosen together, are similar, know a label, and how certain choices are; all from
-the forward pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
-"""
+"""The part ``roles`` of ``routing``: which experts go together, know a label, are similar."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple

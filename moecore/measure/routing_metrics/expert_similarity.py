@@ -1,7 +1,6 @@
 """Similarity of a layer's experts on the same tokens, and of the experts of two trainings.
 
-Two trainings' experts are matched on some images and compared on others. N or B images, T tokens
-per image, c of them stored, n tokens, E experts that are networks, d width.
+Two trainings' experts are matched on some images and compared on others; c tokens are stored.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """Routing metrics: pure functions of one MoE layer's tensors, or of several layers' records.
 
-B images, T tokens per image, E experts. Probabilities and masks are (B, T, E). IMED is a distance
-of two maps of experts that accounts for neighbours; a map has its experts row by row.
+IMED is a distance of two maps of experts, row by row, that accounts for neighbours.
 """
 
 import math

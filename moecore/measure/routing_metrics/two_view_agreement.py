@@ -1,8 +1,4 @@
-"""Two random views of each image under one augmentation (PRC, tables 4 and 5). N images.
-
-A view is a function of (seed, name, index of the image): it is the same for all methods and all
-batch sizes.
-"""
+"""Two random views of an image, by (seed, name, index): the same for all methods (PRC, table 4)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple

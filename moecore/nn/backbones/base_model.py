@@ -121,12 +121,10 @@ def check_needs_no_attention(kind: str, moe: MoESettings | None) -> None:
         )
 
 
+# ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
+# normalised last tokens.
 class EncodeOptions(NamedTuple):
-    """Options of ``encode``: requested features, and inputs of routers.
-
-    ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
-    normalised last tokens.
-    """
+    """Options of ``encode``: requested features, and inputs of routers."""
 
     at: Feature | None = None
     blocks: tuple[int, ...] = ()  # blocks whose features are returned

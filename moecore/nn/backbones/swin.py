@@ -1,7 +1,6 @@
-"""Swin V1 (Liu et al. 2021), and the settings and model that Swin-MoE and Swin V2 share with it.
+"""Swin V1 (Liu et al. 2021), and what Swin-MoE and Swin V2 share with it.
 
-Dense, or with mixture-of-experts blocks. Parameter names are timm's, except ``head`` (timm:
-head.fc).
+Parameter names are timm's, except ``head`` (timm: head.fc).
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,7 @@
 """Two towers, for images and captions, whose embeddings share a space (CLIP; LiT, 2022; SigLIP).
 
 The image tower is any backbone of images with any method; the text tower is a transformer over a
-caption's tokens, dense or with experts. B images or captions, C captions per image, M tokens per
-caption, width d, w numbers of an embedding.
+caption's tokens, dense or with experts. C captions per image, w numbers of an embedding.
 """
 
 import math

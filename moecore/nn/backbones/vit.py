@@ -1,7 +1,4 @@
-"""Vision transformer of images, dense or with mixture-of-experts blocks.
-
-Parameter names are timm's: its ViT, DeiT and DeiT-III weights load into the dense form.
-"""
+"""Vision transformer, dense or with MoE blocks; timm's weights (ViT, DeiT, DeiT-III) load."""
 
 from typing import Literal
 

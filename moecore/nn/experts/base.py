@@ -1,7 +1,6 @@
 """The base class of experts, and experts without a network.
 
-The latter cost almost nothing: MoE++ (Jin et al. 2024, 2410.07348). B images, T tokens per image, E
-experts, Z experts without a network, C constants, R rows, width d.
+The latter cost almost nothing: MoE++ (2410.07348). Z of them, C constants, R rows.
 """
 
 import math

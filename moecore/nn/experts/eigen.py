@@ -1,7 +1,4 @@
-"""Experts with an orthonormal basis, which the router can share (ERMoE, §2.1 and Algorithm 1).
-
-E experts, R rows, token width d, rank r of a basis, hidden width h.
-"""
+"""Experts with an orthonormal basis of rank r (ERMoE, §2.1, Algorithm 1); h hidden, R rows."""
 
 from typing import ClassVar, Literal
 

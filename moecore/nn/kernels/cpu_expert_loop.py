@@ -1,9 +1,9 @@
 """Linear maps and MLPs of experts, computed one expert or one group of experts at a time.
 
-Used on CPU. With hundreds of experts of one or two
-rows each, a loop spends most of its time between products. So on CPU consecutive experts with few
-rows form a group: each gets S slots, S the largest row count in the group, free slots are zero, and
-one batched product computes the group (``benchmarks/crossover.py`` prints where that is faster).
+With hundreds of experts of one or two rows each, a loop spends most of its time between products.
+So consecutive experts with few rows form a group: each gets S slots, S the largest row count in the
+group, free slots are zero, and one batched product computes the group (``benchmarks/crossover.py``
+prints where that is faster).
 
 E experts, R rows, i inputs, h hidden width, o outputs, n columns.
 """

@@ -1,7 +1,4 @@
-"""Experts sharded over ranks: rows travel to their experts, and outputs travel back.
-
-Each of the n ranks of a group holds E / n complete experts, in order. R rows of this rank, width d.
-"""
+"""Experts sharded over ranks: each of n has E / n complete experts, in order; rows travel."""
 
 from typing import Any
 

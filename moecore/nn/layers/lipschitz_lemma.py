@@ -1,7 +1,4 @@
-"""Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, for the softmax of linear logits.
-
-n tokens, E experts, token width d. All matrix norms are spectral (ℓ2 → ℓ2).
-"""
+"""Lemma 1 of Puigcerver et al. (2022) at a layer's n tokens, with spectral norms (ℓ2 → ℓ2)."""
 
 from collections.abc import Callable
 from copy import deepcopy

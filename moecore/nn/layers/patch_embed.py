@@ -26,12 +26,10 @@ def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
     return split.permute(0, *grid, 1, *within).reshape(batch, -1, channels * math.prod(sides))
 
 
+# ``proj`` has the shape of timm's convolution, so that its weights load; as patches do not overlap,
+# a product with flattened patches is the same sum, and faster on CPU.
 class PatchEmbed(nn.Module):
-    """Map images (B, C, H, W), or volumes with three ``axes``, to tokens (B, P, width).
-
-    ``proj`` has the shape of timm's convolution, so that its weights load; as patches do not
-    overlap, a product with flattened patches is the same sum, and faster on CPU.
-    """
+    """Map images (B, C, H, W), or volumes with three ``axes``, to tokens (B, P, width)."""
 
     def __init__(self, channels: int, patch: int, width: int, axes: int = 2) -> None:
         super().__init__()
@@ -96,13 +94,11 @@ class ConvStem(nn.Module):
         return self.embed(self.convolutions(images))
 
 
+# Normalisation and GELU follow each convolution, through which a cube sees two voxels beyond its
+# border. The norm is over all channels and voxels of a volume: a batch norm would couple volumes,
+# and without a norm some trainings stay at the median age.
 class ConvStem3d(nn.Module):
-    """Map volumes (B, C, D, H, W) to (B, P, width): two 3³ convolutions of stride 2, a linear map.
-
-    Normalisation and GELU follow each convolution, through which a cube sees two voxels beyond its
-    border. The norm is over all channels and voxels of a volume: a batch norm would couple volumes,
-    and without a norm some trainings stay at the median age.
-    """
+    """Map volumes (B, C, D, H, W) to (B, P, width): two 3³ convolutions, stride 2, a linear map."""
 
     def __init__(self, channels: int, patch: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -129,14 +125,11 @@ def resize_positions(
     prefix: int,
     size: Grid,
     mode: Interpolation = "bilinear",
-    old: Grid | None = None,
+    old: Grid | None = None,  # None: square
 ) -> Tensor:
-    """Interpolate position embeddings (1, prefix + patches, width) from grid ``old`` to ``size``.
-
-    old: None for a square grid. The first ``prefix`` embeddings (class and distillation token) do
-    not change. Volumes are interpolated linearly. Raises ValueError if the patches do not form the
-    grid. Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
-    """
+    """Interpolate positions (1, prefix + patches, width) from grid ``old`` to ``size``."""
+    # The first ``prefix`` embeddings (class and distillation token) do not change. Volumes are
+    # interpolated linearly. Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
     special = positions[:, :prefix]
     patches = positions[:, prefix:]
     if old is None:
@@ -159,12 +152,9 @@ def resize_positions(
 
 
 def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
-    """Return fixed embeddings (1, patches, width) of a grid, last axis fastest: sines and cosines.
-
-    Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π to
-    2π·10⁴ patches. Raises ValueError unless twice the number of axes divides the width. Source:
-    Vaswani et al. (2017), §3.5, applied per axis.
-    """
+    """Return sines and cosines (1, patches, width) of a grid, last axis fastest."""
+    # Each axis has an equal part of the width, first sines, then cosines, with wavelengths from 2π
+    # to 2π·10⁴ patches. Source: Vaswani et al. (2017), §3.5, applied per axis.
     if width % (2 * len(grid)):
         raise ValueError(
             f"a width of {width} cannot hold a sine and a cosine along each of {len(grid)} axes"

@@ -1,7 +1,6 @@
 """Windows of a grid of tokens, attention within them, and its blocks, with timm's names.
 
-B images, T tokens of a grid (rows × columns, columns fastest), W windows of n tokens, h heads,
-width d.
+T tokens of a grid (columns fastest), W windows of n tokens, h heads.
 """
 
 import math

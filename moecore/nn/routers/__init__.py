@@ -1,4 +1,1 @@
-"""Routers, which decide which token goes to which expert: a family of parts (see base.py).
-
-Letters of shapes are those of ``moecore.nn``.
-"""
+"""Routers, which decide which token goes to which expert: a family of parts (see base.py)."""

@@ -1,7 +1,6 @@
 """Expert Choice (Zhou et al. 2022), a baseline of TGR-MoE: experts choose tokens.
 
-A token has 0 or 1 rows per expert. N = B·T tokens, G groups of S tokens, C tokens per expert and
-group, M tokens per expert, R = E·M rows.
+N = B·T tokens, G groups of S, C tokens per expert and group, M per expert, R = E·M rows.
 """
 
 from fractions import Fraction

@@ -1,7 +1,4 @@
-"""A router over merged experts: each original expert stands for its cluster (HC-SMoE, 2410.08589).
-
-E experts before merging, M clusters of them.
-"""
+"""A router over M merged experts: each original expert stands for its cluster (HC-SMoE)."""
 
 from typing import Annotated, ClassVar, Literal
 

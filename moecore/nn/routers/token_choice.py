@@ -95,21 +95,15 @@ def top_k_and_open_slots(
 
 def plan_and_record(
     *,
-    logits: Tensor,
-    probs: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    load: Tensor | None = None,
-    valid: Tensor | None = None,
-    kept: Tensor | None = None,
+    logits: Tensor,  # (B, T, E)
+    probs: Tensor,  # (B, T, E)
+    chosen: Tensor,  # (B, T, k) expert ids, best first
+    weights: Tensor,  # (B, T, k) of their outputs
+    load: Tensor | None = None,  # (B, T, E); None: 1 for chosen experts, else 0
+    valid: Tensor | None = None,  # (B, T, k) bool, slots that are chosen at all; None: all
+    kept: Tensor | None = None,  # (B, T, k) bool, slots within capacity; None: all
 ) -> PlanAndRecord:
-    """Return the plan and the record of a choice per token.
-
-    logits, probs: (B, T, E).  chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of
-    their outputs.  load: (B, T, E); None: 1 for chosen experts, else 0.  valid: (B, T, k) bool,
-    slots that are chosen at all; None: all.  kept: (B, T, k) bool, slots within capacity; None:
-    all.
-    """
+    """Return the plan and the record of a choice per token."""
     processed = valid
     if valid is None:
         processed = kept

@@ -1,7 +1,4 @@
-"""The methods of a phase in a picture: score, score under attack, steadiness of routing, cost.
-
-Samples of a data set: a few training images of every class, or slices of a few volumes.
-"""
+"""Pictures of a phase: score, attacks, steadiness and cost of its methods; samples of its data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill

@@ -44,19 +44,8 @@ NAMED = 20  # classes, at most, whose names are listed
 def render_report(
     results: Results, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
 ) -> str:
-    """Return the HTML of a study's report; the same results give the same text.
-
-    Args:
-        results: Of all stages of a study.
-        evaluated: Its claims and questions with their verdicts.
-        explorer: Address of the routing explorer, relative to the page's folder, if there is one.
-
-    Returns:
-        One HTML file, without references to other files.
-
-    Raises:
-        UserError: Results of different runs do not fit together.
-    """
+    """Return the HTML of a study's report; the same results give the same text."""
+    # explorer: address of the routing explorer, relative to the page's folder, if there is one.
     page = build_page(results, evaluated)._replace(explorer=explorer or "")
     return template_environment().get_template("page.html.jinja").render(page=page)
 

@@ -1,7 +1,4 @@
-"""What the papers report of their models, from pipelines/<paper>/paper.yaml.
-
-Their data, models and sizes are not ours: these numbers are shown next to ours, never compared.
-"""
+"""What pipelines/<paper>/paper.yaml reports of models: shown next to ours, never compared."""
 
 from typing import NamedTuple
 

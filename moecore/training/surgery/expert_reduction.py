@@ -1,7 +1,4 @@
-"""Shared by pruning and merging: the use of each expert, their remaining number, the new model.
-
-Use is measured on images of the training split. N tokens, E experts before, M after, d width.
-"""
+"""Shared by pruning and merging E experts to M: use on training images, number, new model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping

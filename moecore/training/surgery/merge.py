@@ -1,7 +1,4 @@
-"""Merging: experts with similar mean outputs become one (HC-SMoE, Chen et al. 2024).
-
-E experts before, M after, d width.
-"""
+"""Merging: experts with similar mean outputs become one (HC-SMoE, Chen et al. 2024)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

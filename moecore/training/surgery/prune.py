@@ -1,7 +1,4 @@
-"""Pruning: the experts with the lowest score are removed at once (REAP, Lasby et al. 2025).
-
-E experts before, M after.
-"""
+"""Pruning: the experts with the lowest score are removed at once (REAP, Lasby et al. 2025)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

@@ -1,7 +1,4 @@
-"""CLIP's weights in open_clip's format (ViT-B/32, B/16, L/14), for both towers.
-
-w numbers of an embedding. Head width is 64 in all of them.
-"""
+"""CLIP's weights in open_clip's format (ViT-B/32, B/16, L/14), for both towers."""
 
 import re
 from collections.abc import Mapping
