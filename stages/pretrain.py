@@ -1,7 +1,6 @@
 """Stage ``pretrain``: one method trained from scratch with one seed.
 
-``python -m moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. After a kill it
-resumes.
+``moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. After a kill it resumes.
 """
 
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Base of the gradient attacks: objectives, their gradients, and the L∞ ball.
 
 An objective is one value per image, so step sizes can differ per image and their sum couples no
-images. B images, C channels, H × W pixels in [0, 1]; epsilon is in the same units (8/255, not 8).
-Volumes (B, C, D, H, W) work too. T tokens per image, E experts, K classes.
+images. Pixels lie in [0, 1]; epsilon is in the same units (8/255, not 8). Volumes work too.
 """
 
 from abc import abstractmethod

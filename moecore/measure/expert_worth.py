@@ -1,7 +1,7 @@
 """Worth of experts: loss of score without one expert, and without more and more (2411.00918).
 
 Tokens choose among the remaining experts by the router's rule. Also the loss without a token's
-first, second … choice. N images, L MoE layers, E experts, k chosen per token.
+first, second … choice. L MoE layers.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Dispatch tokens to experts and combine their outputs.
 
-B images, T tokens per image, N = B·T, k choices per token, R rows (one per pair of token and
-choice, plus padding), E experts, width d, rank r of a basis. Both directions of autograd only
-gather, which is fast and deterministic. Products of rows with weights use the weights' dtype.
+N = B·T, R rows (one per pair of token and choice, plus padding), rank r of a basis. Both directions
+of autograd only gather, which is fast and deterministic. Products of rows with weights use the
+weights' dtype.
 """
 
 from functools import reduce

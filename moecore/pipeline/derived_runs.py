@@ -21,7 +21,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.pipeline.study_runs import write_dvc_files
-from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.document import as_mapping, load_yaml_document, parse_yaml_document
 from moecore.study.layers import list_folder_stages
 from moecore.study.params_file import apply_assignments
 from moecore.study.study import read_study
@@ -210,7 +210,7 @@ def _split_assignments(data: Any, sets: Sequence[str]) -> tuple[list[str], dict[
 
 def _value_at(data: Any, keys: Sequence[str]) -> Any:
     for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
+        data = as_mapping(data).get(key)
     return data
 
 

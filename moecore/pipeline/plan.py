@@ -17,7 +17,7 @@ from moecore.pipeline.code_hashes import code_inputs, hash_code_files, is_code_w
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
 from moecore.run.stage_entry import SECONDS
-from moecore.study.document import load_yaml_document
+from moecore.study.document import as_mapping, load_yaml_document
 from moecore.study.stages import CODE_STAGE
 
 ALWAYS = "always changed"  # DVC's status of such a stage
@@ -234,7 +234,7 @@ def describe_changed_raw_data(params: Path) -> Iterator[str]:
     """Yield a line per folder of raw data that changed since `prepare` read it."""
     sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
-        for name in sections if isinstance(sections, dict) else ():
+        for name in as_mapping(sections):
             record = HISTORY / name / RECORD
             for before in read_json(record) if record.is_file() else []:
                 if change := describe_change(before):

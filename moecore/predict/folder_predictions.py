@@ -1,8 +1,7 @@
 """Predict the files of a folder, pictures or volumes, and write a table and a page.
 
 Volumes, of a BIDS folder or any folder of NIfTI or .mgz files, get calibrated ages in years, and
-flags where they are unlike the training's. A file that cannot be read has a row with the reason. N
-volumes.
+flags where they are unlike the training's. A file that cannot be read has a row with the reason.
 """
 
 import math

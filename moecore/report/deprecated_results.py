@@ -15,41 +15,27 @@ from moecore.report.results import Draw, Pictures
 
 
 class Column(NamedTuple):
-    """A value read from a typed result; the other fields are as in ``Metric``.
-
-    Attributes:
-        read: Returns the value of a result: a number, an ``Estimate``, or None.
-        items: Returns one value per item (N,), or None.
-    """
+    """A value read from a typed result; the other fields are as in ``Metric``."""
 
     name: str
     label: str
-    read: Callable[..., Any]
+    read: Callable[..., Any]  # a result → a number, an ``Estimate``, or None
     better: str = ""
     form: str = "number"
     note: str = ""
     paper: str = ""
-    items: Callable[[Any], Any] = lambda result: None
+    items: Callable[[Any], Any] = lambda result: None  # a result → one value per item (N,)
 
 
 def show_typed_result(
-    stage: str,
-    title: str,
-    result: type[Config],
-    columns: Sequence[Column] = (),
-    figures: Draw = lambda result: iter(()),
-    place: int = 100,
+    stage: str,  # name of the measurement
+    title: str,  # in the list of measurements
+    result: type[Config],  # class of the result
+    columns: Sequence[Column] = (),  # that tables show
+    figures: Draw = lambda result: iter(()),  # yields (name, figure) of a result
+    place: int = 100,  # on the page, ascending
 ) -> Pictures:
-    """Return the page of a typed result, with a warning that this is deprecated.
-
-    Args:
-        stage: Name of the measurement.
-        title: Title in the list of measurements.
-        result: Class of the result.
-        columns: Values of the result that tables show.
-        figures: Yields (name, figure) of a result.
-        place: Position on the page, ascending.
-    """
+    """Return the page of a typed result, with a warning that this is deprecated."""
     warnings.warn(
         f"{stage}: SHOWN is read until 0.4; declare metrics and put values "
         "(docs/tutorials/own_measurement.md)",

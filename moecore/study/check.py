@@ -20,7 +20,14 @@ from moecore.data.card import Card
 from moecore.measure.base import Measurement
 from moecore.measure.calculation import Calculation
 from moecore.study import model_rules, part_rules, trial_rules
-from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
+from moecore.study.document import (
+    Document,
+    as_list,
+    as_mapping,
+    cap_line_count,
+    did_you_mean,
+    load_yaml_document,
+)
 from moecore.study.layers import count_existing_keys, list_folder_stages
 from moecore.study.settings import describe_field, line_position
 from moecore.study.stages import (
@@ -172,7 +179,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
 
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     """Yield (keys, message) for missing sections that a stage reads, and for those read by none."""
-    run = data["run"] if isinstance(data.get("run"), dict) else {}
+    run = as_mapping(data.get("run"))
     readers = stage_by_section(stages, run)
     for key, stage in readers.items():
         if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
@@ -203,7 +210,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     if not isinstance(sources, dict):
         return
     for phase in PHASES:
-        if phase not in stages and phase in _as_list(run.get("phases")):
+        if phase not in stages and phase in as_list(run.get("phases")):
             text = f"found {phase}, but dvc.yaml has no stage {phase}"
             yield ("run", "phases"), f"{text}; allowed: with {describe_addition(phase)}"
         if phase in stages and phase not in sources:
@@ -252,16 +259,16 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 def selection_misfits(data: Any) -> Misfits:
     """Yield (keys, message) for wrong entries of run, claims, questions and methods."""
     # Wrong: unknown, listed twice, or a name that no folder can have. data: the file's content.
-    sections = _as_mapping(data)
-    run = _as_mapping(sections.get("run"))
-    methods = list(_as_mapping(sections.get("methods")))
+    sections = as_mapping(data)
+    run = as_mapping(sections.get("run"))
+    methods = list(as_mapping(sections.get("methods")))
     known_names = {"methods": methods, "measurements": MEASURED_SECTIONS, "calculations": []}
     for key, names in known_names.items():
         listed = list(map(str, names))
         if key != "methods":
             listed.append("package.module of a listed package")
         allowed = ", ".join(listed) or f"nothing, {key} is empty"
-        for index, name in enumerate(_as_list(run.get(key))):
+        for index, name in enumerate(as_list(run.get(key))):
             if key != "methods" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
                 for text in _outside_measurement_problems(sections, name, key):
                     yield ("run", key, index), text
@@ -272,7 +279,7 @@ def selection_misfits(data: Any) -> Misfits:
                 yield ("run", key, index), f"found {name!r}{hint}; allowed: {allowed}"
     for key in ("methods", "seeds", "phases", "measurements", "calculations"):
         before: set[str] = set()
-        for index, value in enumerate(_as_list(run.get(key))):
+        for index, value in enumerate(as_list(run.get(key))):
             if repr(value) in before:
                 yield ("run", key, index), f"found {value!r} a second time; allowed: each once"
             if key == "seeds" and isinstance(value, int) and value < 0:
@@ -292,7 +299,7 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
     package, _, module = name.partition(".")
     if "." in module:
         yield f"found {name!r}; allowed: package.module"
-    elif module not in (settings := _as_mapping(sections.get(package))):
+    elif module not in (settings := as_mapping(sections.get(package))):
         hint = did_you_mean(module, list(settings))
         lines = f"{package}: {{{module}: {{}}}} (all as by default)"
         yield f"{name} has no settings{hint}; write {lines}"
@@ -309,11 +316,11 @@ def _outside_measurement_problems(sections: dict, name: str, key: str) -> Iterat
 
 def _claims(sections: dict, run: dict) -> Misfits:
     # Claims may name methods and phases that ``run`` leaves out.
-    methods = [*_as_mapping(sections.get("methods")), *_as_list(run.get("calculations"))]
+    methods = [*as_mapping(sections.get("methods")), *as_list(run.get("calculations"))]
     phases = [phase for phase in PHASES if phase in sections]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     for section in ("claims", "questions"):
-        for index, comparison in enumerate(map(_as_mapping, _as_list(sections.get(section)))):
+        for index, comparison in enumerate(map(as_mapping, as_list(sections.get(section)))):
             for key, allowed in known_by_key.items():
                 value = comparison.get(key)
                 if isinstance(value, str) and value not in allowed:
@@ -322,7 +329,7 @@ def _claims(sections: dict, run: dict) -> Misfits:
                     yield (section, index, key), text
             method, against = comparison.get("method"), comparison.get("against")
             if method is not None and method == against and not comparison.get("against_metric"):
-                run_methods = ", ".join(map(str, _as_list(run.get("methods"))))
+                run_methods = ", ".join(map(str, as_list(run.get("methods"))))
                 allowed = f"another of {run_methods}, or the same with against_metric"
                 text = f"found {against!r}, the method itself; allowed: {allowed}"
                 yield (section, index, "against"), text
@@ -334,7 +341,7 @@ def _claims(sections: dict, run: dict) -> Misfits:
 def _repeated_claims(sections: dict) -> Misfits:
     """Yield (keys, message) for claims that compare the same numbers as a previous one."""
     first: dict[str, int] = {}
-    for index, claim in enumerate(map(_as_mapping, _as_list(sections.get("claims")))):
+    for index, claim in enumerate(map(as_mapping, as_list(sections.get("claims")))):
         metric = claim.get("metric")
         phase = claim.get("phase", "pretrain")
         ours = [metric, claim.get("method")]
@@ -350,19 +357,11 @@ def _phases(sections: dict, run: dict) -> Misfits:
     """Yield (keys, message) for phases of ``run.phases`` whose section, or data, are missing."""
     if run.get("methods") == [] and "pretrain" in sections:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
-    data = _as_mapping(sections.get("data"))
-    for index, phase in enumerate(_as_list(run.get("phases"))):
+    data = as_mapping(sections.get("data"))
+    for index, phase in enumerate(as_list(run.get("phases"))):
         if phase not in PHASES:
             continue
         needed = {phase: phase in sections, f"data.{phase}": phase in data}
         if lacking := " and ".join(name for name in sorted(needed) if not needed[name]):
             text = f"found {phase} without {lacking}; allowed: with these, or no phase"
             yield ("run", "phases", index), text
-
-
-def _as_mapping(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-def _as_list(value: Any) -> list:
-    return value if isinstance(value, list) else []

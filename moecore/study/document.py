@@ -64,8 +64,7 @@ class Document:
     @property
     def packages(self) -> tuple[str, ...]:
         """Return the outside packages in ``packages`` of a params.yaml, except non-text entries."""
-        listed = self.data.get("packages") if isinstance(self.data, dict) else None
-        names = listed if isinstance(listed, list) else ()
+        names = as_list(as_mapping(self.data).get("packages"))
         return tuple(name for name in names if isinstance(name, str))
 
     def place(self, keys: Sequence[str | int]) -> str:
@@ -91,7 +90,7 @@ class Document:
         """Return the value at ``keys``; UserError names the first missing key and what exists."""
         value = self.data
         for depth, key in enumerate(keys):
-            present = list(value) if isinstance(value, dict) else []
+            present = list(as_mapping(value))
             if key not in present:
                 holder = ".".join(keys[:depth]) or "the file"
                 listed = ", ".join(present) or "no keys"
@@ -257,6 +256,16 @@ def _child(node: Any, key: Any, mark: Mark) -> tuple[Mark, Any]:
     name = key if key in node else next(name for name in node if str(name) == key)
     is_direct = name in (node.lc.data or {})
     return (node.lc.key(name) if is_direct else mark), node[name]
+
+
+def as_mapping(value: Any) -> dict:
+    """Return ``value`` if it is a mapping, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list:
+    """Return ``value`` if it is a list, else []."""
+    return value if isinstance(value, list) else []
 
 
 def did_you_mean(word: Any, candidates: Sequence[Any], is_section: bool = False) -> str:

@@ -25,6 +25,7 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
 from moecore.study.document import (
     Document,
+    as_mapping,
     did_you_mean,
     load_yaml_document,
     shorten_to_one_line,
@@ -56,8 +57,7 @@ class Layer(NamedTuple):
     @property
     def methods(self) -> Mapping[str, Any]:
         """Return name → entry of the section ``methods``; {} if it is no mapping."""
-        entries = self.sections.get("methods")
-        return entries if isinstance(entries, dict) else {}
+        return as_mapping(self.sections.get("methods"))
 
     def place(self, keys: Keys) -> str:
         """Return ``path:line:column`` of the deepest existing key along ``keys``."""
@@ -106,7 +106,7 @@ class Composed(NamedTuple):
 def load_root_layer(root: Path) -> Layer:
     """Return the params.yaml of a project as the lowest layer; root: the project's folder."""
     document = load_yaml_document(root / "params.yaml")
-    return Layer(document, document.data if isinstance(document.data, dict) else {})
+    return Layer(document, as_mapping(document.data))
 
 
 def load_overlay_layer(folder: Path, root: Layer) -> Layer:

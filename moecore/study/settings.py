@@ -35,6 +35,7 @@ from moecore.core.outside_packages import allow_packages
 from moecore.study.document import (
     SHOWN_LETTERS,
     Document,
+    as_mapping,
     did_you_mean,
     load_yaml_document,
     shorten_to_one_line,
@@ -164,7 +165,7 @@ def _keys_at(item: Any, places: Mapping[str, Keys], data: Any) -> Keys:
     first, *rest = item["loc"]
     keys = list(places.get(str(first), (first,)))
     for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
+        data = as_mapping(data).get(key)
     tag_is_next = True
     for place, part in enumerate(rest):
         last = place == len(rest) - 1

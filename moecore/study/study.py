@@ -15,7 +15,7 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones.base_model import Backbone
-from moecore.study.document import Document
+from moecore.study.document import Document, as_list, as_mapping
 from moecore.study.sections import Claim, Phase, Question, Selection
 from moecore.study.settings import validate_whole
 from moecore.study.stages import (
@@ -49,8 +49,7 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
         if stage in (MEASURE, CALCULATE):
-            listed = run.get("measurements" if stage == MEASURE else "calculations")
-            named = listed if isinstance(listed, list) else []
+            named = as_list(run.get("measurements" if stage == MEASURE else "calculations"))
             readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
             outside = [name for name in named if isinstance(name, str) and "." in name]
             readers |= {name.partition(".")[0]: stage for name in outside}
@@ -126,8 +125,7 @@ def read_study(document: Document) -> Study:
     allow_packages(document.packages, document.folders)
     measurements = {}
     for package in document.packages:
-        section = document.data.get(package)
-        for name in section if isinstance(section, dict) else ():
+        for name in as_mapping(document.data.get(package)):
             try:
                 measurements[f"{package}.{name}"] = find_class(Measurement, f"{package}.{name}")
             except ValueError as error:
