@@ -1,7 +1,4 @@
-"""Not a stage: forks them, for ``moecore run`` (see moecore/pipeline/stage_fork_server.py).
-
-``python -m moecore.stages.fork_server SOCKET``
-"""
+"""Not a stage: forks them for ``moecore run``: python -m moecore.stages.fork_server SOCKET."""
 
 import pkgutil
 import sys
