@@ -60,8 +60,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -c 'import dvc.commands.repro, moecore.pipeline.parallel, moecore.stages.fork_server'  # compiled once
 	touch $@
 
-data: setup                      ## put Fashion-MNIST into data/raw where the machine does not have it
+data: setup                      ## put Fashion-MNIST and the Noto fonts into data/raw where the machine does not have them
 	bash tools/fetch_fashion_mnist.sh
+	bash tools/fetch_fonts.sh
 
 check: setup                     ## validate the whole of params.yaml
 	moecore check

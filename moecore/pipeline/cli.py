@@ -110,7 +110,7 @@ def pilot_command(
     Scores are of validation images; training uses one CPU thread. Exits with 1 if the setting is
     not worth a study.
     """
-    from moecore.pipeline.pilot import pilot_verdicts, print_pilot, run_pilot
+    from moecore.pipeline import pilot
 
     path = Path(study)
     if path.is_dir():
@@ -122,10 +122,10 @@ def pilot_command(
         question_round = find_question(HERE, study).round(None)
         write_run_folder(question_round)
         path = question_round.folder / PARAMS_FILE
-    result = run_pilot(path, seeds)
-    verdicts = pilot_verdicts(result)
-    print_pilot(result, verdicts)
-    raise typer.Exit(0 if all(verdicts.values()) else 1)
+    result = pilot.run_pilot(path, seeds)
+    verdicts = pilot.pilot_verdicts(result)
+    pilot.print_pilot(result, verdicts)
+    raise typer.Exit(0 if pilot.studies_worth_running(verdicts) else 1)
 
 
 @app.command("run")

@@ -1,14 +1,15 @@
-"""``moecore pilot``: four short trainings per seed show whether routing can help on some data.
+"""``moecore pilot``: short trainings per seed show whether routing can help on some data.
 
-They are the dense method; the oracle `told`; the oracle with a learned router; and the last again,
-started from the oracle's initial weights and a linear router fitted to the oracle's choices. Scores
-are of validation images. Shapes: E experts, d width, n tokens.
+They are the dense method; where the file has them a wider dense one, V-MoE and the hash; and with
+the oracle `told` also the oracle, the oracle with a learned router, and the last again, started
+from the oracle's initial weights and a linear router fitted to the oracle's choices. Scores are of
+validation images. Shapes: E experts, d width, n tokens.
 """
 
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
 from statistics import fmean, variance
@@ -25,6 +26,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
@@ -44,7 +46,9 @@ from moecore.training.settings import Training
 from moecore.training.surgery.expert_reduction import watch_layers
 
 MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
-MAX_SECONDS = 60.0  # per training, on one thread
+MIN_APART = 2.0  # points, or percent of dense's score, between the hash and V-MoE
+MAX_SECONDS = 90.0  # per training, on one thread
+WIDTHS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
 FITTED_TOKENS = 2**15  # to which a router is fitted, from at most one pass over the images
 RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
 
@@ -65,16 +69,11 @@ class PilotRow(NamedTuple):
 
 
 class PilotResult(NamedTuple):
-    score: Score
-    dense: PilotRow
-    told: PilotRow
-    learned: PilotRow
-    begun: PilotRow  # learned, started from the oracle's weights and a fitted router
-    fitted: float  # share of tokens for which the fitted routers choose as the oracle does
+    """``rows``: role → row; roles are the keys that ``choose_pilot_methods`` returns."""
 
-    @property
-    def rows(self) -> tuple[PilotRow, ...]:
-        return self.dense, self.told, self.learned, self.begun
+    score: Score
+    rows: Mapping[str, PilotRow]
+    fitted: float = math.nan  # share of tokens for which fitted routers choose as the oracle does
 
     @property
     def unit(self) -> str:
@@ -84,17 +83,35 @@ class PilotResult(NamedTuple):
     @property
     def scale(self) -> float:
         """Return the factor by which a difference of scores is multiplied to be in ``unit``."""
-        return 100 / (1 if self.score.form == "share" else abs(fmean(self.dense.scores)))
+        if self.score.form == "share":
+            return 100
+        return 100 / abs(fmean(self.rows["dense"].scores))
 
-    def told_ahead_of(self, other: PilotRow) -> float:
-        """Return how much better, in ``unit``, the oracle's mean score is than another method's."""
-        ahead = self.scale * (fmean(self.told.scores) - fmean(other.scores))
-        return ahead if self.score.better == "higher" else -ahead
+    @property
+    def scatter(self) -> float:
+        """Return the standard deviation over seeds in ``unit``, pooled over the methods."""
+        return self.scale * math.sqrt(fmean(variance(row.scores) for row in self.rows.values()))
+
+    def advantage(self, role: str, other: str) -> float:
+        """Return how much better, in ``unit``, one role's mean score is than another's."""
+        ahead = fmean(self.rows[role].scores) - fmean(self.rows[other].scores)
+        return self.scale * (ahead if self.score.better == "higher" else -ahead)
+
+
+class PilotVerdict(NamedTuple):
+    """One criterion: its text, whether it holds, and the kind of study that needs it."""
+
+    text: str
+    holds: bool
+    study: str  # "truth" or "accuracy"; "": every study
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
-    """Train the four methods of a params.yaml with ``seeds`` seeds, on one thread."""
-    # Nothing is written to its folder.
+    """Train a pilot's methods of a params.yaml with ``seeds`` seeds, on one thread.
+
+    Nothing is written to its folder. Raises UserError for an invalid file, and for one without the
+    methods that a pilot needs.
+    """
     check_study(path, also=unfit_metric_problems)
     document = load_yaml_document(path)
     params = extract_declared_settings(PilotParams, document)
@@ -111,60 +128,81 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
             return _train_all(params, methods, data, seeds)
 
 
-def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, Method]:
-    """Return name → method: a dense one, the oracle, and the oracle with a learned router, twice.
+def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, tuple[str, Method]]:
+    """Return role → name and method: the file's first of each role, and the oracle's learners.
 
-    They are the file's first; the learned router is its first noisy top-k, or a plain one with k =
-    1. Routing losses are dropped, so that no method of the study is trained. Raises UserError if
-    the file has no dense method or no oracle.
+    ``learned`` and ``begun`` are the oracle with the file's first noisy top-k, or a plain one with
+    k = 1, and no routing loss. Raises UserError if the file has no dense method, or neither an
+    oracle nor both of the roles ``vmoe`` and ``hash``.
     """
-    dense = [name for name, method in params.methods.items() if method.router is None]
-    told = [name for name, method in params.methods.items() if isinstance(method.router, Told)]
-    if not dense or not told:
-        allowed = "one without router and experts, and one with router: {kind: told}"
+    roles: dict[str, tuple[str, Method]] = {}
+    routers = [method.router for method in params.methods.values()]
+    for name, method in params.methods.items():
+        if (role := _role_of(method)) is not None:
+            roles.setdefault(role, (name, method))
+    if "dense" not in roles or ("told" not in roles and not {"vmoe", "hash"} <= set(roles)):
+        allowed = "one without router and experts, and one with router: {kind: told}, or one with "
+        allowed += "{kind: hash} and one with {kind: noisy_top_k} and the loss importance"
         text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
         raise document.error(("methods",), text)
-    routers = [method.router for method in params.methods.values()]
-    plain = NoisyTopK(k=1, noise_std=0.0)
-    learned = next((router for router in routers if isinstance(router, NoisyTopK)), plain)
-    oracle = params.methods[told[0]]
-    mixture = oracle.model_copy(update={"router": learned, "regularizers": ()})
-    return {
-        dense[0]: params.methods[dense[0]],
-        told[0]: oracle,
-        "learned": mixture,
-        f"learned, begun as {told[0]}": mixture,
-    }
+    if "told" in roles:
+        name, oracle = roles["told"]
+        plain = NoisyTopK(k=1, noise_std=0.0)
+        learned = next((router for router in routers if isinstance(router, NoisyTopK)), plain)
+        mixture = oracle.model_copy(update={"router": learned, "regularizers": ()})
+        roles["learned"] = ("learned", mixture)
+        roles["begun"] = (f"learned, begun as {name}", mixture)
+    return roles
+
+
+def _role_of(method: Method) -> str | None:
+    """Return a method's role in a pilot, or None; a dense one that changes the MLPs is wide."""
+    if method.router is None:
+        return "wide" if WIDTHS & set(method.model) else "dense"
+    if isinstance(method.router, Told):
+        return "told"
+    if isinstance(method.router, Hash):
+        return "hash"
+    balanced = any(loss.kind == "importance" for loss in method.regularizers)
+    if isinstance(method.router, NoisyTopK) and balanced:
+        return "vmoe"
+    return None
 
 
 def _train_all(
-    params: PilotParams, methods: dict[str, Method], data: Prepared, seeds: int
+    params: PilotParams, methods: dict[str, tuple[str, Method]], data: Prepared, seeds: int
 ) -> PilotResult:
     runtime = tune_runtime("cpu")
     torch.set_num_threads(1)
     guide = Path("guide")
     guide.mkdir()
     save_no_guide(guide)
-    rows = [PilotRow(name, [], []) for name in methods]
-    settings = [method.merge_pretrain_settings(params.pretrain) for method in methods.values()]
+    rows = {role: PilotRow(name, [], []) for role, (name, _) in methods.items()}
     shares = []
     for seed in range(seeds):
-        jobs = [
-            build_pretraining(method, params.model, training, data, guide, seed, "cpu")
-            for method, training in zip(methods.values(), settings, strict=True)
-        ]
-        shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))
-        for row, job, training in zip(rows, jobs, settings, strict=True):
+        settings = {
+            role: method.merge_pretrain_settings(params.pretrain)
+            for role, (_, method) in methods.items()
+        }
+        jobs = {
+            role: build_pretraining(method, params.model, settings[role], data, guide, seed, "cpu")
+            for role, (_, method) in methods.items()
+        }
+        if "told" in jobs:
+            share = fit_learner_to_oracle(jobs["begun"], jobs["told"], settings["told"], seed)
+            shares.append(share)
+        for role, job in jobs.items():
             name = f"validation_{job.task.history_name}"
             begun = time.process_time()
             score = math.nan
-            with report_progress(f"{row.name} {seed}", total_steps(job, training)) as bar:
-                for point in iterate_training(job, training, seed, runtime):
+            steps = total_steps(job, settings[role])
+            with report_progress(f"{rows[role].name} {seed}", steps) as bar:
+                for point in iterate_training(job, settings[role], seed, runtime):
                     score = point.values.get(name, score)
                     bar.update(point.step)
-            row.scores.append(math.exp(score) if job.task.long else score)
-            row.seconds.append(time.process_time() - begun)
-    return PilotResult(pilot_score_for_task(data.task), *rows, fitted=fmean(shares))
+            rows[role].scores.append(math.exp(score) if job.task.long else score)
+            rows[role].seconds.append(time.process_time() - begun)
+    return PilotResult(pilot_score_for_task(data.task), rows, fmean(shares or [math.nan]))
 
 
 def fit_learner_to_oracle(
@@ -232,45 +270,69 @@ def pilot_score_for_task(task: Task) -> Score:
     return task.score
 
 
-def pilot_verdicts(result: PilotResult) -> dict[str, bool]:
-    """Return line → whether it holds: routing gains enough, has room to learn, is fast."""
-    # Differences are in ``PilotResult.unit``. Room must exceed a method's standard deviation over
-    # seeds, pooled from the variances of all four.
-    told = result.told.name
-    unit = result.unit
-    scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))
-    room = result.told_ahead_of(result.dense)
-    gap = result.told_ahead_of(result.learned)
-    slowest = max(max(row.seconds) for row in result.rows)
-    gain = f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {MIN_GAIN:g}"
-    learnable = f"{told} is {gap:.2f} {unit} better than a learned router; needed: more than "
-    learnable += f"{scatter:.2f}, the scatter of seeds"
-    length = f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}"
-    return {gain: room >= MIN_GAIN, learnable: gap > scatter, length: slowest <= MAX_SECONDS}
+def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
+    """Return what a study of the truth or of accuracy needs, as far as ``result`` has its methods.
+
+    Differences are in ``PilotResult.unit``. Room to learn, and V-MoE's gain over the hash, must
+    exceed ``PilotResult.scatter``.
+    """
+    rows = result.rows
+    scatter = f"{result.scatter:.2f}, the scatter of seeds"
+    verdicts = []
+    if "told" in rows:
+        told = rows["told"].name
+        room = result.advantage("told", "dense")
+        text = f"{told} is {room:.1f} {result.unit} better than {rows['dense'].name}; "
+        text += f"needed: {MIN_GAIN:g}"
+        verdicts.append(PilotVerdict(text, room >= MIN_GAIN, "truth"))
+        gap = result.advantage("told", "learned")
+        text = f"{told} is {gap:.2f} {result.unit} better than a learned router; "
+        text += f"needed: more than {scatter}"
+        verdicts.append(PilotVerdict(text, gap > result.scatter, "truth"))
+    if "vmoe" in rows and "hash" in rows:
+        apart = result.advantage("vmoe", "hash")
+        text = f"{rows['vmoe'].name} is {apart:.2f} {result.unit} better than {rows['hash'].name}; "
+        text += f"needed: {MIN_APART:g}, and more than {scatter}"
+        holds = apart >= MIN_APART and apart > result.scatter
+        verdicts.append(PilotVerdict(text, holds, "accuracy"))
+    slowest = max(max(row.seconds) for row in rows.values())
+    text = f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}"
+    return [*verdicts, PilotVerdict(text, slowest <= MAX_SECONDS, "")]
 
 
-def print_pilot(result: PilotResult, verdicts: Mapping[str, bool]) -> None:
-    """Print the scores of every seed, the result of the fitted router, and the verdicts."""
+def studies_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
+    """Return those of ``truth`` and ``accuracy`` that have verdicts, all of which hold."""
+    failed = {verdict.study for verdict in verdicts if not verdict.holds}
+    if "" in failed:
+        return []
+    studies = dict.fromkeys(verdict.study for verdict in verdicts if verdict.study)
+    return [study for study in studies if study not in failed]
+
+
+def print_pilot(result: PilotResult, verdicts: Sequence[PilotVerdict]) -> None:
+    """Print the scores of every seed, the verdicts, and the result of the fitted router."""
     from rich.console import Console
     from rich.table import Table
 
     factor, unit = (100, ", %") if result.score.form == "share" else (1, "")
-    seeds = [f"seed {seed}" for seed in range(len(result.told.scores))]
+    seeds = [f"seed {seed}" for seed in range(len(result.rows["dense"].scores))]
     heads = [f"validation {result.score.label}{unit}", *seeds, "mean", "s a training"]
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
-    for row in result.rows:
+    for row in result.rows.values():
         scores = [*row.scores, fmean(row.scores)]
         cells = [f"{factor * score:.2f}" for score in scores]
         table.add_row(row.name, *cells, f"{fmean(row.seconds):.1f}")
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    told = result.told.name
-    ahead = result.told_ahead_of(result.begun)
-    lines = [f"{'yes' if holds else 'no':<3} {line}" for line, holds in verdicts.items()]
-    lines.append(
-        f"A router that begins with {result.fitted:.1%} of tokens as {told} ends {abs(ahead):.2f} "
-        f"{result.unit} {'below' if ahead > 0 else 'above'} it."
-    )
-    lines.append("Worth a study." if all(verdicts.values()) else "Not worth a study.")
+    lines = [f"{'yes' if verdict.holds else 'no':<3} {verdict.text}" for verdict in verdicts]
+    if "told" in result.rows:
+        told = result.rows["told"].name
+        ahead = result.advantage("told", "begun")
+        lines.append(
+            f"A router that begins with {result.fitted:.1%} of tokens as {told} ends "
+            f"{abs(ahead):.2f} {result.unit} {'below' if ahead > 0 else 'above'} it."
+        )
+    worth = studies_worth_running(verdicts)
+    lines.append(f"Worth a study of {' and '.join(worth)}." if worth else "Not worth a study.")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -209,29 +209,50 @@ def run_pilot_command(*words: object):
     return CliRunner().invoke(app, ["pilot", *map(str, words)], catch_exceptions=False)
 
 
-def result_of(score, dense, told, learned, seconds: float = 60.0) -> pilot.PilotResult:
-    scores = (dense, told, learned, told)
-    rows = [pilot.PilotRow(str(at), one, [1.0, seconds]) for at, one in enumerate(scores)]
-    return pilot.PilotResult(score, *rows, fitted=1.0)
+def result_of(score, seconds: float = 90.0, **scores) -> pilot.PilotResult:
+    rows = {role: pilot.PilotRow(role, row, [1.0, seconds]) for role, row in scores.items()}
+    return pilot.PilotResult(score, rows)
+
+
+def holding(result: pilot.PilotResult) -> list[bool]:
+    return [verdict.holds for verdict in pilot.pilot_verdicts(result)]
 
 
 def test_verdicts_by_hand():
     """Variances 0.0002, 0.0002, 0.0018 and 0.0002: their mean's root is 0.0245, 2.45 points."""
-    result = result_of(ACCURACY, [0.48, 0.50], [0.59, 0.61], [0.545, 0.605])
-    assert result.told_ahead_of(result.learned) == pytest.approx(2.5)
-    assert [*pilot.pilot_verdicts(result).values()] == [True, True, True]
-    worse = result_of(ACCURACY, [0.50, 0.52], [0.59, 0.61], [0.547, 0.607], 60.1)
-    assert [*pilot.pilot_verdicts(worse).values()] == [False, False, False]
+    told = {"told": [0.59, 0.61], "begun": [0.59, 0.61]}
+    result = result_of(ACCURACY, dense=[0.48, 0.50], learned=[0.545, 0.605], **told)
+    assert result.advantage("told", "learned") == pytest.approx(2.5)
+    assert holding(result) == [True, True, True]
+    assert pilot.studies_worth_running(pilot.pilot_verdicts(result)) == ["truth"]
+    worse = result_of(ACCURACY, 90.1, dense=[0.50, 0.52], learned=[0.547, 0.607], **told)
+    assert holding(worse) == [False, False, False]
+    assert not pilot.studies_worth_running(pilot.pilot_verdicts(worse))
+
+
+@pytest.mark.parametrize(
+    ("vmoe", "holds"),
+    [([0.619, 0.623], True), ([0.617, 0.621], False), ([0.551, 0.691], False)],
+    ids=["2.1 points", "1.9 points", "2.1 points, but seeds vary by 5.7"],
+)
+def test_a_hash_decides_where_there_is_no_oracle(vmoe, holds):
+    result = result_of(ACCURACY, dense=[0.5, 0.5], hash=[0.59, 0.61], vmoe=vmoe)
+    verdicts = pilot.pilot_verdicts(result)
+    assert [verdict.holds for verdict in verdicts] == [holds, True]
+    assert pilot.studies_worth_running(verdicts) == ["accuracy"] * holds
+    assert verdicts[0].text.startswith("vmoe is ") and "better than hash; needed: 2" in str(
+        verdicts
+    )
 
 
 def test_perplexity_is_compared_in_percent_of_dense():
     """89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %."""
     score = pilot.pilot_score_for_task(NextToken(words=5))
-    result = result_of(score, [99.0, 101.0], [88.0, 90.0], [89.4, 91.4])
-    assert result.told_ahead_of(result.dense) == pytest.approx(11)
-    assert [*pilot.pilot_verdicts(result).values()] == [True, False, True]
-    result = result_of(score, [99.0, 101.0], [88.0, 90.0], [89.5, 91.5])
-    assert [*pilot.pilot_verdicts(result).values()][1]
+    rows = {"dense": [99.0, 101.0], "told": [88.0, 90.0], "begun": [88.0, 90.0]}
+    result = result_of(score, learned=[89.4, 91.4], **rows)
+    assert result.advantage("told", "dense") == pytest.approx(11)
+    assert holding(result) == [True, False, True]
+    assert holding(result_of(score, learned=[89.5, 91.5], **rows))[1]
 
 
 def test_a_linear_rule_is_fitted():
@@ -260,6 +281,29 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
     second = run_pilot_command(study / "params.yaml", "--seeds", 2)
     scores = [re.findall(r"\d+\.\d\d", one.stdout) for one in (first, second)]
     assert scores[0] == scores[1] and len(scores[0]) > 12
+
+
+def test_a_study_without_an_oracle_trains_wide_vmoe_and_hash(study):
+    moe = {"experts": STUDY["methods"]["told"]["experts"], "blocks": [0]}
+    methods = {
+        "dense": {},
+        "broad": {"model": {"mlp_ratio": 1}},
+        "routed": {
+            **moe,
+            "router": {"kind": "noisy_top_k", "k": 1},
+            "regularizers": [{"kind": "importance"}],
+        },
+        "fixed": {**moe, "router": {"kind": "hash", "k": 1}},
+    }
+    run = STUDY["run"] | {"methods": [*methods]}
+    model = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 1}
+    text = json.dumps(STUDY | {"run": run, "methods": methods, "model": model})
+    (study / "params.yaml").write_text(text, encoding="utf-8")
+    said = run_pilot_command(study, "--seeds", 2)
+    lines = said.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == [*methods]
+    assert re.match(r"(yes|no ) routed is -?\d+\.\d\d points better than fixed;", lines[5])
+    assert said.exit_code == int(lines[-1] == "Not worth a study.")
 
 
 @pytest.mark.parametrize("lacking", ["dense", "told"])
