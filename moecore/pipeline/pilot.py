@@ -48,6 +48,7 @@ from moecore.training.surgery.expert_reduction import watch_layers
 MIN_GAIN = 10.0  # points, or percent of dense's score, between dense and the oracle
 MIN_APART = 2.0  # points, or percent of dense's score, between the hash and V-MoE
 MAX_SECONDS = 90.0  # per training, on one thread
+VMOE_LOSSES = {"importance", "load"}
 WIDTHS = {"mlp_ratio", "hidden"}  # settings of the hidden width of a model
 FITTED_TOKENS = 2**15  # to which a router is fitted, from at most one pass over the images
 RIDGE = 1e-4  # weight of the squared weights: without it, separable kinds have no optimum
@@ -107,11 +108,8 @@ class PilotVerdict(NamedTuple):
 
 
 def run_pilot(path: Path, seeds: int) -> PilotResult:
-    """Train a pilot's methods of a params.yaml with ``seeds`` seeds, on one thread.
-
-    Nothing is written to its folder. Raises UserError for an invalid file, and for one without the
-    methods that a pilot needs.
-    """
+    """Train a pilot's methods of a params.yaml with ``seeds`` seeds, on one thread."""
+    # Nothing is written to its folder.
     check_study(path, also=unfit_metric_problems)
     document = load_yaml_document(path)
     params = extract_declared_settings(PilotParams, document)
@@ -129,12 +127,9 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
 
 
 def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, tuple[str, Method]]:
-    """Return role → name and method: the file's first of each role, and the oracle's learners.
-
-    ``learned`` and ``begun`` are the oracle with the file's first noisy top-k, or a plain one with
-    k = 1, and no routing loss. Raises UserError if the file has no dense method, or neither an
-    oracle nor both of the roles ``vmoe`` and ``hash``.
-    """
+    """Return role → name and method: the file's first of each role, and the oracle's learners."""
+    # ``learned`` and ``begun`` are the oracle with the file's first noisy top-k, or a plain one
+    # with k = 1, and no routing loss.
     roles: dict[str, tuple[str, Method]] = {}
     routers = [method.router for method in params.methods.values()]
     for name, method in params.methods.items():
@@ -142,7 +137,9 @@ def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, t
             roles.setdefault(role, (name, method))
     if "dense" not in roles or ("told" not in roles and not {"vmoe", "hash"} <= set(roles)):
         allowed = "one without router and experts, and one with router: {kind: told}, or one with "
-        allowed += "{kind: hash} and one with {kind: noisy_top_k} and the loss importance"
+        allowed += (
+            "{kind: hash} and one with {kind: noisy_top_k} and the losses importance and load"
+        )
         text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
         raise document.error(("methods",), text)
     if "told" in roles:
@@ -163,8 +160,8 @@ def _role_of(method: Method) -> str | None:
         return "told"
     if isinstance(method.router, Hash):
         return "hash"
-    balanced = any(loss.kind == "importance" for loss in method.regularizers)
-    if isinstance(method.router, NoisyTopK) and balanced:
+    losses = {loss.kind for loss in method.regularizers}
+    if isinstance(method.router, NoisyTopK) and losses == VMOE_LOSSES:
         return "vmoe"
     return None
 
@@ -271,37 +268,30 @@ def pilot_score_for_task(task: Task) -> Score:
 
 
 def pilot_verdicts(result: PilotResult) -> list[PilotVerdict]:
-    """Return what a study of the truth or of accuracy needs, as far as ``result`` has its methods.
-
-    Differences are in ``PilotResult.unit``. Room to learn, and V-MoE's gain over the hash, must
-    exceed ``PilotResult.scatter``.
-    """
+    """Return what a study of the truth or of accuracy needs, as far as ``result`` has its rows."""
+    # Differences must exceed the scatter of seeds.
     rows = result.rows
-    scatter = f"{result.scatter:.2f}, the scatter of seeds"
+    scatter = result.scatter
     verdicts = []
+
+    def compare(role: str, other: str, minimum: float, study: str) -> None:
+        ahead = result.advantage(role, other)
+        text = f"{rows[role].name} is {ahead:.2f} {result.unit} better than {rows[other].name}; "
+        text += f"needed: {minimum:g}, and more than {scatter:.2f}, the scatter of seeds"
+        verdicts.append(PilotVerdict(text, ahead >= minimum and ahead > scatter, study))
+
     if "told" in rows:
-        told = rows["told"].name
-        room = result.advantage("told", "dense")
-        text = f"{told} is {room:.1f} {result.unit} better than {rows['dense'].name}; "
-        text += f"needed: {MIN_GAIN:g}"
-        verdicts.append(PilotVerdict(text, room >= MIN_GAIN, "truth"))
-        gap = result.advantage("told", "learned")
-        text = f"{told} is {gap:.2f} {result.unit} better than a learned router; "
-        text += f"needed: more than {scatter}"
-        verdicts.append(PilotVerdict(text, gap > result.scatter, "truth"))
+        compare("told", "dense", MIN_GAIN, "truth")
+        compare("told", "learned", 0, "truth")
     if "vmoe" in rows and "hash" in rows:
-        apart = result.advantage("vmoe", "hash")
-        text = f"{rows['vmoe'].name} is {apart:.2f} {result.unit} better than {rows['hash'].name}; "
-        text += f"needed: {MIN_APART:g}, and more than {scatter}"
-        holds = apart >= MIN_APART and apart > result.scatter
-        verdicts.append(PilotVerdict(text, holds, "accuracy"))
+        compare("vmoe", "hash", MIN_APART, "accuracy")
     slowest = max(max(row.seconds) for row in rows.values())
     text = f"the longest training took {slowest:.0f} s of one thread; allowed: {MAX_SECONDS:g}"
     return [*verdicts, PilotVerdict(text, slowest <= MAX_SECONDS, "")]
 
 
 def studies_worth_running(verdicts: Sequence[PilotVerdict]) -> list[str]:
-    """Return those of ``truth`` and ``accuracy`` that have verdicts, all of which hold."""
+    """Return the studies, ``truth`` or ``accuracy``, whose verdicts all hold."""
     failed = {verdict.study for verdict in verdicts if not verdict.holds}
     if "" in failed:
         return []

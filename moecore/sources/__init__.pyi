@@ -12,21 +12,21 @@ from moecore.data.sources.dialects import Dialects as _Dialects
 from moecore.data.sources.digits import Digits as _Digits
 from moecore.data.sources.docstrings import Docstrings as _Docstrings
 from moecore.data.sources.fashion_mnist import FashionMnist as _FashionMnist
-from moecore.data.sources.file_cohort import Dseg
-from moecore.data.sources.file_cohort import TissueMapPatterns
+from moecore.data.sources.file_cohort import Dseg as _Dseg
+from moecore.data.sources.file_cohort import TissueMapPatterns as _TissueMapPatterns
 from moecore.data.sources.flickr30k import Flickr30k as _Flickr30k
 from moecore.data.sources.image_folder import ImageFolder as _ImageFolder
 from moecore.data.sources.imagenet import Imagenet as _Imagenet
 from moecore.data.sources.mosaic import Mosaic as _Mosaic
 from moecore.data.sources.phantom import Phantom as _Phantom
 from moecore.data.sources.scripts import Scripts as _Scripts
-from moecore.data.sources.spreadsheet import ColumnNames
+from moecore.data.sources.spreadsheet import ColumnNames as _ColumnNames
 from moecore.data.sources.spreadsheet import Spreadsheet as _Spreadsheet
 from moecore.data.sources.subspaces import Subspaces as _Subspaces
 from moecore.data.sources.two_cohorts import TwoCohorts as _TwoCohorts
 from moecore.data.sources.wikitext import Wikitext as _Wikitext
-from moecore.data.text.tokenizers import BpeFileSettings
-from moecore.data.text.tokenizers import WordSettings
+from moecore.data.text.tokenizers import BpeFileSettings as _BpeFileSettings
+from moecore.data.text.tokenizers import WordSettings as _WordSettings
 
 class Bids(_Bids):
     """One T1-weighted volume per row of participants.tsv (or of sessions.tsv).
@@ -55,9 +55,9 @@ class Bids(_Bids):
     for sub-01 or sub-01_ses-1, * for anything"""
     mask: str | None = None
     """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
-    maps: TissueMapPatterns | None = ...
+    maps: _TissueMapPatterns | None = ...
     """Tissue as probability maps; null: none"""
-    dseg: Dseg | None = None
+    dseg: _Dseg | None = None
     """Tissue as one label map, instead of maps (set maps: null)"""
     diagnoses: tuple[str, ...] | None = None
     """Only these of the column `diagnosis`; null: all"""
@@ -71,6 +71,13 @@ class Bids(_Bids):
     """Name of the cohort in the card and the report"""
     licence: str = 'not stated'
     """Licence of the data, for the card"""
+
+class BpeFileSettings(_BpeFileSettings):
+    """Settings of a byte-pair tokenizer from a file."""
+    file: str
+    """tokenizer.json of the `tokenizers` library, such as CLIP's"""
+    words: int = 49408
+    """Number of words of its vocabulary, checked"""
 
 class CaptionedMosaic(_CaptionedMosaic):
     """Captioned mosaics; the layouts (classes of the cells) of the test are in no other split."""
@@ -172,7 +179,7 @@ class CocoCaptions(_CocoCaptions):
     """Captions per image: its first ones"""
     context: int = 77
     """Tokens of a caption; CLIP: 77"""
-    tokenizer: WordSettings | BpeFileSettings = ...
+    tokenizer: _WordSettings | _BpeFileSettings = ...
     """words: of the captions; bpe: of a file, as CLIP's"""
     validation: float = 0.1
     """Share of the images, where no file names the split"""
@@ -192,6 +199,18 @@ class CocoCaptions(_CocoCaptions):
     """dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"""
     folders: tuple[str, ...] = ...
     """Image folders, one per annotation file"""
+
+class ColumnNames(_ColumnNames):
+    """Names, in the table, of the columns that a cohort uses; null: no such column."""
+    participant_id: str = 'participant_id'
+    age: str = 'age'
+    """At the scan, years"""
+    sex: str = 'sex'
+    session_id: str | None = None
+    site: str | None = None
+    diagnosis: str | None = None
+    split: str | None = None
+    """train, validation or test; empty: drawn"""
 
 class Dialects(_Dialects):
     """Images of ``source``, each in one of D dialects, which has its own permutation of labels.
@@ -255,6 +274,18 @@ class Docstrings(_Docstrings):
     test: float = 0.05
     """share of the files"""
 
+class Dseg(_Dseg):
+    """Pattern of one label map, and its numbers for each tissue."""
+    pattern: str = '{folder}/anat/{prefix}*_dseg.nii*'
+    """The label map: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
+    sub-01 or sub-01_ses-1, * for anything"""
+    wm: tuple[int, ...] = ...
+    """Numbers of white matter"""
+    gm: tuple[int, ...] = ...
+    """Numbers of grey matter"""
+    csf: tuple[int, ...] = ...
+    """Numbers of fluid"""
+
 class FashionMnist(_FashionMnist):
     """Fashion-MNIST from four IDX files, plain or .gz, checked by hash; authors' test set."""
     seed: int = 0
@@ -288,7 +319,7 @@ class Flickr30k(_Flickr30k):
     """Captions per image: its first ones"""
     context: int = 77
     """Tokens of a caption; CLIP: 77"""
-    tokenizer: WordSettings | BpeFileSettings = ...
+    tokenizer: _WordSettings | _BpeFileSettings = ...
     """words: of the captions; bpe: of a file, as CLIP's"""
     validation: float = 0.1
     """Share of the images, where no file names the split"""
@@ -407,8 +438,7 @@ class Scripts(_Scripts):
     the image's number. A letter that a font leaves blank, or draws with the pixels of a letter
     chosen before it, is left out. ``{split}_renderings.csv`` has the font and style of each image."""
     root: str | tuple[str, ...] = ...
-    """Folder of TrueType and OpenType fonts, or folders of which the first one that exists is
-    read"""
+    """Folder of TrueType and OpenType fonts, or several: the first that exists"""
     sha256: str | None = None
     """Checksum that the fonts must have (card.json: fonts); null: any"""
     scripts: tuple[str, ...] | None = None
@@ -416,15 +446,13 @@ class Scripts(_Scripts):
     without: tuple[str, ...] = ...
     """Not these scripts"""
     ranks: tuple[int, int] | None = None
-    """Only scripts of these ranks, first and last, by their number of letters in the folder; 1 has
-    most; null: all"""
+    """First and last rank of scripts by number of letters; 1: most; null: all"""
     characters: int | None = None
     """Number of characters in total, drawn by the seed; null: all"""
     per_script: int | None = None
     """Largest number of characters per script; null: all"""
     split: Literal['renderings', 'fonts'] = 'renderings'
-    """Test images are other renderings, or of font families that training has not; fonts: only of
-    characters with both"""
+    """Test images are other renderings, or of font families that are not trained on"""
     train: int = 12
     """Images per character for training"""
     validation: int = 3
@@ -434,8 +462,7 @@ class Scripts(_Scripts):
     size: int = 28
     """Height and width in pixels"""
     distortion: float = 1.0
-    """Factor of the largest changes: 30 % smaller, 15° of rotation, a shear of 0.2 and a shift of 8
-    % of the size; 0: only fonts differ"""
+    """Factor of the largest changes: 30 % smaller, 15°, shear 0.2, shift 8 %"""
     seed: int = 0
     """Draws characters, fonts and renderings"""
 
@@ -465,9 +492,9 @@ class Spreadsheet(_Spreadsheet):
     for sub-01 or sub-01_ses-1, * for anything"""
     mask: str | None = None
     """A brain mask, a pattern as t1; null: voxels with more than half tissue"""
-    maps: TissueMapPatterns | None = None
+    maps: _TissueMapPatterns | None = None
     """Tissue as probability maps; null: none"""
-    dseg: Dseg | None = None
+    dseg: _Dseg | None = None
     """Tissue as one label map, instead of maps (set maps: null)"""
     diagnoses: tuple[str, ...] | None = None
     """Only these of the column `diagnosis`; null: all"""
@@ -483,7 +510,7 @@ class Spreadsheet(_Spreadsheet):
     """Licence of the data, for the card"""
     table: str
     """The table below root, a spreadsheet saved as .csv or .tsv"""
-    columns: ColumnNames = ...
+    columns: _ColumnNames = ...
     """Names of the table's columns"""
     sexes: dict[str, Literal['F', 'M']] = ...
     """The table's code of a sex → F or M, such as {1: M, 2: F}"""
@@ -513,6 +540,16 @@ class Subspaces(_Subspaces):
     """Side of an image S, pixels"""
     noise: float = 0.1
     """Expected norm of the noise, relative to the signal's"""
+
+class TissueMapPatterns(_TissueMapPatterns):
+    """Patterns of the probability maps of the three tissues."""
+    wm: str = '{folder}/anat/{prefix}*_label-WM_probseg.nii*'
+    """White matter: a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for
+    sub-01 or sub-01_ses-1, * for anything"""
+    gm: str = '{folder}/anat/{prefix}*_label-GM_probseg.nii*'
+    """Grey matter"""
+    csf: str = '{folder}/anat/{prefix}*_label-CSF_probseg.nii*'
+    """Fluid"""
 
 class TwoCohorts(_TwoCohorts):
     """Training and validation on participants of ``first``, testing on all of ``second``.
@@ -547,3 +584,6 @@ class Wikitext(_Wikitext):
     """wikitext-103: its numbers of words and tokens are checked"""
     licence: str = 'CC BY-SA 3.0'
     """licence of the text, for the card"""
+
+class WordSettings(_WordSettings):
+    """Settings of a tokenizer whose vocabulary is the training captions' words."""

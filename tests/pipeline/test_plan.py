@@ -231,18 +231,15 @@ def test_verdicts_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("vmoe", "holds"),
+    ("vmoe", "holds"),  # 2.1 and 1.9 points; 2.1 points with a scatter of 5.7
     [([0.619, 0.623], True), ([0.617, 0.621], False), ([0.551, 0.691], False)],
-    ids=["2.1 points", "1.9 points", "2.1 points, but seeds vary by 5.7"],
 )
 def test_a_hash_decides_where_there_is_no_oracle(vmoe, holds):
     result = result_of(ACCURACY, dense=[0.5, 0.5], hash=[0.59, 0.61], vmoe=vmoe)
     verdicts = pilot.pilot_verdicts(result)
     assert [verdict.holds for verdict in verdicts] == [holds, True]
-    assert pilot.studies_worth_running(verdicts) == ["accuracy"] * holds
-    assert verdicts[0].text.startswith("vmoe is ") and "better than hash; needed: 2" in str(
-        verdicts
-    )
+    assert ("accuracy" in pilot.studies_worth_running(verdicts)) is holds
+    assert re.match(r"vmoe is \d+\.\d+ points better than hash; needed: 2, and", verdicts[0].text)
 
 
 def test_perplexity_is_compared_in_percent_of_dense():
@@ -285,14 +282,12 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
 
 def test_a_study_without_an_oracle_trains_wide_vmoe_and_hash(study):
     moe = {"experts": STUDY["methods"]["told"]["experts"], "blocks": [0]}
+    noisy = {"kind": "noisy_top_k", "k": 1}
+    losses = [{"kind": "importance"}, {"kind": "load"}]
     methods = {
         "dense": {},
         "broad": {"model": {"mlp_ratio": 1}},
-        "routed": {
-            **moe,
-            "router": {"kind": "noisy_top_k", "k": 1},
-            "regularizers": [{"kind": "importance"}],
-        },
+        "routed": {**moe, "router": noisy, "regularizers": losses},
         "fixed": {**moe, "router": {"kind": "hash", "k": 1}},
     }
     run = STUDY["run"] | {"methods": [*methods]}

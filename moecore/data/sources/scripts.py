@@ -1,7 +1,7 @@
 """Characters of the world's scripts, drawn with the fonts of a folder."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -12,6 +12,7 @@ from pydantic import Field
 from moecore.core.files import UserError, find_raw_folder, write_csv
 from moecore.data.card import SPLITS, Card
 from moecore.data.files import fonts
+from moecore.data.files.fonts import Font
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
@@ -19,21 +20,19 @@ from moecore.tasks.classification import Classification
 STREAM = 14  # first random stream of the splits; lower ones belong to other sources
 CHOICE = 17  # random stream of the choice of characters
 HELD_OUT = 18  # random stream of the choice of test fonts
-MAX_SCRIPTS = 255  # truths of an image are bytes
 COLUMNS = ("character", "script", "font", "style")
 
 
 class Character(NamedTuple):
-    """A class: a character, its script, and the fonts of each split."""
+    """A class: a character, its script, and its fonts in training and validation, and the test."""
 
     code: int
     script: str
-    fonts: dict[str, list[fonts.Font]]
+    train: list[Font]
+    test: list[Font]
 
-    @property
-    def name(self) -> str:
-        """Name of the class, such as U+0041."""
-        return f"U+{self.code:04X}"
+
+Rendering = tuple[Character, Font, np.random.Generator]
 
 
 class Scripts(Source):
@@ -50,8 +49,7 @@ class Scripts(Source):
     kind: Literal["scripts"] = "scripts"
     root: str | tuple[str, ...] = Field(
         ("data/raw/fonts", "/usr/share/fonts/truetype/noto"),
-        description="Folder of TrueType and OpenType fonts, or folders of which the first one that "
-        "exists is read",
+        description="Folder of TrueType and OpenType fonts, or several: the first that exists",
     )
     sha256: str | None = Field(
         None, description="Checksum that the fonts must have (card.json: fonts); null: any"
@@ -61,9 +59,7 @@ class Scripts(Source):
     )
     without: tuple[str, ...] = Field((), description="Not these scripts")
     ranks: tuple[int, int] | None = Field(
-        None,
-        description="Only scripts of these ranks, first and last, by their number of letters in "
-        "the folder; 1 has most; null: all",
+        None, description="First and last rank of scripts by number of letters; 1: most; null: all"
     )
     characters: int | None = Field(
         None, ge=2, description="Number of characters in total, drawn by the seed; null: all"
@@ -73,8 +69,7 @@ class Scripts(Source):
     )
     split: Literal["renderings", "fonts"] = Field(
         "renderings",
-        description="Test images are other renderings, or of font families that training has not; "
-        "fonts: only of characters with both",
+        description="Test images are other renderings, or of font families that are not trained on",
     )
     train: int = Field(12, ge=1, description="Images per character for training")
     validation: int = Field(3, ge=1, description="Images per character for validation")
@@ -84,163 +79,144 @@ class Scripts(Source):
         1.0,
         ge=0,
         le=2,
-        description="Factor of the largest changes: 30 % smaller, 15° of rotation, a shear of 0.2 "
-        "and a shift of 8 % of the size; 0: only fonts differ",
+        description="Factor of the largest changes: 30 % smaller, 15°, shear 0.2, shift 8 %",
     )
     seed: int = Field(0, ge=0, description="Draws characters, fonts and renderings")
 
     def describe(self) -> Card:
         licence = "of the fonts; Noto: SIL Open Font License 1.1"
         card = Card("Scripts", 1, self.size, None, licence, "rendered fonts, Unicode's scripts")
-        return card.complete_with(lambda: self._describe(*self.choose_characters()))
+        return card.complete_with(self._describe_characters)
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        font_folder, characters = self.choose_characters()
-        folder.mkdir(parents=True, exist_ok=True)
-        parts, tables = {}, []
-        for split in SPLITS:
-            labels = np.arange(len(characters)).repeat(getattr(self, split))
-            parts[split] = SplitToWrite(labels, self._draw(characters, split))
-            tables.append(f"{split}_renderings.csv")
-            write_csv(folder / tables[-1], self._list_renderings(characters, split))
-        card = self.describe()._replace(**self._describe(font_folder, characters))
-        return write_images(folder, self, card, parts, files=tables)
-
-    def choose_characters(self) -> tuple[fonts.FontFolder, tuple[Character, ...]]:
-        """Return the fonts, and the classes by code.
-
-        Raises:
-            UserError: For a missing folder, files that are no fonts or not those of ``sha256``,
-                unknown scripts, and fewer characters than are asked for.
-        """
-        root = find_raw_folder(
-            self.root, "a folder of fonts, such as that of Debian's package fonts-noto-core"
-        )
-        font_folder = fonts.read_font_folder(root)
-        if self.sha256 not in (None, font_folder.sha256):
-            found = f"fonts with sha256 {font_folder.sha256}"
-            raise UserError.at(root, found=found, allowed=f"{self.sha256}, see `sha256`")
-        return font_folder, _choose_characters(self, font_folder)
-
-    def _describe(
-        self, font_folder: fonts.FontFolder, characters: tuple[Character, ...]
-    ) -> dict[str, Any]:
+    def _describe_characters(self) -> dict[str, Any]:
         """Return the card's fields that depend on the fonts."""
         import PIL
         from PIL import features
 
+        root, sha256, characters = self.choose_characters()
         scripts = sorted({character.script for character in characters})
-        source = {
-            "folder": str(font_folder.folder),
-            "files": len(font_folder.fonts),
-            "sha256": font_folder.sha256,
-            "pillow": PIL.__version__,
-            "freetype": features.version("freetype2"),
-        }
-        task = Classification(classes=tuple(character.name for character in characters))
+        versions = {"pillow": PIL.__version__, "freetype": features.version("freetype2")}
         return {
             "name": f"{len(characters):,} characters of {len(scripts)} scripts",
-            "task": task,
+            "task": Classification(classes=tuple(f"U+{code:04X}" for code, *_ in characters)),
             "counts": {split: (getattr(self, split),) * len(characters) for split in SPLITS},
             "truth": len(scripts),
-            "more": {"fonts": source, "scripts": scripts},
+            "more": {
+                "fonts": {"folder": str(root), "sha256": sha256, **versions},
+                "scripts": scripts,
+            },
         }
 
-    def _renderings(
-        self, character: Character, split: str
-    ) -> Iterator[tuple[fonts.Font, np.random.Generator]]:
-        """Yield the font of each image, and the generator that draws the rest."""
-        choices = character.fonts[split]
-        for number in range(getattr(self, split)):
-            stream = STREAM + SPLITS.index(split)
-            random = np.random.default_rng([self.seed, stream, character.code, number])
-            yield choices[random.integers(len(choices))], random
+    def write(self, folder: Path) -> dict[str, Any]:
+        card = self.describe().without_problem()
+        *_, characters = self.choose_characters()
+        folder.mkdir(parents=True, exist_ok=True)
+        parts, tables = {}, []
+        for split in SPLITS:
+            renderings = list(self._draw_fonts(characters, split))
+            rows = [(chr(code), script, *font[1:3]) for (code, script, *_), font, _ in renderings]
+            tables.append(f"{split}_renderings.csv")
+            write_csv(folder / tables[-1], [COLUMNS, *rows])
+            labels = np.arange(len(characters)).repeat(getattr(self, split))
+            parts[split] = SplitToWrite(labels, self._draw(renderings, card.more["scripts"]))
+        return write_images(folder, self, card, parts, files=tables)
 
-    def _list_renderings(self, characters: tuple[Character, ...], split: str) -> Iterator[Any]:
-        yield COLUMNS
-        for character in characters:
-            for font, _ in self._renderings(character, split):
-                yield chr(character.code), character.script, font.family, font.style
+    def choose_characters(self) -> tuple[Path, str, tuple[Character, ...]]:
+        """Return the folder of fonts, its checksum, and the classes by code.
 
-    def _draw(self, characters: tuple[Character, ...], split: str) -> Iterator[np.ndarray]:
-        """Yield the images of each character, uint8 (n, 2, S, S): pixels, and truth from 1."""
-        scripts = sorted({character.script for character in characters})
+        Raises:
+            UserError: For a missing folder, files that are no fonts or have another checksum than
+                ``sha256``, unknown scripts, and a folder with too few characters.
+        """
+        what = "a folder of fonts, such as that of Debian's package fonts-noto-core"
+        root = find_raw_folder(self.root, what)
+        sha256, _ = fonts.read_fonts(root)
+        if self.sha256 not in (None, sha256):
+            allowed = f"{self.sha256}, see `sha256`"
+            raise UserError.at(root, found=f"fonts with sha256 {sha256}", allowed=allowed)
+        return root, sha256, _choose_characters(self, root, sha256)
+
+    def _draw_fonts(self, characters: Iterable[Character], split: str) -> Iterator[Rendering]:
+        """Yield character and font of each image, and the generator that draws the rest."""
         for character in characters:
-            images = []
-            for font, random in self._renderings(character, split):
-                glyph = fonts.draw_glyph(font, character.code, self.size)
-                images.append(fonts.warp_glyph(glyph, self.size, self.distortion, random))
-            grey = np.stack(images)
+            choices = character.test if split == "test" else character.train
+            for number in range(getattr(self, split)):
+                stream = STREAM + SPLITS.index(split)
+                random = np.random.default_rng([self.seed, stream, character.code, number])
+                yield character, choices[random.integers(len(choices))], random
+
+    def _draw(self, renderings: list[Rendering], scripts: list[str]) -> Iterator[np.ndarray]:
+        """Yield images uint8 (1, 2, S, S): pixels, and the script's number from 1."""
+        for character, font, random in renderings:
+            glyph = fonts.draw_glyph(font, character.code, self.size)
+            grey = fonts.warp_glyph(glyph, self.size, self.distortion, random)
             truth = np.full_like(grey, scripts.index(character.script) + 1)
-            yield np.stack([grey, truth], axis=1)
+            yield np.stack([grey, truth])[None]
 
 
 @lru_cache(maxsize=8)
-def _choose_characters(settings: Scripts, font_folder: fonts.FontFolder) -> tuple[Character, ...]:
-    """Draw the classes of ``settings``; UserError for fewer than are asked for."""
-    letters = font_folder.fonts_of_letters()
-    scripts = {code: fonts.script_of(code) for code in letters}
+def _choose_characters(settings: Scripts, root: Path, sha256: str) -> tuple[Character, ...]:
+    """Draw the classes; UserError if they are too few. sha256: that of the fonts below ``root``."""
+    fonts_of: dict[int, list[Font]] = {}
+    scripts: dict[int, str] = {}
+    for font in fonts.read_fonts(root)[1]:
+        scripts |= font.letters
+        for code in font.letters:
+            fonts_of.setdefault(code, []).append(font)
     chosen = _choose_scripts(settings, Counter(scripts.values()))
-    letters = {code: found for code, found in letters.items() if scripts[code] in chosen}
+    codes = sorted(code for code, script in scripts.items() if script in chosen)
     held_out: set[str] = set()
     if settings.split == "fonts":
-        held_out = _hold_out_families(settings.seed, letters, scripts)
-    seen: set[fonts.Drawing] = set()
+        held_out = _hold_out_families(settings, [(scripts[code], fonts_of[code]) for code in codes])
+    earlier: set[fonts.Drawing] = set()
     counts: Counter[str] = Counter()
     characters = []
-    for code in np.random.default_rng([settings.seed, CHOICE]).permutation(list(letters)).tolist():
+    for code in np.random.default_rng([settings.seed, CHOICE]).permutation(codes).tolist():
         if len(characters) == settings.characters:
             break
-        test = [font for font in letters[code] if font.family in held_out]
-        train = [font for font in letters[code] if font.family not in held_out]
-        if settings.split == "renderings":
-            test = train
+        train = [font for font in fonts_of[code] if font.family not in held_out]
+        test = train
+        if settings.split == "fonts":
+            test = [font for font in fonts_of[code] if font.family in held_out]
         if not train or not test or counts[scripts[code]] == settings.per_script:
             continue
-        drawings = fonts.fingerprint_drawings(letters[code], code, settings.size)
-        if drawings is None or drawings & seen:
-            continue
-        seen |= drawings
-        counts[scripts[code]] += 1
-        by_split = {"train": train, "validation": train, "test": test}
-        characters.append(Character(code, scripts[code], by_split))
-    wanted = settings.characters or 2
-    if len(characters) < wanted:
+        drawings = fonts.fingerprint_drawings(fonts_of[code], code, settings.size)
+        if drawings and not drawings & earlier:
+            earlier |= drawings
+            counts[scripts[code]] += 1
+            characters.append(Character(code, scripts[code], train, test))
+    number = settings.characters or 2
+    if len(characters) < number:
         kind = "characters" if settings.split == "renderings" else "characters in two font families"
-        found = f"{wanted:,}, but {font_folder.folder} has {len(characters):,} {kind}"
-        allowed = "fewer, more scripts, or other fonts"
-        raise UserError.at("characters", found=f"{found} of these scripts", allowed=allowed)
+        text = f"{number:,}, but {root} has {len(characters):,} {kind} of these scripts"
+        raise UserError.at("characters", found=text, allowed="fewer, more scripts, or other fonts")
     return tuple(sorted(characters))
 
 
 def _choose_scripts(settings: Scripts, letters: Mapping[str, int]) -> set[str]:
     """Return the names of the scripts to use; letters: script → number of letters in the fonts."""
     ranked = sorted(letters, key=lambda script: (-letters[script], script))
-    named = {*(settings.scripts or ()), *settings.without}
-    if unknown := sorted(named - set(ranked)):
-        found = ", ".join(unknown)
-        raise UserError.at("scripts", found=found, allowed=", ".join(sorted(ranked)))
+    if unknown := {*(settings.scripts or ()), *settings.without} - letters.keys():
+        text = ", ".join(sorted(unknown))
+        raise UserError.at("scripts", found=text, allowed=", ".join(sorted(letters)))
     first, last = settings.ranks or (1, len(ranked))
     if not 1 <= first <= last <= len(ranked):
-        found = f"{first} to {last}"
-        raise UserError.at("ranks", found=found, allowed=f"1 to {len(ranked)}, first and last")
-    chosen = set(ranked[first - 1 : last]) - set(settings.without)
-    return chosen & set(settings.scripts or ranked)
+        allowed = f"1 to {len(ranked)}, first and last"
+        raise UserError.at("ranks", found=f"{first} to {last}", allowed=allowed)
+    return set(ranked[first - 1 : last]) & set(settings.scripts or ranked) - set(settings.without)
 
 
-def _hold_out_families(
-    seed: int, letters: Mapping[int, list[fonts.Font]], scripts: Mapping[int, str]
-) -> set[str]:
-    """Draw font families for the test: if possible, each script has a family in it and outside."""
+def _hold_out_families(settings: Scripts, letters: list[tuple[str, list[Font]]]) -> set[str]:
+    """Draw the test's font families, if possible one of each script; letters: script and fonts."""
     families: dict[str, set[str]] = {}
-    for code, found in letters.items():
-        families.setdefault(scripts[code], set()).update(font.family for font in found)
-    random = np.random.default_rng([seed, HELD_OUT])
+    for script, script_fonts in letters:
+        families.setdefault(script, set()).update(font.family for font in script_fonts)
+    random = np.random.default_rng([settings.seed, HELD_OUT])
     held_out: set[str] = set()
     training: set[str] = set()
-    for script in sorted(families):
-        undecided = sorted(families[script] - held_out - training)
-        if undecided and len(families[script]) > 1 and not families[script] & held_out:
+    for _, names in sorted(families.items()):
+        undecided = sorted(names - held_out - training)
+        if undecided and len(names) > 1 and not names & held_out:
             held_out.add(undecided.pop(random.integers(len(undecided))))
         training.update(undecided)
     return held_out

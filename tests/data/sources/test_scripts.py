@@ -1,6 +1,5 @@
 """Rendered characters: matplotlib's DejaVu fonts, and Debian's Noto fonts where installed."""
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -10,13 +9,15 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS
-from moecore.data.files.fonts import fingerprint_drawings, read_font_folder
+from moecore.data.files.fonts import fingerprint_drawings, read_fonts
 from moecore.data.prepared import Prepared
 from moecore.data.raw_data_changes import describe_change, scan_raw_folders
 from moecore.data.sources.scripts import Scripts
+from moecore.data.volumes.subjects import read_subject_rows
 from moecore.testing import check_source
 
 DEJAVU = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
+STYLES = ("Sans Book", "Sans Bold", "Serif Book", "Sans Mono Book")
 NOTO = [Path("data/raw/fonts").absolute(), Path("/usr/share/fonts/truetype/noto")]
 CYRILLIC = {"scripts": ("Cyrillic", "Armenian"), "characters": 40}
 
@@ -31,15 +32,14 @@ def folder(tmp_path_factory):
 
 
 def read_table(data: Prepared, split: str) -> list[dict[str, str]]:
-    with open(data.folder / f"{split}_renderings.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_subject_rows(data.folder / f"{split}_renderings.csv")
 
 
 def test_labels_truth_and_table_agree(folder, tmp_path):
     data = check_source(Scripts(root=str(folder), train=5, **CYRILLIC), tmp_path)
     assert data.card["truth"] == 2 and data.card["scripts"] == ["Armenian", "Cyrillic"]
     fonts = data.card["fonts"]
-    assert fonts["files"] == 4 and len(fonts["sha256"]) == 64 and fonts["pillow"]
+    assert fonts["folder"] == str(folder) and len(fonts["sha256"]) == 64 and fonts["pillow"]
     for split, number in zip(SPLITS, (5, 3, 3), strict=True):
         part, rows = getattr(data, split), read_table(data, split)
         assert np.array_equal(part.labels, np.arange(40).repeat(number))
@@ -49,12 +49,8 @@ def test_labels_truth_and_table_agree(folder, tmp_path):
         assert (part.images[:, 1] == np.array(truth)[:, None, None]).all()
         assert (part.images[:, 0].max(axis=(1, 2)) > 100).all()
         assert (part.images[:, 0, [0, -1]] == 0).mean() > 0.8, "characters are white on black"
-    assert {(row["font"], row["style"]) for row in read_table(data, "train")} == {
-        ("DejaVu Sans", "Book"),
-        ("DejaVu Sans", "Bold"),
-        ("DejaVu Serif", "Book"),
-        ("DejaVu Sans Mono", "Book"),
-    }
+    fonts = {f"{row['font']} {row['style']}" for row in read_table(data, "train")}
+    assert fonts == {f"DejaVu {name}" for name in STYLES}
 
 
 def test_a_rendering_depends_on_seed_character_and_number_alone(folder, tmp_path):
@@ -83,7 +79,7 @@ def test_of_letters_that_look_alike_only_one_is_a_class(folder):
     settings = Scripts(root=str(folder), scripts=("Latin", "Greek", "Cyrillic"))
     classes = settings.describe().classes
     assert len({"U+0041", "U+0391", "U+0410"} & set(classes)) == 1, "A, Alpha and A"
-    font = read_font_folder(folder).fonts[0]
+    font = read_fonts(folder)[1][0]
     assert fingerprint_drawings([font], ord(" "), 28) is None
     assert ord("1") not in font.letters and ord("a") in font.letters
 
