@@ -23,6 +23,7 @@ from moecore.study.document import Document, load_yaml_document
 from moecore.study.papers import PIPELINES
 from moecore.study.sections import Comparison, Phase
 from moecore.study.settings import validate_whole
+from tools.data_sensitivity import INSENSITIVE
 
 QUESTIONS_FILE = PIPELINES / "answers.yaml"
 ANSWERS_PAGE = Path("docs/answers.md")
@@ -87,11 +88,13 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Yes, no or open, with Holm's correction; "" if the question has another answer."""
+        """Yes, no or open (not significant, insensitive); "" if the question has another answer."""
         if self.asked.question.partition(" ")[0] not in YES_OR_NO:
             return ""
         entry = self.answers[0].entry
         verdict = entry.get("verdict_holm") or entry["verdict"]
+        if INSENSITIVE in entry:
+            return "open"
         return ANSWERS.get(verdict, "open")
 
     @property
@@ -116,10 +119,11 @@ def answer_readers(
     document = load_yaml_document(path)
     content = validate_whole(ReaderQuestions, document)
     answered = []
+    differences = list_differences(answers)
     for index, question in enumerate(content.questions):
         cited = find_answers(document, index, question, answers)
         rounds = [evidence.study for evidence in question.evidence]
-        text = fill_in_numbers(question.answer, path, rounds, studies)
+        text = fill_in_numbers(question.answer, path, rounds, studies, differences)
         answered.append(AnsweredQuestion(question, text, cited))
     rows = [
         (
@@ -165,6 +169,8 @@ def describe_evidence(evidence: Evidence, answer: Answer) -> str:
     other = f"{evidence.against_metric} of " if evidence.against_metric else ""
     sides = f"`{evidence.metric}` of {evidence.method} − {other}{evidence.against}"
     difference = f"{sides}: {row.difference}{limits} ({row.counts}), {answer.verdict_holm}"
+    if INSENSITIVE in answer.entry:
+        difference += ", insensitive"
     return f"- {evidence.data}: {difference}: {link_to_study(evidence.study)}"
 
 
@@ -220,12 +226,33 @@ def _pretrained_cell(compared: Mapping[str, Any], method: str, metric: str) -> M
     return compared.get(method, {}).get("pretrain", {}).get(metric, {})
 
 
-def fill_in_numbers(text: str, path: Path, rounds: Sequence[str], studies: Studies) -> str:
+Differences = Mapping[tuple[str, ...], float]  # (study, phase, two metrics and methods) → mean
+
+
+def list_differences(answers: Sequence[Answer]) -> Differences:
+    """Return the differences of all answers, which of claims are over all runs of a design."""
+    return {
+        (
+            answer.study,
+            answer.claim.phase,
+            answer.claim.metric,
+            answer.claim.method,
+            answer.claim.against_metric or answer.claim.metric,
+            answer.claim.against,
+        ): answer.entry["difference"]["mean"]
+        for answer in answers
+        if answer.entry
+    }
+
+
+def fill_in_numbers(
+    text: str, path: Path, rounds: Sequence[str], studies: Studies, differences: Differences
+) -> str:
     """Return a text with numbers in place of names like ``{test_accuracy tgr - vmoe @finetune}``.
 
-    A number is a mean, or the absolute difference of two; shares are in percent. It comes from the
-    last of ``rounds`` that has it, or from ``of tgr/table_3``; ``:.2f`` sets the digits. Raises
-    UserError for a number that no result has.
+    A number is a mean, or the absolute difference of two, as a claim on them has it; shares are in
+    percent. It comes from the last of ``rounds`` that has it, or from ``of tgr/table_3``; ``:.2f``
+    sets the digits. Raises UserError for a number that no result has.
     """
 
     def number(match: re.Match[str]) -> str:
@@ -239,7 +266,10 @@ def fill_in_numbers(text: str, path: Path, rounds: Sequence[str], studies: Studi
             cells = [methods.get(side, {}).get(phase, {}).get(metric) for metric, side in sides]
             if all(cells):
                 means = [cell["mean"] for cell in cells]
-                size = abs(means[0] - means[1]) if match["against"] else means[0]
+                size = means[0]
+                if match["against"]:
+                    key = (name, phase, *sides[0], *sides[1])
+                    size = abs(differences.get(key, means[0] - means[1]))
                 return format(size * SCALES.get(cells[0]["form"], 1.0), match["digits"] or ".1f")
         raise UserError.at(
             path,

@@ -36,13 +36,22 @@ from moecore.study.questions import (
     load_rounds,
 )
 from moecore.study.sections import Claim, Comparison, Question
+from tools.data_sensitivity import (
+    INSENSITIVE,
+    Controls,
+    counted_verdict,
+    describe_round,
+    find_controls,
+    mark_insensitive,
+)
 from tools.designs import measure_linearity
 from tools.pooled_claims import PooledAnswer, describe_history, evaluate_pooled
-from tools.reader_answers import answer_readers, fill_in_numbers
+from tools.reader_answers import Differences, answer_readers, fill_in_numbers, list_differences
 
 CLAIMS_PAGE = Path("docs/claims.md")
 STUDIES_PAGE = papers.PIPELINES / "README.md"
-ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not run yet")
+DECIDED = ("holds", "equivalent", "no worse", "differs")
+ORDER = (*DECIDED, INSENSITIVE, "not significant", "not run yet")
 MARKED = re.compile(
     r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
 )
@@ -78,6 +87,13 @@ def template_environment() -> Environment:
     )
 
 
+def evaluate_rounds(rounds: Sequence[Round]) -> tuple[Studies, list[PooledAnswer], Controls]:
+    """Return round → result, the answers over all runs of a design, and what data can show."""
+    studies, pooled = evaluate_pooled(rounds)
+    controls = find_controls(rounds, studies)
+    return studies, mark_insensitive(pooled, rounds, controls), controls
+
+
 def write_claims_page(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``, return its path; UserError if a source is damaged."""
     target = root / CLAIMS_PAGE
@@ -90,7 +106,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
     if rounds is None:
         rounds = load_rounds(root)
     commands = {study.name: study.command for study in rounds}
-    studies, pooled = evaluate_pooled(rounds)
+    studies, pooled, _ = evaluate_rounds(rounds)
     claims = [each for each in pooled if isinstance(each.answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
@@ -119,7 +135,7 @@ def render_claims_page(root: Path = Path(), rounds: Sequence[Round] | None = Non
         tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
     facts = count_facts_once([each.answer for each in claims])
     looks = Counter(each.looks for each in claims if each.answer.entry)
-    verdicts = Counter(answer.verdict_holm for answer in facts)
+    verdicts = Counter(map(counted_verdict, facts))
     template = template_environment().get_template("claims.md.jinja")
     numbers = {
         "facts": facts,
@@ -307,6 +323,8 @@ def describe_answer(answer: Answer) -> AnswerTexts:
         verdict += f"; {row.excludes}"
     if (looks := answer.entry.get("looks", 1)) > 1:
         verdict += f"; p × {2**looks} for {looks} answers"
+    if why := answer.entry.get(INSENSITIVE):
+        verdict += f"; insensitive ({why})"
     if answer.entry.get("late"):
         verdict += "; asked after the run"
     if answer.changed:
@@ -358,8 +376,9 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     """Return path → text of pipelines/README.md, docs/answers.md and the READMEs of its folders."""
     questions = load_questions(root)
     rounds = [study for question in questions for study in question.rounds]
-    studies, pooled = evaluate_pooled(rounds)
+    studies, pooled, controls = evaluate_rounds(rounds)
     answers = [each.answer for each in pooled]
+    differences = list_differences(answers)
     folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
     readmes = {}
     for folder in folders:
@@ -376,7 +395,7 @@ def render_study_pages(root: Path) -> dict[Path, str]:
             {
                 "title": f"[{name}]({folder}/README.md): {title}",
                 "verdicts": _count_verdicts(judged),
-                "table": _question_table(of_folder, studies),
+                "table": _question_table(of_folder, studies, differences),
             }
         )
     template = template_environment().get_template("answers.md.jinja")
@@ -384,7 +403,8 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     worlds = []
     for path in sorted((root / papers.PIPELINES / WORLDS).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
-        comment = takewhile(lambda line: line.startswith("#"), lines)
+        # What was tried is for readers of the file.
+        comment = takewhile(lambda line: line.startswith("#") and line[2:7] != "Tried", lines)
         purpose = " ".join(line.removeprefix("#").strip() for line in comment)
         worlds.append((f"[{path.stem}]({WORLDS}/{path.name})", purpose))
     template = template_environment().get_template("studies.md.jinja")
@@ -396,13 +416,13 @@ def render_study_pages(root: Path) -> dict[Path, str]:
     pages = {STUDIES_PAGE: text.rstrip() + "\n"} | answers_page
     for folder, readme in readmes.items():
         path = papers.PIPELINES / folder / "README.md"
-        pages[path] = fill_in_answers(root, readme, path, studies, pooled)
+        pages[path] = fill_in_answers(rounds, readme, path, pooled, controls)
     return pages
 
 
-def tuned_rates(root: Path, round_name: str) -> str:
-    """Return a sentence with the learning rates that a question tuned, or ""."""
-    file = QuestionFile(root, round_name.partition(".")[0]).tuned_file
+def tuned_rates(study: Round) -> str:
+    """Return a sentence with the learning rates that a round's question tuned, or ""."""
+    file = study.question.tuned_file
     if not file.is_file():
         return ""
     kept = read_json(file)
@@ -417,9 +437,14 @@ def tuned_rates(root: Path, round_name: str) -> str:
 
 
 def fill_in_answers(
-    root: Path, readme: str, path: Path, studies: Studies, answers: Sequence[PooledAnswer]
+    rounds: Sequence[Round],
+    readme: str,
+    path: Path,
+    answers: Sequence[PooledAnswer],
+    controls: Controls,
 ) -> str:
     """Return a README with new tables between its markers; UserError for an unknown round."""
+    studies = {study.name: study for study in rounds}
 
     def table(match: re.Match[str]) -> str:
         name = match["study"]
@@ -430,14 +455,19 @@ def fill_in_answers(
                 found=f"{name!r}{did_you_mean(name, list(studies))}",
                 allowed="rounds of questions, such as tgr/table_3 and moge/swin.2",
             )
+        study = studies[name]
         of_round = [each for each in answers if each.answer.study == name]
-        table = "\n\n".join(filter(None, (round_answers_table(of_round), tuned_rates(root, name))))
-        return f"{match['start']}\n{table}\n{match['end']}"
+        parts = [describe_round(study, controls), round_answers_table(of_round)]
+        parts.append(tuned_rates(study))
+        filled = "\n\n".join(filter(None, parts))
+        return f"{match['start']}\n{filled}\n{match['end']}"
 
     return MARKED.sub(table, readme)
 
 
-def _question_table(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
+def _question_table(
+    questions: Sequence[QuestionFile], studies: Studies, differences: Differences
+) -> list[str]:
     """Return the Markdown lines of a folder's table: question, answer, and command to run it."""
     rows = []
     for question in questions:
@@ -447,14 +477,15 @@ def _question_table(questions: Sequence[QuestionFile], studies: Studies) -> list
         if len(question.rounds) > 1:
             command += f", {len(question.rounds)} rounds"
         rounds = [study.name for study in question.rounds]
-        answer = fill_in_numbers(question.text("answer"), question.path, rounds, studies)
+        text = question.text("answer")
+        answer = fill_in_numbers(text, question.path, rounds, studies, differences)
         rows.append((link, answer or "not answered yet", command))
     return markdown_table(("question", "answer", "command"), rows)
 
 
 def _count_verdicts(answers: Sequence[Answer]) -> str:
     """Return sentences that count the verdicts on claims, with Holm's correction, and questions."""
-    claims = Counter(answer.verdict_holm for answer in answers if answer.source)
+    claims = Counter(counted_verdict(answer) for answer in answers if answer.source)
     questions = Counter(answer.verdict for answer in answers if not answer.source)
     lines = []
     if claims:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from moecore.core.source_layout import ROOT
+from moecore.report.claims.answers import collect_answers
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.sensitivity import (
     ControlPair,
@@ -12,8 +14,11 @@ from moecore.report.claims.sensitivity import (
 )
 from moecore.report.tables.first_sentence import first_sentence
 from moecore.statistics.intervals import Interval
+from moecore.study.questions import load_rounds
 from moecore.study.sections import Question
 from tests.report.test_first_sentence import AGES, FIRST, SECOND, THIRD, study
+from tools import data_sensitivity
+from tools.pooled_claims import PooledAnswer
 
 MLP = {"kind": "mlp", "number": 8}
 LEARNED = {"router": {"kind": "noisy_top_k", "k": 2}, "experts": MLP}
@@ -85,3 +90,54 @@ def test_the_control_is_asked_once_and_judged():
 )
 def test_an_interval_that_touches_zero_tells_nothing(interval, excludes):
     assert excludes_zero(interval) is excludes
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """The rounds of this repository, their answers, and the controls of their data."""
+    rounds = load_rounds(ROOT)
+    studies, answers = collect_answers(rounds)
+    return rounds, answers, data_sensitivity.find_controls(rounds, studies)
+
+
+def test_the_control_of_stored_answers_is_of_the_same_data_and_training(stored):
+    rounds, answers, controls = stored
+    named = {study.name: study for study in rounds}
+    sensitive = {
+        name: data_sensitivity.describe_round(named[name], controls)
+        for name in ("ours/dialects", "tgr/tables_4_to_7", "prc/tables_2_4_5")
+    }
+    assert "= +17.0 pp [+15.8 to +18.3] in ours/" in sensitive["ours/dialects"]
+    assert "these data can tell routers apart (pretrain)" in sensitive["ours/dialects"]
+    assert "in ours/controls: these data are not shown" in sensitive["tgr/tables_4_to_7"]
+    assert sensitive["prc/tables_2_4_5"] == ""  # no hash was trained there
+
+
+def test_decided_claims_about_accuracy_are_counted_as_insensitive(stored):
+    rounds, answers, controls = stored
+    decided = [
+        answer._replace(entry=answer.entry | {"verdict": "holds", "verdict_holm": "holds"})
+        for answer in answers
+        if answer.entry
+    ]
+    marked = data_sensitivity.mark_insensitive(
+        [PooledAnswer(answer) for answer in decided], rounds, controls
+    )
+    counted = {
+        (each.answer.study, each.answer.claim.metric): each.answer.entry.get("insensitive")
+        for each in marked
+    }
+    assert "ours/controls" in counted["tgr/tables_4_to_7", "test_accuracy"]
+    assert counted["prc/tables_2_4_5", "test_accuracy"] == data_sensitivity.UNKNOWN
+    assert counted["ours/dialects", "test_accuracy"] is None
+    assert counted["prc/tables_2_4_5", "match_top1_layer_1"] is None  # not about accuracy
+    verdicts = {
+        data_sensitivity.counted_verdict(each.answer) == "insensitive"
+        for each in marked
+        if "insensitive" in each.answer.entry
+    }
+    assert verdicts == {True}
+    undecided = marked[0].answer._replace(
+        entry=marked[0].answer.entry | {"insensitive": "why", "verdict_holm": "open"}
+    )
+    assert data_sensitivity.counted_verdict(undecided) == "not significant"

@@ -1,0 +1,140 @@
+"""Whether the data of stored answers can tell routers apart: a learned router against a hash.
+
+The control of a round is that of any round with the same data, model and training. Where it
+includes 0, or was never trained, the round's answers about accuracy are *insensitive*.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moecore.report.claims.answers import Answer, Studies
+from moecore.report.claims.claims_table import build_claim_row
+from moecore.report.claims.result_evidence import compare_kept_items
+from moecore.report.claims.sensitivity import ASKS, excludes_zero, find_control_pair
+from moecore.report.tables.cells import interval_from_json
+from moecore.study.questions import Round
+from moecore.study.sections import Question, compared_quantity_key
+from moecore.study.stages import PHASES
+from tools.pooled_claims import PooledAnswer
+
+INSENSITIVE = "insensitive"  # key of an answer's entry, and how its verdict is counted
+SCORES = ("test_accuracy", "test_nats", "test_mae")
+UNKNOWN = "no hash was trained on these data"
+
+
+class Control(NamedTuple):
+    """A learned router minus a hash on some data."""
+
+    study: str
+    entry: Mapping[str, Any]  # its numbers, as of a question in compare.json
+
+    @property
+    def words(self) -> str:
+        """Return ``vmoe − hash_moe = −0.9 pp [−2.1 to +0.3] in ours/controls``."""
+        asked = self.entry["asked"]
+        row = build_claim_row(self.entry)
+        shown = f"{row.difference} [{row.difference_limits}]"
+        return f"{asked['method']} − {asked['against']} = {shown} in {self.study}"
+
+    @property
+    def is_sensitive(self) -> bool:
+        return excludes_zero(interval_from_json(self.entry["difference"]))
+
+
+Controls = Mapping[tuple[str, str, str], Control]  # (settings of the data, phase, metric)
+
+
+def find_controls(rounds: Sequence[Round], studies: Studies) -> Controls:
+    """Return the control of each kind of data, of several the one with most seeds."""
+    controls: dict[tuple[str, str, str], Control] = {}
+    for study in rounds:
+        for question, entry in _list_measured_controls(study, studies[study.name]):
+            key = (data_settings(study, question.phase), question.phase, question.metric)
+            control = Control(study.name, entry)
+            known = controls.get(key)
+            seeds = control.entry["difference"]["seeds"]
+            if known is None or known.entry["difference"]["seeds"] < seeds:
+                controls[key] = control
+    return controls
+
+
+def _list_measured_controls(
+    study: Round, compared: Mapping[str, Any]
+) -> Iterator[tuple[Question, Mapping[str, Any]]]:
+    data = study.compose().document.data
+    methods = data.get("methods") or {}
+    run = data["run"]
+    pair = find_control_pair({name: methods.get(name) for name in run["methods"]})
+    if pair is None or len(run["seeds"]) < 2:
+        return
+    entries = {**compared.get("claims", {}), **compared.get("questions", {})}.values()
+    measured = {compared_quantity_key(entry["asked"]): entry for entry in entries}
+    for phase in run.get("phases", ()):
+        for metric in SCORES:
+            question = Question(
+                asks=ASKS,
+                metric=metric,
+                method=pair.learned,
+                against=pair.fixed,
+                better="higher",
+                phase=phase,
+            )
+            asked = question.model_dump()
+            entry = measured.get(compared_quantity_key(asked))
+            entry = entry or compare_kept_items(study.results, compared, question)
+            if entry:
+                yield question, {"asked": asked} | dict(entry)
+
+
+def data_settings(study: Round, phase: str) -> str:
+    """Return the settings of data, model and training up to a phase, which a control is about."""
+    data = study.compose().document.data
+    phases = PHASES[: PHASES.index(phase) + 1]
+    sections = {name: data.get(name) for name in ("model", *phases)}
+    sections["data"] = {name: data.get("data", {}).get(name) for name in phases}
+    return json.dumps(sections, sort_keys=True)
+
+
+def mark_insensitive(
+    pooled: Sequence[PooledAnswer], rounds: Sequence[Round], controls: Controls
+) -> list[PooledAnswer]:
+    """Return the answers; those about accuracy on insensitive data say why under INSENSITIVE."""
+    studies = {study.name: study for study in rounds}
+    marked = []
+    for each in pooled:
+        answer = each.answer
+        if answer.entry and (why := _why_insensitive(answer, studies[answer.study], controls)):
+            each = each._replace(answer=answer._replace(entry=answer.entry | {INSENSITIVE: why}))
+        marked.append(each)
+    return marked
+
+
+def _why_insensitive(answer: Answer, study: Round, controls: Controls) -> str:
+    claim = answer.claim
+    if {claim.metric, claim.against_metric or claim.metric} - {*SCORES}:
+        return ""
+    control = controls.get((data_settings(study, claim.phase), claim.phase, claim.metric))
+    if control is None:
+        return UNKNOWN
+    return "" if control.is_sensitive else control.words
+
+
+def counted_verdict(answer: Answer) -> str:
+    """Return the verdict with Holm's correction; a decided one on insensitive data: INSENSITIVE."""
+    entry = answer.entry
+    decided = (entry.get("verdict_holm") or entry.get("verdict", "open")) != "open"
+    return INSENSITIVE if decided and INSENSITIVE in entry else answer.verdict_holm
+
+
+def describe_round(study: Round, controls: Controls) -> str:
+    """Return a sentence on what a round's data can show, for its README; "" without accuracy."""
+    data = study.compose().document.data
+    sentences = []
+    for phase in data["run"].get("phases", ()):
+        settings = data_settings(study, phase)
+        for metric in SCORES:
+            if control := controls.get((settings, phase, metric)):
+                can = "can" if control.is_sensitive else "are not shown to"
+                sentences.append(f"{control.words}: these data {can} tell routers apart ({phase}).")
+    return " ".join(sentences)
