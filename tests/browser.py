@@ -33,11 +33,8 @@ def browser() -> "Iterator[Browser]":
 def opened(
     browser: "Browser", address: Path | str, width: int, scheme: str, known: Collection[str] = ()
 ) -> "Iterator[Page]":
-    """The page of a file or an address, ``width`` pixels wide, in ``scheme`` (light or dark).
-
-    At the end it must have printed no error, and asked for nothing but files beside it or pages of
-    the same server. known: what the errors of other people's pages hold, which are let pass.
-    """
+    """The page of a file or address, without errors or requests beyond its folder or server."""
+    # known: what the errors of other people's pages hold, which are let pass.
     target = address.resolve().as_uri() if isinstance(address, Path) else address
     inside = "file:" if isinstance(address, Path) else "/".join(target.split("/")[:3])
     context = browser.new_context(

@@ -1,7 +1,6 @@
-"""The commands ``python`` and ``dvc`` of a test's project, which tests/command_server.py forks.
+"""``python -IS command_client.py PYTHON NAME WORD…``: a command, forked by command_server.py."""
 
-``python -IS command_client.py PYTHON NAME WORD…``: what is neither stage nor DVC is run by PYTHON.
-"""
+# What is neither stage nor DVC is run by PYTHON.
 
 import json
 import os

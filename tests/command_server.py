@@ -1,8 +1,7 @@
-"""Forks stages, as moecore/stages/fork_server.py, and the commands ``dvc`` and ``moecore``: each is
-a process of its own, but none imports DVC and torch, or hashes this repository's code, again.
+"""``python -m tests.command_server SOCKET``: forks stages, ``dvc`` and ``moecore``."""
 
-``python -m tests.command_server SOCKET``; tests/command_client.py asks it.
-"""
+# Each is a process of its own, but none imports DVC and torch, or hashes this repository's code,
+# again; tests/command_client.py asks it.
 
 import json
 import shutil

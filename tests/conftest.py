@@ -80,10 +80,8 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(shared) -> Project:
-    """A small project whose pipeline has run; tests look at it and change nothing (see ``copied``).
-
-    The first worker that asks runs it, two stages at a time; the others wait.
-    """
+    """A small project whose pipeline has run; tests change nothing in it (see ``copied``)."""
+    # The first worker that asks runs it, two stages at a time; the others wait.
     folder = shared / "finished"
     with open(shared / "finished.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

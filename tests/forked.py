@@ -1,8 +1,7 @@
-"""Stages and commands as forked processes (tests/command_server.py): by hand, killed at any moment.
+"""Stages and commands as forked processes (command_server.py): by hand, killed at any moment."""
 
-They run the code of this repository: a test that edits the code of its copy has to do without
-(``Project.forked = False``).
-"""
+# They run the code of this repository: a test that edits the code of its copy has to do without
+# (``Project.forked = False``).
 
 import contextlib
 import json

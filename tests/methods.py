@@ -1,7 +1,4 @@
-"""Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places.
-Untrained small models, one for every kind of MoE layer that params.yaml names; no two of their
-routers' preferences are near a tie.
-"""
+"""Methods of tests/params.yaml, and untrained small models of each, without near ties."""
 
 import torch
 from torch import nn
@@ -35,9 +32,7 @@ STRONGER = 30
 
 
 def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
-    """An untrained model of the method, as it is used (with its teacher where it needs one), 16
-    patches and two MoE layers.
-    """
+    """An untrained model of the method (with its teacher), 16 patches and two MoE layers."""
     method, patch = METHODS[name], image.size // 4
     torch.manual_seed(0)
     model = Vit(patch=patch, width=32, depth=4, heads=2).build(image, method.moe)
@@ -59,10 +54,7 @@ def tiny(name: str, image: ImageSpec = IMAGE) -> nn.Module:
 
 
 def relabelled(name: str, order: torch.Tensor) -> nn.Module:
-    """``tiny(name)`` with its experts under other numbers: expert ``order[i]`` is now i.
-
-    The model computes the same.
-    """
+    """``tiny(name)`` whose expert ``order[i]`` is now i; it computes the same."""
     model, experts = tiny(name), len(order)
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -130,10 +130,7 @@ def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> 
 
 
 def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path:
-    """Write params.yaml and dvc.yaml of the first round of a question of ours; returns the first.
-
-    ``folder`` is two levels below what stands for the repository.
-    """
+    """Write a question's params.yaml (returned) and dvc.yaml, two levels below the repository."""
     composed = compose_shipped(name, presets)
     check_document(composed.document, composed.all_stages)
     path = folder / "params.yaml"
@@ -273,9 +270,7 @@ class Project:
         return self.attempt([sys.executable, "-m", f"moecore.stages.{words[0]}", *words[1:]], env)
 
     def hash_code(self) -> None:
-        """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage will
-        say.
-        """
+        """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage says."""
         with contextlib.suppress(UserError):
             root = ROOT if self.forked else self.folder
             write_code(self.folder / "params.yaml", self.folder / CODE, root)

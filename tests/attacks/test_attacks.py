@@ -1,7 +1,4 @@
-"""Gradient attacks against loops by hand, and what they make larger: margins, balance, changed
-routing. Our APGD against the authors' code, step by step. What surrounds an attack: batches, seeds,
-precision and the images that are attacked at all.
-"""
+"""Gradient attacks against loops and the authors' APGD; their batches, seeds and precision."""
 
 import logging
 import math

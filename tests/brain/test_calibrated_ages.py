@@ -1,6 +1,4 @@
-"""Ages from predictions to files: what is measured, what predictions.csv holds, what the card says.
-Errors of predicted ages and the radius around them, by hand and on drawn ages.
-"""
+"""Predicted ages: errors and radius by hand and on drawn ages, predictions.csv, and the card."""
 
 import hashlib
 

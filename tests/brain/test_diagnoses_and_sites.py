@@ -1,7 +1,4 @@
-"""Age gaps of people with a diagnosis; tissue volumes tell age by ridge regression; ComBat.
-
-What scanners add to tissue volumes is taken out by ComBat.
-"""
+"""Age gaps of people with a diagnosis; ages by ridge regression on tissue volumes; ComBat."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""Errors of the system and files from elsewhere: one line that names the file. What Linux has, and
-what is done on a system that lacks it. A header of endless names is refused before it is read. Who
-is said to be waited for, and how many collectives ranks have begun.
-"""
+"""One line for the system's errors and strange files; systems unlike Linux; counted collectives."""
 
 import errno
 import json

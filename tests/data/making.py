@@ -1,9 +1,6 @@
-"""Small real files in the real formats, for the tests of the data sources. A tiny cohort of
-generated volumes in the prepared layout, a model's view of them, and pictures. A ball of "brain" of
-three nested tissues: csf in the middle, wm around it, gm outside. The csf grows with age, so age
-can be learned. Pictures as people have them: any size, any mode, three classes that differ by
-colour.
-"""
+"""Small real files for tests of sources: volumes of nested tissues, a cohort, pictures."""
+
+# A ball of "brain": csf in the middle, which grows with age, wm around it, gm outside.
 
 import csv
 import gzip
@@ -107,9 +104,7 @@ SMALL = {"voxel_mm": 6.0, "size": (32, 32, 32), "age_groups": 2}
 
 
 def head(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A ball of 1.6 L on 32³ voxels of 6 mm: white inside, grey around it, fluid outside; T1
-    (32, 32, 32), regions (3, 32, 32, 32).
-    """
+    """A ball of 1.6 L on 32³ voxels of 6 mm, T1 (32, 32, 32) and regions (3, 32, 32, 32)."""
     random = np.random.default_rng(seed)
     away = np.linalg.norm(
         np.indices((SIDE,) * 3) - 15.5 + random.uniform(-0.5, 0.5, (3, 1, 1, 1)), axis=0
@@ -179,9 +174,7 @@ def _cohort_files(people: int) -> TemporaryDirectory:
 
 
 def cohort(root: Path, people: int = 12) -> Bids:
-    """A whole cohort of ``people`` (ages 20, 23, …; every second a woman) and the source that reads
-    it.
-    """
+    """A whole cohort of ``people`` (ages 20, 23, …; women and men in turn) and its source."""
     shutil.copytree(_cohort_files(people).name, root, dirs_exist_ok=True)
     return Bids(root=str(root), cache=str(root.parent / "cache"), **SMALL)
 
@@ -205,9 +198,7 @@ class Balls(Config):
 
 
 def ball(age: float, seed: int, size: tuple[int, int, int] = SIZE) -> tuple[np.ndarray, np.ndarray]:
-    """A volume float16 (1, D, H, W) in [0, 1], background 0, and its tissue shares uint8 (3, D, H,
-    W): wm, gm, csf.
-    """
+    """A volume float16 (1, D, H, W) in [0, 1] and shares of wm, gm, csf, uint8 (3, D, H, W)."""
     random = np.random.default_rng([seed, 0])
     axes = [np.arange(length) + 0.5 - length / 2 for length in size]
     radius = np.sqrt(
@@ -271,9 +262,7 @@ SHAPE = (16, 16, 16)
 def write_cohort(
     folder: Path, simulated: bool = True, numbers: dict[str, int] = NUMBERS
 ) -> Prepared:
-    """Participants with one session each, but for the first of each split, who has two; sexes F, M
-    in turn, the last of unknown sex.
-    """
+    """One session for each, two for the first of a split; sexes F, M in turn, the last unknown."""
     generator, parts = np.random.default_rng(0), {}
     for split, number in numbers.items():
         ages = generator.uniform(45, 85, number)
@@ -291,9 +280,7 @@ def write_cohort(
 
 
 def volume(age: float, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A cube of 10³ voxels in a background of 0, brighter with age, and three tissue shares that
-    fill it.
-    """
+    """A cube of 10³ voxels in 0s, brighter with age, and the three tissue shares that fill it."""
     image = np.zeros((1, *SHAPE), np.float16)
     image[:, 3:13, 3:13, 3:13] = np.clip(
         age / 100 + generator.normal(0, 0.05, (1, 10, 10, 10)), 0.01, 1

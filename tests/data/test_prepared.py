@@ -1,9 +1,4 @@
-"""The prepared layout: the card tells the truth, and a damaged folder is refused by name. Work in
-several threads: results in order, errors where they are due, one thread for BLAS meanwhile. What a
-source says beforehand is what it then writes, and what is wrong is said, not raised. Order is a
-function of (seed, step); what a step sees does not depend on where the images lie. Splits:
-disjoint, stratified, exact in number, and a function of the seed.
-"""
+"""The prepared layout and its card, work in threads, order by (seed, step), stratified splits."""
 
 import hashlib
 import os

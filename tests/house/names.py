@@ -1,8 +1,6 @@
-"""What of the naming rule (CONTRIBUTING.md) can be counted.
+"""Count breaches of the naming rule (CONTRIBUTING.md); the list of exceptions only shrinks."""
 
-``python -m tests.house.names > tests/house/names.txt`` writes the list of exceptions anew, which
-only shrinks.
-"""
+# ``python -m tests.house.names > tests/house/names.txt`` writes that list anew.
 
 import ast
 import re

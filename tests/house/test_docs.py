@@ -1,8 +1,4 @@
-"""Pages and the code that they show: every part has an entry in docs/methods.md; what README and
-tutorials show works as it is written there. Races: our layer computes what its peers do, and the
-contestants of benchmarks/routers.py cost as many FLOPs as is said. The pages: links and headings of
-all Markdown, and the site that `make docs` makes of it.
-"""
+"""Pages and the code that they show; our layer and its peers in benchmarks; links and the site."""
 
 import html
 import os

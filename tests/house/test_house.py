@@ -1,9 +1,7 @@
-"""The house: a part is a file, files are short, labels are for tasks, imports do nothing, and names
-keep the rule of CONTRIBUTING.md. That imports go down the rooms, and what may not be imported, hold
-import-linter and ruff (pyproject.toml; ``make lint``). The public names: page, ``__all__`` and
-docstrings agree, and an import loads nothing. Every file, module, function and key that a
-docstring, a comment or a page names exists.
-"""
+"""The house: parts, lengths, imports, names, public names, and all that texts name exists."""
+
+# That imports go down the rooms, and what may not be imported, hold import-linter and ruff
+# (pyproject.toml; ``make lint``).
 
 import ast
 import inspect
@@ -273,10 +271,8 @@ def docstring_nodes(tree: ast.AST) -> set[ast.Constant]:
 
 @cache
 def words_of_code() -> frozenset[str]:
-    """Every identifier and every word of a string in the code of the repository, and in its YAML.
-
-    Docstrings, comments and pages are not among them: a name that only these have is dead.
-    """
+    """Every identifier and word of a string in the code, and in its YAML."""
+    # Docstrings, comments and pages are not among them: a name that only these have is dead.
     words: set[str] = set()
     for folder in ("moecore", "stages", "tests", "tools", "benchmarks", "pipelines", "."):
         deep = "" if folder == "." else "**/"

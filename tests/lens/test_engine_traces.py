@@ -1,6 +1,4 @@
-"""Traces of engines: files in the formats of vLLM, SGLang and llama.cpp, generated; quantities
-against slow references; caches against hand-worked sequences and all possible replacements.
-"""
+"""Traces of vLLM, SGLang and llama.cpp against slow references; caches against all replacements."""
 
 import base64
 import json
@@ -134,10 +132,9 @@ def test_first_layers_cached_tokens_and_later_starts_are_left_out(tmp_path):
 
 
 def test_caches_by_hand():
-    """Two slots. LRU: of 1 2 1 3 2 1, the second 1 hits; 3 replaces 2, 2 replaces 1, 1 replaces 3.
-    Belady: 3 replaces 1 or 2, of which the other hits later. LFU: 3 replaces 2, used once; 2
-    replaces 3, used once and older; 1 hits. Static: the other request used 1 and 3 most.
-    """
+    # Two slots. LRU: of 1 2 1 3 2 1, the second 1 hits; 3 replaces 2, 2 replaces 1, 1 replaces 3.
+    # Belady: 3 replaces 1 or 2, of which the other hits later. LFU: 3 replaces 2, used once; 2
+    # replaces 3, used once and older; 1 hits. Static: the other request used 1 and 3 most.
     uses = [np.array([1, 2, 1, 3]), np.array([2, 1])]
     assert simulate_cache(uses, 2, "lru").tolist() == [1, 0]
     assert simulate_cache(uses, 2, "belady").tolist() == [1, 1]

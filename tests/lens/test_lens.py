@@ -185,9 +185,8 @@ def test_labels_and_another_trace_are_compared_with(tmp_path):
 
 
 def test_experts_of_single_items_tell_no_unrelated_labels(tmp_path):
-    """Each item has an expert of its own: whatever its label, it is told, so nothing is beyond
-    chance. Of three items nothing can be said, and of one label neither.
-    """
+    # Each item has an expert of its own: whatever its label, it is told, so nothing is beyond
+    # chance. Of three items nothing can be said, and of one label neither.
     with write_trace(tmp_path / "trace", "own") as trace:
         trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.arange(40) // 10)
     trace = Trace(tmp_path / "trace")

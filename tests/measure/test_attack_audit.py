@@ -1,6 +1,4 @@
-"""What is left under attack, and the worst case over attacks, for each kind of score. Every line of
-the audit: it holds where nothing is wrong, and not where that very thing is.
-"""
+"""What is left under attack, by kind of score; each line of the audit, held and failed."""
 
 import pytest
 import torch

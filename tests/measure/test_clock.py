@@ -66,10 +66,7 @@ def test_peak_of_a_chain_of_linears():
 
 
 def by_hand(tokens: int, width: int, hidden: int, depth: int, sparse: int = 0) -> int:
-    """FLOPs of one image of a ViT with 4 × 4 patches of one channel, 2 heads and 5 classes.
-
-    The first ``sparse`` feed-forwards are left out.
-    """
+    """FLOPs of a ViT's image, 4 × 4 patches, 2 heads, 5 classes, but ``sparse`` feed-forwards."""
     patches, head = 2 * (tokens - 1) * 16 * width, 2 * width * 5
     attention = 2 * tokens * width * (3 * width + 2 * tokens + width)
     feed_forward = 2 * (2 * tokens * width * hidden)

@@ -165,10 +165,8 @@ def test_predictability():
 
 
 def test_similarity_by_chance_is_of_other_people():
-    """Of people who have two images each, of 1, 2, 3, 4 and, in another order, 3, 1, 2, 4.
-
-    CKA of one number is r²: of these (2 / 5)². By images 2, 3, 2, 4, 3, 1, 1, 4: r = -1 / 10.
-    """
+    # Of people who have two images each, of 1, 2, 3, 4 and, in another order, 3, 1, 2, 4. CKA of
+    # one number is r²: of these (2 / 5)². By images 2, 3, 2, 4, 3, 1, 1, 4: r = -1 / 10.
     first = torch.arange(1, 5).double().repeat_interleave(2).view(8, 1, 1).expand(8, 2, 1)
     chances = [
         similarity.expert_similarity([first, 5 * first + 1], people).chances["expert_cka"]

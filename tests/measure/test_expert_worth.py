@@ -1,6 +1,4 @@
-"""What experts are worth: they are barred by the router's own rule, and losses are paired. Router
-regret: the fixture by hand, and a model against a slow reference.
-"""
+"""What experts are worth, barred by the router's own rule; router regret by hand and slowly."""
 
 from contextlib import contextmanager
 from functools import partial

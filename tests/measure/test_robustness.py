@@ -159,10 +159,7 @@ def run_stage(run, patch, **changes) -> Found:
 
 
 def test_a_killed_stage_attacks_only_what_is_left(run, results, monkeypatch):
-    """Stopped at the fifth row and started again, it attacks 21 − 4 rows and ends the same.
-
-    With other settings nothing is taken over.
-    """
+    """Stopped at the fifth row, it attacks 21 − 4 rows; with other settings all of them."""
     rows = []
     row_of = module.measure_attack_at_epsilon
 

@@ -1,7 +1,4 @@
-"""Every measurement of the table has the four names, and its results are read back. Measurements of
-a model of age on volumes, and those that do not apply to it. Metrics and their
-values: what is put comes back, over kills and from a file, as columns too.
-"""
+"""The table of measurements: four names each, results read back, models of age; kept metrics."""
 
 import json
 

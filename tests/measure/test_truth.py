@@ -73,11 +73,9 @@ def text_subject(router) -> MeasuredModel:
 
 
 def test_by_hand():
-    """Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out).
-
-    Of seven tokens 2, 2 and 1 are of their expert's most frequent kind. In a second table both
-    experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2.
-    """
+    # Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out). Of
+    # seven tokens 2, 2 and 1 are of their expert's most frequent kind. In a second table both
+    # experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2.
     assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
     layer = truth_layer(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))

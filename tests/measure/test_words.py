@@ -1,6 +1,4 @@
-"""Swapped words and next words against slow references, few shots against explicit refits, and
-prompts that name classes against one image and one prompt at a time.
-"""
+"""Swapped and next words against slow references, few shots and prompts likewise."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""SparsePlan: rows sorted by expert, and back. Other numbers for the same experts change no
-measurement but IMED, for which it matters who is whose neighbour. Which patches of two views show
-the same place: by hand, by brute force, and by pixels painted with their own coordinates.
-"""
+"""SparsePlan sorts rows and back; renumbered experts change IMED alone; patches of two views."""
 
 import math
 
@@ -330,9 +327,7 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
     ids=["shift", "crop", "turn", "all"],
 )
 def test_partners_show_the_same_place(settings):
-    """Each pixel is painted with its place; a patch's mean colour then tells where its centre lies
-    in the original image.
-    """
+    """Pixels are painted with their place, so a patch's mean colour tells where it lies."""
     layout = TokenLayout(1, (8, 8), (32, 32))
     count = 16
     ramp = torch.arange(32, dtype=torch.uint8).mul(8)

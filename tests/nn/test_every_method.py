@@ -1,7 +1,4 @@
-"""Methods that differ through the same calls: train, save, load, predict. Predictions: any batch
-size, bytes or pixels; modes and random state stay as they were. Routers of transformers, small and
-drawn at random: records against what the models return.
-"""
+"""Every method: train, save, load, predict, and leave state alone; transformers' own routers."""
 
 import itertools
 import math

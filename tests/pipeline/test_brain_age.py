@@ -1,6 +1,4 @@
-"""The question ermoe/brain_age from the simulated cohort to the report, at a tiny size. Every
-stage of its dvc.yaml, in order, on its own params.yaml.
-"""
+"""ermoe/brain_age at a tiny size: every stage of its dvc.yaml, on its own params.yaml."""
 
 import json
 from pathlib import Path
@@ -46,10 +44,7 @@ SMALL = {
 
 
 def small() -> str:
-    """The study's params.yaml with fewer subjects, a smaller model and shorter training.
-
-    One of two epochs is the region experts' warm start.
-    """
+    """The study's params.yaml, smaller; one of two epochs is the region experts' warm start."""
     params = compose_shipped(STUDY).document.data | SMALL
     params["pretrain"] |= {
         "epochs": 2,

@@ -1,14 +1,4 @@
-"""The command ``moecore``: what it prints and how it ends; what it calls is tested elsewhere.
-
-What goes wrong for a user: one clear message, nothing lost, nothing half-made taken for done.
-
-Own data, as README says: a folder of pictures, the pipeline, a page, a prediction.
-
-90 pictures in three classes, of odd sizes and in every mode.
-
-`moecore quick`, the first look; `moecore run -S`, which edits params.yaml for its user; and the
-notebook that looks at the models of the first.
-"""
+"""The command ``moecore``: output and errors; own pictures, `quick`, `run -S`, the notebook."""
 
 import csv
 import errno

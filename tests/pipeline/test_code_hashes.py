@@ -1,6 +1,4 @@
-"""Which files stand behind a stage, here, in a source tree and in a wheel from outside; and what
-changes the hash of a file, in all versions of Python.
-"""
+"""Which files stand behind a stage, in a clone or a wheel; what changes a hash, in every Python."""
 
 import ast
 import hashlib

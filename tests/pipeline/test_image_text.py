@@ -1,6 +1,4 @@
-"""The study of images and captions, on a few mosaics: every stage, one after the other; its preset
-of CLIP's size on small files in the forms of COCO, Flickr30k, CLIP's vocabulary and its weights.
-"""
+"""The study of images and captions on a few mosaics, and its preset of CLIP's size."""
 
 import csv
 import json

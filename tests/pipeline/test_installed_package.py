@@ -1,8 +1,6 @@
-"""The wheel in an environment of its own, outside of this clone, and a project that uses it.
+"""The wheel in an environment of its own, outside of this clone, and a project that uses it."""
 
-The packages that moecore needs are those of this environment; of moecore itself only the wheel is
-there.
-"""
+# The packages that moecore needs are those of this environment; of moecore itself only the wheel.
 
 import json
 import os

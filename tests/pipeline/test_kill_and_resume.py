@@ -1,6 +1,4 @@
-"""kill -9 at any moment of a training stage: started again, it ends with the same bits as an
-undisturbed run.
-"""
+"""A training stage killed (-9) at any moment and started again ends with the same bits."""
 
 import hashlib
 import json

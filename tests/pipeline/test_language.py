@@ -1,7 +1,4 @@
-"""The studies of language models: as table 10 prints them, and twenty updates on files in the form
-of WikiText. From mosaics to fine-tuned models: the stages prepare, pretrain, finetune and
-adversarial.
-"""
+"""Studies of language models: as table 10 prints them, on files like WikiText, and on mosaics."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The training details of the papers through the real stages: joint teacher routers, the upper
-bound, distillation, upcycling, two views.
-"""
+"""The papers' training details by stages: joint routers, distillation, upcycling, two views."""
 
 import json
 
@@ -38,10 +36,7 @@ NAMES = ("joint", "oracle", "distilled", "upcycled", "ermoe_prc")
 
 @pytest.fixture(scope="module")
 def project(finished, tmp_path_factory) -> Project:
-    """All five methods pretrained, and fine-tuned with k = 1; the routing of two is measured.
-
-    Data and teacher are the finished project's.
-    """
+    """All five methods pretrained on the finished project's data; fine-tuned with k = 1."""
     start, end = PARAMS.index("methods:\n  dense"), PARAMS.index("teacher:\n")
     text = PARAMS[:start] + METHODS + PARAMS[end:]
     text = text.replace("methods: [dense, vmoe, tgr]", f"methods: [{', '.join(NAMES)}]").replace(
@@ -117,10 +112,7 @@ ON_IMAGES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz", 
 
 @pytest.fixture(scope="module")
 def on_swin(finished, tmp_path_factory) -> Project:
-    """A Swin-MoE, grid 12 when fine-tuned (three windows of 4), which every measurement measured.
-
-    Attack, calibration and transfer too; k = 2 of 4 experts in both stages.
-    """
+    """A Swin-MoE, grid 12 when fine-tuned (three windows of 4), which everything measured."""
     vit = "model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}"
     text = PARAMS.replace(vit, SWIN).replace("[dense, vmoe, tgr]", "[dense, vmoe]")
     text += "few_shot: {shots: [1, 5], draws: 2}\n"

@@ -1,6 +1,4 @@
-"""Several stages at a time: what a free process takes, and the real thing through DVC. Stages
-forked from a server: they print, exit and end as processes of their own would.
-"""
+"""Several stages at a time: free processes, DVC, and stages forked from a server."""
 
 import os
 import platform

@@ -1,6 +1,4 @@
-"""What would run, why and how long; raw data that changed after `prepare`, unseen by DVC. `moecore
-pilot`: its verdicts follow from its numbers, and it never looks at a test image.
-"""
+"""What would run, why and how long; raw data that changed; `moecore pilot` and its verdicts."""
 
 import json
 import os

@@ -1,7 +1,6 @@
-"""The studies of the papers: every preset is in order, names its sources and builds its models.
-Nothing is trained and no data are needed: models are built without memory (torch's meta device). A
-few of the studies that tools/fuzz_studies.py draws: what the check accepts runs to its end.
-"""
+"""Every preset is right, names its sources and builds its models; drawn studies run to the end."""
+
+# Nothing is trained and no data are needed: models are built without memory (torch's meta device).
 
 import os
 import re

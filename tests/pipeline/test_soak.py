@@ -1,9 +1,6 @@
-"""SIGKILL at random times and at random file operations, of every stage, of DVC, of ``moecore run``
-and of the import into MLflow: whatever was written is whole, and the next start ends with the same
-results as an undisturbed run.
+"""SIGKILL of stages, DVC, ``moecore run`` and imports into MLflow, at random: results stay."""
 
-Only ``make soak`` does it, at least a hundred times, and says its seed: SEED=… repeats it.
-"""
+# Only ``make soak`` does it, at least a hundred times, and says its seed: SEED=… repeats it.
 
 import hashlib
 import json
@@ -204,10 +201,8 @@ def stages_of(project: Project) -> dict[str, tuple[tuple[str, ...], list[str]]]:
 
 
 def assert_whole(project: Project, undisturbed: dict[str, Any], of: str) -> None:
-    """What is there is what an undisturbed run writes.
-
-    The history of a stage that was told to end, as its driver was killed, has what came until then.
-    """
+    """What is there is what an undisturbed run writes."""
+    # The history of a stage that was told to end, as its driver was killed, has all until then.
     for name, found in content(project.folder).items():
         whole = undisturbed[name]
         if name.endswith("history.jsonl"):
@@ -249,10 +244,8 @@ def test_every_stage_killed_at_random_ends_as_undisturbed(project, undisturbed, 
 
 
 def remove_empty_files(project: Project) -> None:
-    """Do what a user does when DVC says that a file of its own is damaged.
-
-    DVC empties dvc.lock and its list of busy files before it writes them.
-    """
+    """Do what a user does when DVC says that a file of its own is damaged."""
+    # DVC empties dvc.lock and its list of busy files before it writes them.
     lock = project.folder / "dvc.lock"
     if lock.exists() and not lock.read_bytes():
         assert "dvc.lock: is not as DVC writes it (empty" in project.attempt(PLAN).stderr

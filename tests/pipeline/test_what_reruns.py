@@ -1,8 +1,4 @@
-"""What an edit makes stale, asked of DVC and of the hashes of the code on a finished project. A
-stage needs nothing that dvc.yaml does not name: each runs where only its dependencies are. Import
-closures and fingerprints: a new part changes nothing, an edited one what uses it. The stage
-``code``: one file for every script, measurement, method and section.
-"""
+"""What an edit makes stale; what each stage needs; imports and fingerprints; the stage ``code``."""
 
 import ast
 import json
@@ -179,10 +175,7 @@ for name, (script, *words) in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def used(finished, tmp_path_factory) -> dict[str, set[str]]:
-    """The source files of moecore and stages whose functions each stage calls.
-
-    It runs where only its dependencies are, and writes all its outputs.
-    """
+    """The source files whose functions each stage calls, run where only its dependencies are."""
     folder = tmp_path_factory.mktemp("used")
     locks = {
         name: entry

@@ -83,9 +83,7 @@ def trained(number: int, seed: int, routed: bool) -> Outcome:
 
 
 def probe(epoch: int) -> list[dict[str, Any]]:
-    """The region's own expert has a share of 0.3 + 0.05 · epoch of its tokens, and 0.25 of
-    random ones.
-    """
+    """The region's expert has 0.3 + 0.05 · epoch of its tokens, 0.25 of random ones."""
     rows = []
     for region in ("wm", "gm", "csf"):
         for name, share in ((region, 0.3 + 0.05 * epoch), (f"random_{region}", 0.25)):
@@ -173,10 +171,8 @@ def row(number: int, step: int, half: float) -> ScoresAtEpsilon:
 
 
 def checked(seed: int, routed: bool) -> Found:
-    """Isolated: wm 9, gm 8, csf 7 + 0.1 · seed, and probes 6.5, 6, 4.25 + 0.2 · seed.
-
-    Of the whole volume 2.75; rescans 0.5 years apart.
-    """
+    # Isolated: wm 9, gm 8, csf 7 + 0.1 · seed, and probes 6.5, 6, 4.25 + 0.2 · seed. Of the whole
+    # volume 2.75; rescans 0.5 years apart.
     out = Values(CohortChecks.metrics, TASK, lambda name, compute: compute())
     tissues = {"wm": (9.0, 6.5), "gm": (8.0, 6.0), "csf": (7.0, 4.25)}
     out.put("whole_mae", Interval(4.0, 3.0, 5.0))
@@ -199,10 +195,8 @@ def checked(seed: int, routed: bool) -> Found:
 
 
 def generalised(seed: int) -> RegionExperts:
-    """Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5.
-
-    Chance is 0.375 everywhere.
-    """
+    # Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5; chance
+    # 0.375.
 
     def agreement(share: float) -> TissueAgreement:
         over = share - 0.375

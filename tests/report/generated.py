@@ -1,7 +1,4 @@
-"""Results as the stages write them, generated for any methods and seeds.
-
-So the report can be rendered without training.
-"""
+"""Results as the stages write them, generated for any methods and seeds, without training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -154,9 +151,7 @@ def _point(epoch: int, number: int) -> dict[str, Any]:
 
 
 def settling(number: int, seed: int) -> dict[str, Any]:
-    """Ten epochs; between them nine agreements. With the final model: 0.1, 0.2, … 1 for method
-    and seed 0.
-    """
+    """Nine agreements between ten epochs; with the final model 0.1, … 1 for method and seed 0."""
     final = [min(1.0, 0.1 * epoch + 0.01 * number + 0.02 * seed) for epoch in range(1, 11)]
     heat = np.random.default_rng(number).dirichlet(np.ones(8), (len(CLASSES), 3)).tolist()
     consecutive = [0.5 + 0.04 * epoch + 0.01 * seed for epoch in range(2, 11)]
@@ -306,9 +301,7 @@ def found_under_attack(
     layers: int = 3,
     **facts: Any,
 ) -> Found:
-    """Return what is left of scores, and a change of the routing, by attack and epsilon, that is
-    alike in all layers; half as much of the processing's.
-    """
+    """Scores and a change of routing, alike in all layers; half as much of the processing's."""
     out = Values(METRICS, task, lambda name, compute: compute())
     for name, rows in curves.items():
         put_scores("attacked", rows, images, out, attack=name)

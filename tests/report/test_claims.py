@@ -1,7 +1,4 @@
-"""Claims: paired by seed, evaluated by Student's interval, and never silently about something that
-is not there. The cross-table as Markdown: its columns are those that any method has, its cells
-means, a dash where a method has none.
-"""
+"""Claims: paired by seed, by Student's interval, never silent about gaps; the cross-table."""
 
 import json
 import math

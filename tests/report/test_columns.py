@@ -1,6 +1,4 @@
-"""The columns of the newer stages: read from where they are stored, shown, and absent where the
-study lacks the stage.
-"""
+"""Columns of the newer stages: read where they are stored, shown, absent without the stage."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""What the page says of experts: whether seeds find the same, what they are worth, what is lost.
-What the page says of experts and truth: the share of routing's worth that a method finds.
-"""
+"""What the page says of experts: agreement of seeds, worth, loss, and the share of the truth's."""
 
 import numpy as np
 import pytest
@@ -91,10 +89,8 @@ def test_unrelated_seeds_agree_by_chance():
 
 
 def test_mean_over_pairs():
-    """Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653.
-
-    A seed's own value is 3 · 0.4 − 2 · that without it: 0, 0.4, 0.8.
-    """
+    # Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653. A
+    # seed's own value is 3 · 0.4 − 2 · that without it: 0, 0.4, 0.8.
     values = np.array([[9, 0.2, 0.4], [0.2, 9, 0.6], [0.4, 0.6, 9]])
     interval = intervals.mean_over_seed_pairs(values)
     half = 4.302653 * (2 / 3 * 0.08) ** 0.5

@@ -1,6 +1,4 @@
-"""The explorer as a person meets it: every control, by mouse and by keyboard, in every look. The
-explorer of two seeds, of a text, and by keys alone, as a person meets it.
-"""
+"""The explorer as a person meets it: every control, by mouse and by keyboard, in every look."""
 
 import re
 from pathlib import Path

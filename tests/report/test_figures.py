@@ -1,6 +1,4 @@
-"""Figures: what they draw, how their lines are named, and that they leave matplotlib as it was. The
-explorer's page as a text: what is in it, once, and safely.
-"""
+"""Figures: what they draw, their names, matplotlib left alone; the explorer's page as a text."""
 
 import json
 import re

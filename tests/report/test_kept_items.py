@@ -1,6 +1,4 @@
-"""The items that a study keeps give its intervals again, and no other result's do; what makes a
-table precise; when a question was asked, and which answers to it were overwritten.
-"""
+"""Kept items give intervals again; precision of a table; questions and their answers."""
 
 import json
 import shutil

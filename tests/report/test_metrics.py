@@ -1,6 +1,4 @@
-"""The metrics of the papers: where they are read from, which columns appear, and what the papers
-report themselves.
-"""
+"""The metrics of the papers: where they are read, which columns appear, what papers report."""
 
 import re
 

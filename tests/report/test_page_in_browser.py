@@ -121,9 +121,7 @@ def test_one_paper_at_a_time(browser, written):
 
 
 def follow(link) -> None:
-    """Click a link of the bar without scrolling to it first: that would scroll the page below the
-    bar, and so change what the bar lists.
-    """
+    """Click a link of the bar unscrolled: scrolling to it would change what the bar lists."""
     link.evaluate("one => one.click()")
 
 

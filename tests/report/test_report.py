@@ -104,9 +104,8 @@ def test_intervals_of_the_table(one_seed, tmp_path):
 
 
 def test_several_seeds_have_an_interval_over_items_and_seeds():
-    """By hand: seeds have 1 and 3, items 1 and 3, so A = B = 1 and half² = 2·t(1)²; t(1) = 12.706.
-    A mean that no item moves, of one item, or of unlike numbers of them, has Student's.
-    """
+    # By hand: seeds have 1 and 3, items 1 and 3, so A = B = 1 and half² = 2·t(1)²; t(1) = 12.706.
+    # A mean that no item moves, of one item, or of unlike numbers of them, has Student's.
 
     def cell(read, *seeds):
         mean = lambda result: float(np.mean(result.items))

@@ -1,6 +1,4 @@
-"""What is marked, and by which test: a difference that does not stand is not marked. The sentence
-that answers the page's title says what was shown, and no more.
-"""
+"""What is marked as different, by which test; the sentence that answers the page's title."""
 
 import re
 from pathlib import Path
@@ -345,10 +343,8 @@ def test_a_study_of_a_thousand_classes(tmp_path):
 
 
 def test_pairs_of_seeds_are_tested_by_the_jackknife():
-    """Pairs 0.2, 0.4, 0.6 less 0.1, 0.2, 0.3: 0.2; without each seed 0.3, 0.2, 0.1.
-
-    Variance 2/3 · 0.02, half width 4.302653 · 0.115470.
-    """
+    # Pairs 0.2, 0.4, 0.6 less 0.1, 0.2, 0.3: 0.2; without each seed 0.3, 0.2, 0.1. Variance
+    # 2/3 · 0.02, half width 4.302653 · 0.115470.
     pairs = {(0, 1): 0.2, (0, 2): 0.4, (1, 2): 0.6, (3, 4): 0.1, (3, 5): 0.2, (4, 5): 0.3}
     between = metric(lambda one, other: pairs[one.value, other.value], "higher")
     between = between._replace(of_pairs=True)

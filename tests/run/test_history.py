@@ -1,6 +1,4 @@
-"""The record of a run: written as it goes, published at every end, continued after a kill. The
-lines of a history: what is kept, what counts as time, a file that is read as it grows.
-"""
+"""The record of a run: lines, times, written as it goes, published, continued after a kill."""
 
 import errno
 import json

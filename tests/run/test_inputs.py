@@ -1,7 +1,4 @@
-"""Settings, code and files that change while a stage runs: its result is filed under neither.
-
-And settings that DVC's run cache does not tell apart.
-"""
+"""Inputs that change while a stage runs, and settings that DVC's run cache does not tell apart."""
 
 import contextlib
 import json
@@ -155,10 +152,7 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(monkeypatch, 
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(copied):
-    """Its run cache does not: dvc/stage/cache.py leaves this name out of its key.
-
-    That every such setting has a hash is in tests/pipeline/test_dvc.py.
-    """
+    """Its run cache does not: dvc/stage/cache.py leaves this name out (see test_dvc.py)."""
     card = copied.folder / "artifacts/data/finetune/card.json"
     finetune = "finetune: {kind: digits, size: "
     for size in (16, 32):

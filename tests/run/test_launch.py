@@ -1,9 +1,8 @@
-"""Stages handed to a launcher: what is started, and a real SLURM.
+"""Stages handed to a launcher: what is started, and a real SLURM."""
 
-``MOECORE_SLURM`` names a folder into which Debian's slurmctld, slurmd, slurm-client,
-slurm-wlm-basic-plugins and libhwloc15 were unpacked (``dpkg -x``), as .ci/run does; nothing is
-installed. Two virtual nodes of this machine are started, with authentication off.
-"""
+# ``MOECORE_SLURM`` names a folder into which Debian's slurmctld, slurmd, slurm-client,
+# slurm-wlm-basic-plugins and libhwloc15 were unpacked (``dpkg -x``), as .ci/run does; nothing is
+# installed. Two virtual nodes of this machine are started, with authentication off.
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The stage ``calculate``: a measurement without a model, of a package, up to the page and a
-claim about it; what is refused; where the sections of 0.2 went.
-"""
+"""The stage ``calculate``: a package's measurement up to page and claim; what is refused."""
 
 import sys
 

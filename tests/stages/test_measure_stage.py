@@ -1,9 +1,4 @@
-"""The stage ``measure``: any measurement of any model; what it skips; it goes on after a kill. From
-a training to explorer.html by the real stages. The stage ``out_of_fold``: every training volume is
-predicted by a model that never saw its participant. The stage ``prepare`` end to end on the digits:
-the folder, its history; a failure leaves the old. The stage ``code`` checks and hashes again
-exactly when something that it reads has changed.
-"""
+"""The stages ``measure``, ``out_of_fold``, ``prepare`` and ``code``, and a way to the explorer."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""``moecore predict``: new volumes of a folder, with and without participants.tsv, like and unlike
-the training data. ``moecore predict`` on folders of pictures: any size and mode, and all that may
-be wrong.
-"""
+"""``moecore predict`` on folders of volumes and pictures, with all that may be wrong."""
 
 import csv
 import os

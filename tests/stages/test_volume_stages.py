@@ -1,6 +1,4 @@
-"""The stages pretrain, teacher, teacher_router and finetune on a tiny cohort of volumes; killed and
-resumed, too.
-"""
+"""Pretrain, teacher, teacher_router and finetune on a cohort of volumes; killed and resumed."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Paired tests and intervals, against numbers worked out by hand and published ones. Differences
-over items and seeds: by hand, in both limits, and how often their interval holds.
-"""
+"""Paired tests and intervals against hand-worked and published numbers; intervals' coverage."""
 
 import math
 from math import comb, sqrt

@@ -1,8 +1,6 @@
-"""Whatever is written into params.yaml, the check answers in words; what it accepts can be trained.
+"""Whatever is in params.yaml, the check answers in words; what it accepts can be trained."""
 
-Files that people have are changed in one to three places by values that hurt; ``make soak`` tries
-more of them.
-"""
+# People's files, with one to three places changed by values that hurt; ``make soak`` tries more.
 
 import copy
 import os

@@ -1,6 +1,4 @@
-"""params.yaml: YAML 1.2, exact places, every problem at once. The table of
-sections says what the scripts read, and the model of the whole has their types.
-"""
+"""params.yaml: YAML 1.2, exact places, every problem at once; sections and their types."""
 
 import importlib
 import json

@@ -23,9 +23,7 @@ def text_of(question: QuestionFile, *presets: str) -> str:
 
 @pytest.mark.parametrize("name", list_question_names(ROOT))
 def test_questions_are_short(name):
-    """Beside the methods and what is asked of them, which a study of ablations has many, and the
-    presets.
-    """
+    """Beside the methods, what is asked of them, and the presets."""
     section = ""
     others = 0
     for line in (ROOT / f"pipelines/{name}.yaml").read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,4 @@
-"""Scores of classes and of sets of labels, by hand, and how results keep them. Errors of predicted
-numbers, by hand and on lines. How two models' scores of the same images are compared. Mosaics whose
-cells are answered one by one: each by the tokens of its own cell.
-"""
+"""Scores of classes, labels, numbers and cells by hand; how results keep and compare them."""
 
 import base64
 

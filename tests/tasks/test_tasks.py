@@ -1,6 +1,4 @@
-"""Every task, method by method, on answers that are known by hand. Images and captions in one
-space: losses against sums written out, recall with ties, by hand.
-"""
+"""Every task, method by method, on known answers; losses and recall of images and captions."""
 
 import math
 from itertools import permutations

@@ -1,6 +1,4 @@
-"""Our own parts keep the promises that moecore.testing checks of anybody's. A part that breaks a
-promise is named with that promise, in one line.
-"""
+"""Our parts keep the promises of moecore.testing; a broken promise is named in one line."""
 
 from typing import ClassVar, Literal
 

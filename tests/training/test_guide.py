@@ -1,8 +1,4 @@
-"""The frozen teacher and its routers; the loss of a step: labels, teacher, two views. Training on
-real numbers: the loss, what is reported, and what is refused. Training on images with several
-labels each. What a training sees of its routing: sums by hand, warnings, no bit of a result
-changed.
-"""
+"""Frozen teachers, the loss of a step, numbers and several labels, sums of a training's routing."""
 
 import math
 from contextlib import nullcontext

@@ -1,6 +1,4 @@
-"""The loop of a training: one seed, one run; stopped and resumed, it ends with the same bits. A
-model in a folder; models with parts from outside: what wrote them, and who may load them.
-"""
+"""The loop of a training: the same bits when resumed; model folders, and parts from outside."""
 
 import json
 import os

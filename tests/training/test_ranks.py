@@ -1,9 +1,8 @@
-"""Two ranks train what one process trains: every method, both meshes; killed and resumed.
+"""Ranks train what one process trains: every method, all meshes; killed and resumed."""
 
-``python -m tests.training.test_ranks FILE`` builds the cases, forks four ranks, and writes how far
-two and four ranks are from one process: each first trains its share of the cases alone, on whole
-batches; then two pairs train half of the cases each, and all four train some together.
-"""
+# ``python -m tests.training.test_ranks FILE`` builds the cases, forks four ranks, and writes how
+# far two and four ranks are from one process: each first trains its share of the cases alone, on
+# whole batches; then two pairs train half of the cases each, and all four train some together.
 
 import copy
 import json
@@ -207,9 +206,8 @@ def cases():
 
 
 def told(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's values, but for the bias of keys: it adds the same to all scores of a query, so
-    its gradient is rounding alone, which Adam makes a whole step of.
-    """
+    """A parameter's values, but for the bias of keys."""
+    # That adds the same to all scores of a query: Adam makes a step of its gradient's rounding.
     values = parameter.detach().double().flatten()
     if name.endswith("qkv.bias"):
         query, _, value = values.chunk(3)

@@ -1,6 +1,4 @@
-"""Settings of a method and of the optimizer, and what the machine adds to them. Adversarial
-training: what the attack does to a step, and that nothing else changes.
-"""
+"""Settings of methods, optimizer and machine; adversarial training changes the step alone."""
 
 import json
 from pathlib import Path

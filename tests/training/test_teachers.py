@@ -1,7 +1,4 @@
-"""A CLIP in open_clip's layout becomes both towers; the forward passes as CLIP's paper has them. A
-timm checkpoint in the real format becomes our frozen teacher; what ours lack is said in one line,
-before anything is downloaded. A teacher that is trained here, on data of its own.
-"""
+"""Checkpoints of open_clip and timm become towers and teachers; a trained teacher."""
 
 import math
 import re

@@ -1,7 +1,4 @@
-"""Volumes that keep one tissue: whose voxels are kept and when, where tokens go, and that ψ learns
-of it. A language model is trained by the one loop; what its streams left behind is part of the
-state.
-"""
+"""Volumes that keep one tissue: voxels, tokens, ψ; a language model's streams are state."""
 
 from functools import partial
 

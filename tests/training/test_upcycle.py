@@ -1,6 +1,4 @@
-"""Sparse upcycling of each backbone: it begins as its dense teacher, or is refused. Experts that
-are pieces of the dense MLP, or copies with units drawn anew. In place, of timm's models.
-"""
+"""Sparse upcycling of each backbone and of timm's models: as the dense teacher, or refused."""
 
 from functools import partial
 

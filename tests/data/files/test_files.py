@@ -1,6 +1,4 @@
-"""IDX files: what is read is what was written; every kind of damage is one clear error. Downloads
-against a server on this machine: whole and checked, or nothing.
-"""
+"""IDX files: read as written, or one clear error; downloads: whole and checked, or nothing."""
 
 import functools
 import gzip

@@ -1,6 +1,4 @@
-"""The source `bids`: a cohort becomes prepared volumes; every problem is listed at once, by
-file.
-"""
+"""The source `bids`: a cohort becomes prepared volumes; every problem is listed, by file."""
 
 import shutil
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Layouts beside BIDS, as the presets of brain_age name them (FreeSurfer, IXI, UK Biobank), and
-sites and diagnoses held out of one cohort, or two cohorts.
-"""
+"""Layouts beside BIDS, by the presets of brain_age; sites and diagnoses held out; two cohorts."""
 
 import nibabel
 import numpy as np

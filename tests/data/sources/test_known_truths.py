@@ -1,7 +1,4 @@
-"""Sources whose truth is known: `dialects`, `ciphers`, `clusters` and `subspaces`.
-
-Labels and truth are what they say, no change makes images equal, and what cannot be is refused.
-"""
+"""Sources whose truth is known: `dialects`, `ciphers`, `clusters` and `subspaces`."""
 
 import numpy as np
 import pytest
@@ -127,9 +124,7 @@ def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp
 
 
 def test_four_images_by_hand():
-    """Dialect 1 leaves an image and its class, dialect 2 turns it to the left and exchanges both
-    classes; each image is drawn twice.
-    """
+    """Dialect 2 turns images left and exchanges classes, 1 does neither; each is drawn twice."""
     plain = np.arange(16, dtype=np.uint8).reshape(4, 1, 2, 2)
     source = dialects(change="rotation", dialects=2, test=8)
     names = np.array([[0, 1], [1, 0]])

@@ -1,6 +1,4 @@
-"""Mosaics: the right pixels and labels, a function of the seed, and no source image in two splits.
-COCO's and Flickr30k's captions, from generated files in their forms.
-"""
+"""Mosaics: pixels, labels and seeds; no image in two splits; captions of COCO and Flickr30k."""
 
 import json
 

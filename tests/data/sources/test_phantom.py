@@ -1,6 +1,4 @@
-"""The simulated cohort: volumes hit their targets, ageing looks as published, and the random
-streams do not touch each other.
-"""
+"""The simulated cohort: volumes hit their targets, ageing is as published, streams are apart."""
 
 from functools import partial
 

@@ -1,6 +1,4 @@
-"""Each source on small real files: the prepared folder opens, and what is wrong is said. Class
-folders of image files: splits, damage, resuming after a kill.
-"""
+"""Each source on small real files; class folders: splits, damage, resuming after a kill."""
 
 import hashlib
 import shutil

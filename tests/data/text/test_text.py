@@ -1,6 +1,4 @@
-"""Words, vocabularies, windows, streams, and the sources of text. Tokenizers of captions, and
-mosaics whose captions say what they show.
-"""
+"""Words, vocabularies, windows, streams, sources of text; tokenizers and mosaics of captions."""
 
 import json
 from types import SimpleNamespace

@@ -1,16 +1,10 @@
-"""A view's affine is exact: the pixels lie where it says, for every operation and every
-composition.
+"""A view's affine says exactly where its pixels lie; colour operations against PIL, on bytes."""
 
-The images are ramps: at pixel (i, j) of a ramp the value is its row (or column) centre, i + 0.5,
-times a known factor. Bilinear sampling of a ramp is exact, so a view's value at (i, j) tells which
-original point lies there; the affine must say the same.
-
-The colour operations against PIL on uint8 images.
-
-Tolerance: PIL cuts each result to a whole level, ours keep the fraction, so results differ by less
-than one level (and contrast's grey mean may round the other way). posterize, solarize, invert and
-equalize must be equal.
-"""
+# The images are ramps: at pixel (i, j) the value is its row (or column) centre, i + 0.5, times a
+# known factor. Bilinear sampling of a ramp is exact, so a view's value at (i, j) tells which
+# original point lies there; the affine must say the same. PIL cuts each result to a whole level,
+# ours keep the fraction, so results differ by less than one level (and contrast's grey mean may
+# round the other way); posterize, solarize, invert and equalize must be equal.
 
 import math
 
@@ -286,9 +280,7 @@ JITTER = augmentations.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4
 
 
 def jittered_by_torchvision(images, drawn):
-    """The same factors in the same order through torchvision.transforms.v2.functional, on floats
-    in [0, 1]; its contrast and saturation do not round the grey image, PIL's and ours do.
-    """
+    """Torchvision's own, on floats; its contrast and saturation do not round the grey image."""
     define_missing_operators()
     from torchvision.transforms.v2 import functional
 

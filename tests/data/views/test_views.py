@@ -1,8 +1,4 @@
-"""Views are a function of the images, the settings and the generator; mixing keeps the labels'
-mass. The twelve transforms of table 1: their limits, their centre, and that every model sees the
-same pictures. Views of volumes: voxels by hand, affines against the views themselves, and settings
-that are refused.
-"""
+"""Views by settings and generator, mixed labels, table 1's twelve transforms, views of volumes."""
 
 import math
 
@@ -363,9 +359,7 @@ def test_flips_mirror_the_first_axis_half_of_the_time():
     ],
 )
 def test_the_affine_says_where_every_voxel_went(settings):
-    """A ramp's value is the original place; so a view's voxel p must hold A⁻¹ p, wherever that lies
-    inside the voxel centres.
-    """
+    """A ramp's value is the original place: voxel p must hold A⁻¹ p, inside the voxel centres."""
     views = make_random_views(ramps(8), settings, generator_for(4))
     centres = CENTRES.movedim(0, -1)
     for view, affine in zip(views.images, views.affines.double(), strict=True):

@@ -1,6 +1,4 @@
-"""Volumes: orientation, resampling, crop, normalisation, flags; the prepared layout of real labels;
-splits of a cohort.
-"""
+"""Volumes: orientation, resampling, crop, intensities, flags; real labels; splits of a cohort."""
 
 import gzip
 import os

@@ -1,6 +1,4 @@
-"""Region experts on mixtures, whole volumes and another generator, against slow references. What
-the probes of tissues, rescans and ages read from features and predictions.
-"""
+"""Region experts on mixtures, volumes and other generators; probes of tissues, rescans, ages."""
 
 from itertools import permutations, product
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""Use of experts, by hand; eligibility: fallback, too few eligible experts, and what top-k cuts
-off. Matches of corresponding patches in two recorded views.
-"""
+"""Use of experts and eligibility by hand; matches of corresponding patches in two views."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""The routing of tissues alone, with a model whose routing is known. The two views of an image,
-kind by kind. The images that trainings and the explorer look at, and what is kept of them after an
-epoch. The trained weights under other settings of the router, and a row of a sweep by hand.
-"""
+"""Routing of tissues by hand, two views of an image, what epochs keep, rows of a sweep."""
 
 import copy
 from typing import get_args
@@ -49,9 +46,7 @@ NAMES = ("wm", "gm", "free_2")
 
 
 class Bright(nn.Module):
-    """Scores of a cube: expert 0 likes its largest voxel, expert 1 the opposite, expert 2 is at
-    0.5; the best one is chosen.
-    """
+    """The best of: expert 0 likes a cube's largest voxel, 1 the opposite, 2 is at 0.5."""
 
     layout = TokenLayout(1, (2, 2, 2), (4, 4, 4))
 

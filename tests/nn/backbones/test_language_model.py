@@ -1,8 +1,4 @@
-"""Span attention, the three kinds of blocks, the cache: against slow references, and what a token
-may see. The model of MoGE's study: one token, one layer, one classifier. No router of a language
-model looks ahead: a changed later word, of the same text or of another in its batch, never moves an
-earlier logit, in training or in evaluation.
-"""
+"""Language models against slow references; no token looks ahead; the model of MoGE's study."""
 
 import math
 from itertools import product

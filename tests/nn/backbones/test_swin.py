@@ -1,6 +1,4 @@
-"""Swin V1, V2 and Swin-MoE's mixture: against timm's, on grids that windows do not divide against a
-slow reference, moved to other images, and upcycled.
-"""
+"""Swin V1, V2 and Swin-MoE's mixture: against timm's and a slow reference, moved, and upcycled."""
 
 import itertools
 import math
@@ -102,10 +100,9 @@ def test_it_is_timms_model(kind, size, window, patch):
 
 
 def test_tiny_at_192_with_windows_of_7_is_timms_where_timm_is_right():
-    """Grids of 48, 24 and 12, which 7 does not divide: timm shifts, pads then, and looks at the
-    padding, so rows from round the end see far ones. Ours is another function there; it is timm's
-    in the last stage, one window of 6 × 6.
-    """
+    # Grids of 48, 24 and 12, which 7 does not divide: timm shifts, pads then, and looks at the
+    # padding, so rows from round the end see far ones. Ours is another function there; it is timm's
+    # in the last stage, one window of 6 × 6.
     ours, theirs = ours_and_timms("swin", 192, Swin(window=7))
     pixels, tokens = torch.rand(1, 3, 192, 192), torch.randn(1, 12, 12, 384)
     with torch.no_grad():
@@ -120,9 +117,7 @@ def test_tiny_at_192_with_windows_of_7_is_timms_where_timm_is_right():
 
 
 def reference_mates(grid, window: int, shifted: bool) -> torch.Tensor:
-    """Which tokens (T, T) see each other, pair by pair: in one window of the grid whose first
-    window begins ``shift`` before the image, round its end.
-    """
+    """Which tokens (T, T) share a window, by pairs; windows begin ``shift`` before the image."""
 
     def home(place):
         """The window, and whether the token came round the end, along each axis."""

@@ -1,6 +1,4 @@
-"""Two towers: the text tower against its definition, token by token; what a frozen one does; six
-methods in either tower.
-"""
+"""The text tower by its definition, token by token; frozen towers; six methods in either tower."""
 
 import math
 

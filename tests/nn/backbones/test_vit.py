@@ -1,7 +1,4 @@
-"""Our vision transformer against timm's, with timm's own random weights. What a model knows of its
-images, from cards of images and of volumes. The transformer of volumes: cubes, positions, stems,
-and a head that answers in years.
-"""
+"""Our vision transformer against timm's; what a model knows of its images; that of volumes."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Balances without a loss, by hand: what they choose by, what a step teaches them, and what of it
-lasts. Groups of experts, scores and jitter, which shape the same choice.
-"""
+"""Balances without a loss, by hand: choices, steps and state; groups, scores and jitter."""
 
 import copy
 

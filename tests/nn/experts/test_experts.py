@@ -1,6 +1,4 @@
-"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone. Experts: MLPs, and
-those without a network.
-"""
+"""Eigen experts: W1 = U diag(s) Bᵀ, kept by QR; experts that are MLPs or have no network."""
 
 import math
 

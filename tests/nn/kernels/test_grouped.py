@@ -16,9 +16,8 @@ from moecore.nn.kernels.grouped import can_group, grouped_linear, grouped_mlp
 
 @pytest.fixture(params=["loop", "groups", "grouped_mm", "tiles"])
 def way(request, monkeypatch):
-    """The ways of a CPU: one expert at a time where they have few rows, a group where they are many
-    too, grouped_mm for many rows. And tiles: of CUDA and compiled graphs without grouped_mm.
-    """
+    # The ways of a CPU: one expert at a time where they have few rows, a group where they are many
+    # too, grouped_mm for many rows. And tiles: of CUDA and compiled graphs without grouped_mm.
     looped = request.param in ("loop", "groups")
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
     monkeypatch.setattr(cpu_expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)

@@ -1,7 +1,4 @@
-"""Soft attention weights, resized position embeddings, stochastic depth, and a model whose choices
-are softened. The MoE layer against a loop over experts with boolean masks, and alone in somebody's
-own module.
-"""
+"""The MoE layer against a loop with masks; softened choices, positions, stochastic depth."""
 
 import pytest
 import torch
@@ -150,9 +147,7 @@ def test_both_branches_of_a_block_drop_as_timms_do():
 
 
 def mask_loop(layer, tokens):
-    """The slow oracle: every expert computes the tokens that a boolean mask picks; weights from the
-    record.
-    """
+    """Every expert computes the tokens that a boolean mask picks; weights from the record."""
     combine = layer.router(tokens)[1].combine
     outputs = torch.zeros_like(tokens)
     for expert in range(combine.shape[-1]):

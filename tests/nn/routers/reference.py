@@ -36,9 +36,7 @@ def weighted_sum(layer, tokens, combine):
 
 
 def outputs_and_gradients(forward, inputs):
-    """forward() and the gradients of a fixed random projection of it to ``inputs``
-    (0 where one takes no part).
-    """
+    """Outputs, and a fixed random projection's gradients (0 where ``inputs`` take no part)."""
     outputs = forward()
     towards = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(9))
     towards = towards.to(outputs.dtype)
@@ -51,9 +49,7 @@ def phi(x):
 
 
 def assert_like(layer, tokens, slow, context=RoutingContext(), further=()):
-    """The layer and slow(tokens) agree in outputs and in the gradients of tokens, all parameters
-    and ``further``; same noise for both.
-    """
+    """Agree with slow(tokens), at the same noise: outputs and gradients, also of ``further``."""
     inputs = [tokens, *layer.parameters(), *further]
     torch.manual_seed(3)
     actual, ours = outputs_and_gradients(lambda: layer(tokens, context)[0], inputs)

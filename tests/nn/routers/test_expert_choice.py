@@ -1,7 +1,4 @@
-"""Expert Choice: which tokens an expert takes, and the way there and back. Mixture-of-Depths: which
-tokens take part, by hand; who skips; how a token decides by itself. SoftMoE: mixtures of tokens to
-slots and back. A router that learns and is then frozen.
-"""
+"""Expert Choice, Mixture-of-Depths and SoftMoE, by hand; a router that learns, then is frozen."""
 
 import math
 from fractions import Fraction
@@ -284,9 +281,7 @@ def test_slots_by_hand_in_evaluation():
 
 
 def slow_score(router, token, slot):
-    """The cosine of a token (d,) and a slot (d,), with 1e-6 beside both squared lengths, times the
-    scale.
-    """
+    """Cosine of token (d,) and slot (d,), 1e-6 beside both squared lengths, times the scale."""
     lengths = torch.sqrt((token @ token + 1e-6) * (slot @ slot + 1e-6))
     return router.scale[0] * (token @ slot) / lengths
 

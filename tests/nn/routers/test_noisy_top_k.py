@@ -84,9 +84,7 @@ def test_top_k_is_a_stable_sort(scores, data):
 
 
 def slow_seats(experts, priority, number, factor, group_size):
-    """Seat by seat: group after group, choice after choice, token after token in order of
-    priority.
-    """
+    """Seat by seat: group after group, choice after choice, tokens in order of priority."""
     kept = torch.zeros_like(experts, dtype=torch.bool)
     for start in range(0, len(experts), group_size):
         images = range(start, min(start + group_size, len(experts)))

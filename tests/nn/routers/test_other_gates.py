@@ -1,6 +1,4 @@
-"""Routers of other logits, and of another number of experts a token, by hand. HashMoE: fixed,
-without parameters, balanced by position; patches that look alike go together.
-"""
+"""Routers of other logits or numbers of experts, by hand; HashMoE, fixed and balanced."""
 
 import math
 
@@ -297,9 +295,8 @@ def test_a_hash_made_in_inference_mode_serves_in_training():
 
 
 def test_words_by_hand(monkeypatch):
-    """Three times a word plus 5, modulo 4 experts; of word 2**30 that is above the prime, and
-    3 * 2**30 + 5 - (2**31 - 1) = 1,073,741,830 leaves 2.
-    """
+    # Three times a word plus 5, modulo 4 experts; of word 2**30 that is above the prime, and
+    # 3 * 2**30 + 5 - (2**31 - 1) = 1,073,741,830 leaves 2.
     monkeypatch.setattr(hash_router, "draw_hash_factor_and_shift", lambda seed: (3, 5))
     words = torch.tensor([[0, 1, 2, 3, 4, 2**30, -1]])
     for k, first in (1, [[1], [0], [3], [2], [1], [2], [2]]), (2, [[1, 2], [0, 1], [3, 0]]):

@@ -1,7 +1,4 @@
-"""The teacher's router decides, the student's imitates. The router `told`: by the truth, which
-models do not see and attacks do not change. Routers that need the experts, by hand: competition
-their outputs, a merger their parameters.
-"""
+"""Routing by teacher, by truth (`told`), by outputs (competition) and by parameters (merger)."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""The terms that even out or sharpen the use of experts, by hand; the spread also over ranks. The
-terms that need a teacher, and those that are told the region: what routing is taught.
-"""
+"""Terms on the use of experts, by hand and over ranks; terms that need a teacher or regions."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Group sparsity on a map of experts, by hand, by loops and as its authors wrote it. The
-orthogonality penalty: ‖BᵀB − I‖² over the bases of a model.
-"""
+"""Group sparsity by hand, by loops and as its authors wrote it; orthogonality, ‖BᵀB − I‖²."""
 
 import math
 from functools import partial
@@ -243,9 +241,7 @@ ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
 def draw_two_views(*layers, special=1, columns=2, views=2, move=0.0):
-    """A step of two views, layers (2B, T, E) with ``columns`` patches of 4 × 4 in a row; the second
-    view is ``move`` pixels further right.
-    """
+    """Layers (2B, T, E), ``columns`` patches of 4 × 4; view 2 is ``move`` pixels right."""
     count = len(layers[0])
     affines = torch.eye(3).repeat(count, 1, 1)
     affines[count // 2 :, 1, 2] = move
