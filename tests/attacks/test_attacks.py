@@ -284,8 +284,7 @@ def test_a_halved_step_starts_from_the_best_image():
 def test_the_start_lies_on_the_edge_of_the_ball():
     images = torch.full((5, 1, 4, 4), 0.5)
     start = random_start(Ball(images, 0.1), image_generators(0, range(5)))
-    largest = (start - images).abs().amax(dim=(1, 2, 3))
-    assert largest.tolist() == pytest.approx([0.1] * 5, abs=1e-6)
+    assert (start - images).abs().amax(dim=(1, 2, 3)).tolist() == pytest.approx([0.1] * 5, abs=1e-6)
 
 
 BALANCE = Pgd(steps=2, objective="balance", weight=5, group=4)

@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from moecore.brain import tissue_ridge
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import GapRows, measure_diagnosis_gaps
 from moecore.brain.age_measurement import METRICS, Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
-from moecore.brain.tissue_ridge import (
-    SiteHarmonisation,
-    measure_tissue_ridge,
-    read_split_features,
-    shrink_site_effect,
-)
 from moecore.core.files import UserError
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
@@ -156,7 +151,7 @@ def scanned(n, sites, seed=0):
 
 def test_what_sites_add_and_stretch_is_found():
     features, ages, sites = scanned(600, "abc")
-    fitted = SiteHarmonisation.fit(features, ages, sites)
+    fitted = tissue_ridge.SiteHarmonisation.fit(features, ages, sites)
     assert fitted.slopes[0] == pytest.approx([-2, -1, 1.5], abs=0.06)
     shifts = {name: fitted.deviation * fitted.effects[name].location for name in "abc"}
     for name in "bc":
@@ -173,7 +168,7 @@ def test_what_sites_add_and_stretch_is_found():
 
 def test_the_shrinkage_solves_both_equations():
     residuals = np.random.default_rng(1).normal([0.5, -0.2, 0.1], [1.0, 2.0, 0.5], (12, 3))
-    effect = shrink_site_effect(residuals)
+    effect = tissue_ridge.shrink_site_effect(residuals)
     mean, variance = residuals.mean(0), residuals.var(0, ddof=1)
     tau, m, s = mean.var(ddof=1), variance.mean(), variance.var(ddof=1)
     lam, theta = m**2 / s + 2, m**3 / s + m  # mean θ/(λ−1) = m, variance m²/(λ−2) = s
@@ -189,7 +184,7 @@ def test_the_shrinkage_solves_both_equations():
 
 def test_a_site_that_training_lacks_needs_a_declared_part():
     features, ages, sites = scanned(300, "ab")
-    fitted = SiteHarmonisation.fit(features, ages, sites)
+    fitted = tissue_ridge.SiteHarmonisation.fit(features, ages, sites)
     new, new_ages, names = scanned(60, "c", seed=5)
     with pytest.raises(UserError, match=r"people at 'c'; allowed: a, b, or a declared reference"):
         fitted.harmonise(new, names)
@@ -200,7 +195,7 @@ def test_a_site_that_training_lacks_needs_a_declared_part():
     with pytest.raises(UserError, match="found 2 people in the reference part of the site c"):
         fitted.with_site("c", new[:2], new_ages[:2])
     with pytest.raises(UserError, match="found the sites a; allowed: two or more"):
-        SiteHarmonisation.fit(features, ages, ["a"] * 300)
+        tissue_ridge.SiteHarmonisation.fit(features, ages, ["a"] * 300)
 
 
 def write_sites(folder):
@@ -221,24 +216,24 @@ def write_sites(folder):
 
 def test_ridge_on_tissue_volumes(tmp_path):
     data = balls(tmp_path / "data")
-    volumes = read_split_features(data, "test")
+    volumes = tissue_ridge.read_split_features(data, "test")
     shares = data.regions("test")[3].astype(float) / 255
     assert volumes.features[3] == pytest.approx(shares.sum((1, 2, 3)) / 1000)  # voxels of 1 mm³
-    ridge = measure_tissue_ridge(data, TissueRidge())
+    ridge = tissue_ridge.measure_tissue_ridge(data, TissueRidge())
     ages = data.test.labels
     assert ridge.errors.mae.value < 0.3 * np.abs(ages - np.median(data.train.labels)).mean()
     assert ridge.n_test == len(ages) == len(ridge.absolute) and ridge.reference == {}
     with pytest.raises(UserError, match="this data has no tissue maps"):
-        measure_tissue_ridge(balls(tmp_path / "none", regions=False), TissueRidge())
+        tissue_ridge.measure_tissue_ridge(balls(tmp_path / "none", regions=False), TissueRidge())
 
 
 def test_ridge_where_the_test_is_another_site(tmp_path):
     data = write_sites(tmp_path / "data")
     with pytest.raises(UserError, match="found no training people at 'c'"):
-        measure_tissue_ridge(data, TissueRidge(harmonise="combat"))
-    ridge = measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=6))
+        tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat"))
+    ridge = tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=6))
     assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
     with pytest.raises(UserError, match="found 24, which leaves no test volumes"):
-        measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=24))
+        tissue_ridge.measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=24))
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):
         TissueRidge(reference=3)

@@ -71,8 +71,7 @@ def test_a_part_from_outside_is_read_written_and_used(folder):
     written = method.model_dump(mode="json")
     assert written["router"] == {"kind": "my_lab.cosine", "k": 1, "temperature": 0.1}
     assert Method.model_validate(written) == method
-    layer = method.moe.build(8)
-    tokens, (record,) = layer(torch.randn(2, 3, 8))
+    tokens, (record,) = method.moe.build(8)(torch.randn(2, 3, 8))
     assert tokens.shape == (2, 3, 8) and record.chosen.sum() == 6
 
 

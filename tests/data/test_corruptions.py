@@ -140,8 +140,7 @@ def test_parameters_are_those_of_32_and_of_224_pixels_and_geometric_between():
     assert Severity(2, 8).length(small, large) == 2
     assert Severity(2, 224).length(small, large) == pytest.approx(32)
     middle = math.log(112 / 32) / math.log(7)  # of the way from 32 to 224, in logarithms
-    between = Severity(2, 112).parameter(small, large)
-    assert between == pytest.approx(2 * 16**middle)
+    assert Severity(2, 112).parameter(small, large) == pytest.approx(2 * 16**middle)
 
 
 def test_brightness_adds_to_the_largest_channel_and_keeps_the_hue():
@@ -231,8 +230,7 @@ def test_jpeg_is_pillows_and_other_channels_go_one_by_one():
         return np.asarray(Image.open(file))
 
     colour = corrupted(images[:, :3], "jpeg_compression", 3).transpose(1, 2, 0)
-    plain = np.ascontiguousarray(images[0, :3].transpose(1, 2, 0))
-    assert np.array_equal(colour, through(plain))
+    assert np.array_equal(colour, through(np.ascontiguousarray(images[0, :3].transpose(1, 2, 0))))
     four = corrupted(images, "jpeg_compression", 3)
     assert all(np.array_equal(four[c], through(images[0, c])) for c in range(4))
 

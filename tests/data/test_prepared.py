@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from moecore.core import streams
 from moecore.core.files import UnusableFile, UserError, read_json, whole_folder, write_json
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data import prepared
+from moecore.data import prepared, stratified_splits
 from moecore.data.card import Card
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.loader import (
@@ -36,20 +36,13 @@ from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.stored_arrays import new_array
-from moecore.data.stratified_splits import (
-    SplitSettings,
-    class_quotas,
-    split_train,
-    stratified_limit,
-    stratified_split,
-)
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.tasks.classification import Classification
 from moecore.testing import check_source
 from tests.data.making import cohort, image_classes
 
 
-class Made(SplitSettings):
+class Made(stratified_splits.SplitSettings):
     kind: str = "made"
 
 
@@ -336,7 +329,7 @@ THREE_CLASSES = np.repeat([0, 1, 2], [50, 30, 20])
 def test_quotas_are_exact_and_proportional(counts, data):
     counts = np.array(counts)
     number = data.draw(st.integers(1, counts.sum()))
-    taken = class_quotas(counts, number)
+    taken = stratified_splits.class_quotas(counts, number)
     assert taken.sum() == number and (taken <= counts).all() and (taken >= 0).all()
     if number >= len(counts):
         assert (taken >= 1).all()
@@ -347,35 +340,38 @@ def test_quotas_are_exact_and_proportional(counts, data):
 @given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5, 7, 40]))
 def test_carve_is_a_stratified_partition(seed, amount):
     labels = np.random.default_rng(seed).permutation(THREE_CLASSES)
-    kept, carved = stratified_split(labels, amount, seed)
+    kept, carved = stratified_splits.stratified_split(labels, amount, seed)
     number = round(amount * 100) if amount < 1 else amount
     assert np.array_equal(np.sort(np.concatenate([kept, carved])), np.arange(100))
     assert len(carved) == number
     counts = np.bincount(labels[carved], minlength=3)
     assert (np.abs(counts - np.array([50, 30, 20]) * number / 100) <= 1).all()
-    again = stratified_split(labels, amount, seed)
+    again = stratified_splits.stratified_split(labels, amount, seed)
     assert np.array_equal(again[0], kept) and np.array_equal(again[1], carved)
 
 
 def test_seeds_and_purposes_differ():
     words = [(seed, purpose) for seed in (0, 1) for purpose in (0, 1)]
-    draws = {tuple(stratified_split(THREE_CLASSES, 0.5, *word)[1].tolist()) for word in words}
+    draws = {
+        tuple(stratified_splits.stratified_split(THREE_CLASSES, 0.5, *word)[1].tolist())
+        for word in words
+    }
     assert len(draws) == 4
 
 
 def test_limits_do_not_touch_validation():
-    full = SplitSettings(seed=3)
-    small = SplitSettings(seed=3, train_limit=10)
-    train, validation = split_train(THREE_CLASSES, full)
-    few, same = split_train(THREE_CLASSES, small)
+    full = stratified_splits.SplitSettings(seed=3)
+    small = stratified_splits.SplitSettings(seed=3, train_limit=10)
+    train, validation = stratified_splits.split_train(THREE_CLASSES, full)
+    few, same = stratified_splits.split_train(THREE_CLASSES, small)
     assert np.array_equal(validation, same) and set(few) < set(train) and len(few) == 10
     assert np.bincount(THREE_CLASSES[few]).tolist() == [5, 3, 2]
     assert (
-        len(stratified_limit(THREE_CLASSES, None, 0))
-        == len(stratified_limit(THREE_CLASSES, 1000, 0))
+        len(stratified_splits.stratified_limit(THREE_CLASSES, None, 0))
+        == len(stratified_splits.stratified_limit(THREE_CLASSES, 1000, 0))
         == 100
     )
-    assert len(stratified_limit(THREE_CLASSES, 1, 0)) == 1
+    assert len(stratified_splits.stratified_limit(THREE_CLASSES, 1, 0)) == 1
 
 
 SEEDS = range(3)

@@ -83,12 +83,9 @@ def test_file_kind_and_class_have_one_name():
             # the result of a calibrator names the one it came from
             if not isinstance(node, ast.ClassDef) or node.name.startswith("Fitted"):
                 continue
-            for kind in re.findall(r'^kind: .* = ["\'](\w+)', class_lines(node), re.MULTILINE):
+            lines = "\n".join(map(ast.unparse, node.body))
+            for kind in re.findall(r'^kind: .* = ["\'](\w+)', lines, re.MULTILINE):
                 assert kind == stem and node.name.lower() == kind.replace("_", ""), path
-
-
-def class_lines(node: ast.ClassDef) -> str:
-    return "\n".join(ast.unparse(line) for line in node.body)
 
 
 def test_files_and_functions_are_short():

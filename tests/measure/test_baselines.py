@@ -5,14 +5,8 @@ import pytest
 import torch
 
 from moecore.data.prepared import Prepared, Split
+from moecore.measure import baselines
 from moecore.measure.base import Skipped, read_result
-from moecore.measure.baselines import (
-    LOGISTIC,
-    Baselines,
-    SmallCnn,
-    measure_baselines,
-    read_pixel_values,
-)
 from moecore.measure.values import Found
 from moecore.stages import baselines as stage
 from moecore.tasks.classification import Classification
@@ -21,7 +15,7 @@ from tests.measure.subjects import compute_without_cache, in_run
 
 CLASSES = Classification(classes=("a", "b"))
 AGES = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
-SETTINGS = Baselines(penalties=(0.01, 1e6))
+SETTINGS = baselines.Baselines(penalties=(0.01, 1e6))
 TRAIN = {0: 0, 10: 0, 20: 0, 30: 0, 200: 1, 210: 1}  # pixel → class
 
 
@@ -33,14 +27,14 @@ def split(points: dict[int, int], axes: int = 4) -> Split:
 def measure(validation, test, shots=None, axes=4, task=CLASSES, seed=0):
     splits = [split(points, axes) for points in (TRAIN, validation, test)]
     data = Prepared({"task": task.model_dump(mode="json"), "channels": 1}, *splits)
-    return measure_baselines(data, SETTINGS, shots, seed, compute_without_cache)
+    return baselines.measure_baselines(data, SETTINGS, shots, seed, compute_without_cache)
 
 
 def test_scores_by_hand_and_validation_alone_chooses():
     """Five of six neighbours are of class 0 three times or more; 10⁶ leaves the intercept alone."""
     found = measure({5: 0, 250: 1}, {1: 0, 254: 1})
     values = {value.at["classifier"]: value for value in found.all("baseline")}
-    assert values[LOGISTIC].array.tolist() == [1, 1]
+    assert values[baselines.LOGISTIC].array.tolist() == [1, 1]
     assert values["5 nearest neighbours"].array.tolist() == [1, 0]
     assert found.facts == {"penalty": 0.01, "images": 6}
     assert measure({5: 0, 250: 1}, {1: 0, 254: 0}).facts["penalty"] == 0.01
@@ -64,10 +58,10 @@ def test_the_small_network_learns_and_its_seed_draws_it():
     labels = np.arange(1020) % 2
     for image, label in zip(images[:, 0], labels, strict=True):
         (image if label else image.T)[random.integers(8)] = random.integers(100, 256)
-    train = read_pixel_values(Split(images, labels), np.arange(1000), 1, 64)
+    train = baselines.read_pixel_values(Split(images, labels), np.arange(1000), 1, 64)
     test = images[1000:].reshape(20, 64).astype(np.float32) / 255
     before = torch.get_rng_state()
-    first, again, other = (SmallCnn(train, 2, seed) for seed in (0, 0, 1))
+    first, again, other = (baselines.SmallCnn(train, 2, seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert (first.predict(test) == labels[1000:]).mean() > 0.8
     parameters = [network.network[0].weight for network in (first, again, other)]
@@ -76,7 +70,7 @@ def test_the_small_network_learns_and_its_seed_draws_it():
 
 def test_large_images_are_averaged_without_the_channel_of_the_truth():
     images = np.stack([np.arange(16), np.full(16, 9)]).astype(np.uint8).reshape(1, 2, 4, 4)
-    found = read_pixel_values(Split(images, np.array([1])), np.array([0]), 1, 4)
+    found = baselines.read_pixel_values(Split(images, np.array([1])), np.array([0]), 1, 4)
     assert (found.values * 255).tolist() == [pytest.approx([2.5, 4.5, 10.5, 12.5])]
 
 

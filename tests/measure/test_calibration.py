@@ -148,8 +148,7 @@ def test_the_stage_writes_what_was_measured(made, monkeypatch):
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
     temperature = read_result(path, Found, "calibrate").find("temperature").value
     path = folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
-    written = read_json_settings(path, FittedTemperature, "a calibrator")
-    assert written.temperature == temperature
+    assert read_json_settings(path, FittedTemperature, "a calibrator").temperature == temperature
     path.write_text(path.read_text().replace(f"{temperature}", "9.25"))
     with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
         read_json_settings(path, FittedTemperature, "a calibrator")

@@ -15,19 +15,11 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
-from moecore.measure import corruptions
+from moecore.measure import corruptions, transfer
 from moecore.measure.base import read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.stability import count_jumps, true_probability
-from moecore.measure.transfer import (
-    METRICS,
-    Transfer,
-    check_no_stronger_transfer,
-    is_worse_beyond_chance,
-    measure,
-    put_transfer,
-)
 from moecore.measure.values import Found, Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
@@ -137,7 +129,7 @@ def test_it_is_the_mean_of_ratios_of_sums():
 
 
 PGD = Pgd(steps=5)
-TRANSFER = Transfer(attack=PGD, epsilon=0.1, images=40)
+TRANSFER = transfer.Transfer(attack=PGD, epsilon=0.1, images=40)
 RESULT = "artifacts/measured/transfer/pretrain/0.json"
 
 
@@ -154,7 +146,7 @@ def test_every_cell_by_hand():
     plain = Smooth()
     models = {"plain": plain, "other": Smooth(seed=1)}
     data = data_of(plain)
-    found = measure(models, data, TRANSFER, compute_without_cache)
+    found = transfer.measure(models, data, TRANSFER, compute_without_cache)
     cells = [tuple(cell.at.values()) for cell in found.all("transferred")]
     assert cells == list(product(models, models))
     labels = torch.from_numpy(data.test.labels)
@@ -174,16 +166,18 @@ def test_every_cell_by_hand():
 
 def test_a_hidden_gradient_shows():
     models = {"plain": Smooth(), "blind": Blind(Smooth())}
-    found = measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
+    found = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     assert found.facts["reading"]["holds"] is False
     assert found.facts["reading"]["text"] == (
         "1 of 2 transferred attacks do more harm than the direct one: from plain on blind"
     )
     models["blind"] = Smooth(seed=1)
-    honest = measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
+    honest = transfer.measure(models, data_of(Smooth()), TRANSFER, compute_without_cache)
     reading = honest.facts["reading"]
     assert reading["holds"] is True and reading["text"].startswith("0 of 2")
-    found = measure({"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache)
+    found = transfer.measure(
+        {"plain": Smooth()}, data_of(Smooth()), TRANSFER, compute_without_cache
+    )
     (difference,) = found.all("transferred_difference")
     assert difference.value == 0 and len(found.all("transferred")) == 1
     reading = found.facts["reading"]
@@ -191,8 +185,8 @@ def test_a_hidden_gradient_shows():
 
 
 def put_pairs(left: dict[tuple[str, str], torch.Tensor]) -> Found:
-    out = Values(METRICS, CLASSES, compute_without_cache)
-    put_transfer(out, left)
+    out = Values(transfer.METRICS, CLASSES, compute_without_cache)
+    transfer.put_transfer(out, left)
     return out.found()
 
 
@@ -210,13 +204,13 @@ def test_more_pairs_need_wider_intervals():
 
 
 def test_what_is_beyond_chance():
-    assert is_worse_beyond_chance(CLASSES, Interval(-0.3, -0.5, -0.1))
-    assert is_worse_beyond_chance(YEARS, Interval(2.0, 1.0, 3.0))
+    assert transfer.is_worse_beyond_chance(CLASSES, Interval(-0.3, -0.5, -0.1))
+    assert transfer.is_worse_beyond_chance(YEARS, Interval(2.0, 1.0, 3.0))
     for limits in ((-0.3, -0.7, 0.1), (0.3, 0.1, 0.5)):
-        assert not is_worse_beyond_chance(CLASSES, Interval(*limits))
+        assert not transfer.is_worse_beyond_chance(CLASSES, Interval(*limits))
     for limits in ((-2.0, -3.0, -1.0), (0.0, 0.0, 0.0)):
-        assert not is_worse_beyond_chance(YEARS, Interval(*limits))
-    assert check_no_stronger_transfer(CLASSES, Found(values=())).holds is None
+        assert not transfer.is_worse_beyond_chance(YEARS, Interval(*limits))
+    assert transfer.check_no_stronger_transfer(CLASSES, Found(values=())).holds is None
 
 
 def test_a_model_without_routing_lends_no_attack_on_it():
@@ -225,7 +219,7 @@ def test_a_model_without_routing_lends_no_attack_on_it():
     split = Split(images, np.arange(6) % 4)
     data = Prepared({"task": CLASSES.model_dump(mode="json")}, split, split, split)
     settings = TRANSFER.model_copy(update={"attack": Fgsm(objective="routing_change")})
-    found = measure(models, data, settings, compute_without_cache)
+    found = transfer.measure(models, data, settings, compute_without_cache)
     skipped = found.facts["skipped"]
     assert list(skipped) == ["dense"] and "no MoE layer" in skipped["dense"]
     assert [one.at["scored_by"] for one in found.all("transferred")] == ["moe", "dense"]
@@ -235,9 +229,11 @@ def test_a_model_without_routing_lends_no_attack_on_it():
 
 
 def test_an_attack_that_makes_no_sense_is_refused():
-    settings = Transfer(attack={"kind": "pgd", "objective": "dlr"})
+    settings = transfer.Transfer(attack={"kind": "pgd", "objective": "dlr"})
     with pytest.raises(UserError, match=r"transfer.attack: .* needs one label .*; allowed: fgsm"):
-        measure({"plain": Smooth()}, data_of(Smooth(), SETS), settings, compute_without_cache)
+        transfer.measure(
+            {"plain": Smooth()}, data_of(Smooth(), SETS), settings, compute_without_cache
+        )
 
 
 def run_stage(folder, patch) -> Found:

@@ -38,8 +38,7 @@ from tests.measure.test_truth import subject, text_subject
 
 def sets_of(*tokens: tuple[int, ...], experts: int) -> torch.Tensor:
     """Return one image whose tokens chose these experts: (1, T, E) bool."""
-    rows = [[expert in token for expert in range(experts)] for token in tokens]
-    return torch.tensor([rows])
+    return torch.tensor([[[expert in token for expert in range(experts)] for token in tokens]])
 
 
 def experts_by_count(*counts: tuple[int, ...]) -> torch.Tensor:
@@ -50,8 +49,7 @@ def experts_by_count(*counts: tuple[int, ...]) -> torch.Tensor:
 
 def test_coactivation():
     """Experts 0 and 1 are with each other always, 2 is with both, 3 was once with both."""
-    chosen = sets_of((0, 1, 2), (0, 2, 1), (3, 0, 1), experts=4)
-    counts = patterns.count_coactivation(chosen)[0]
+    counts = patterns.count_coactivation(sets_of((0, 1, 2), (0, 2, 1), (3, 0, 1), experts=4))[0]
     third = 1 / 3
     expected = [[0, 1, 2 * third, third], [1, 0, 2 * third, third], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert patterns.conditional_coactivation(counts).tolist() == pytest.approx(np.array(expected))
@@ -268,8 +266,7 @@ def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
 
 def test_experts_by_position_tell_the_position():
     """Four patches' experts of three are 2, 1, 1 or 2, 2, 0: H = 1.04 or ln 2, over ln 4."""
-    measured = subject(Hash(by="position"))
-    result = expert_roles(measured)
+    result = expert_roles(subject(Hash(by="position")))
     assert result.find("information_position").value >= 0.49
     assert result.find("information_truth").value == pytest.approx(0, abs=0.01)
     assert read_encoded_choices(result)[0].shape == (40, 5, 3)

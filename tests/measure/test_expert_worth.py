@@ -353,8 +353,7 @@ def test_best_choices_of_the_explorers_images():
 
 def test_regret_by_image():
     """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
-    losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
-    values = regret_metrics_by_image(losses)
+    values = regret_metrics_by_image(np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]]))
     assert values["router_regret"].tolist() == [0.5, 0]
     assert values["better_sets"].tolist() == [0.25, 0]
     assert values["router_regret_normalised"].mean() == pytest.approx(0.25 / 0.5)

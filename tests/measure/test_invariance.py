@@ -124,8 +124,7 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
 
 def test_few_images(data, vit):
     """One image has no other to compare with; a class without images has no map."""
-    subject = MeasuredModel(vit, data)
-    found = Invariance(images=1).collect_result(subject, compute_without_cache)
+    found = Invariance(images=1).collect_result(MeasuredModel(vit, data), compute_without_cache)
     assert found.all("imed") and not found.all("imed_normalised")
     maps = found.facts["class_maps"]
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}

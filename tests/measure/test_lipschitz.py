@@ -14,18 +14,7 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.lipschitz import (
-    ImagePairSlope,
-    Lipschitz,
-    find_steepest_pair,
-    halve_to_steeper,
-    layer_tokens,
-    lemma_terms_by_layer,
-    project_to_l2_ball,
-    put_slopes,
-    slopes_at,
-    top_singular_pair,
-)
+from moecore.measure import lipschitz
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
@@ -37,7 +26,7 @@ from moecore.tasks.classification import Classification
 from tests.measure.subjects import built, compute_without_cache
 
 TERMS = ("bound", "jacobian", "router")
-SETTINGS = Lipschitz(images=6, lemma_tokens=5)
+SETTINGS = lipschitz.Lipschitz(images=6, lemma_tokens=5)
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
 EIGEN = {"kind": "eigen", "number": 4, "hidden_ratio": 0.5}
 VIT = Vit(patch=6, width=16, depth=2, heads=2, stem="conv")
@@ -112,18 +101,18 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     labels = torch.from_numpy(data.test.labels[evenly_spaced_indices(60, 6)])
     found = results["vmoe"]
     for batch in (1, 6):
-        again = Values(Lipschitz.metrics, data.task, compute_without_cache)
-        put_slopes(slopes_at(model, images, labels, batch, 0.5, 10, 10), again)
+        again = Values(lipschitz.Lipschitz.metrics, data.task, compute_without_cache)
+        lipschitz.put_slopes(lipschitz.slopes_at(model, images, labels, batch, 0.5, 10, 10), again)
         for value in again.values[:3]:
             assert value.value == pytest.approx(found.find(value.metric).value, rel=1e-6)
-        terms = lemma_terms_by_layer(model, images, 5, batch, 0, "cpu")
+        terms = lipschitz.lemma_terms_by_layer(model, images, 5, batch, 0, "cpu")
         for each, points in zip(terms, found.facts["lemma_terms"], strict=True):
             assert each.router.tolist() == pytest.approx(points["router"], rel=1e-4)
 
 
 def test_the_tokens_are_what_the_layers_get(models, images):
     model = models["vmoe"]
-    found = layer_tokens(model, images, 7, 4, 2, "cpu")
+    found = lipschitz.layer_tokens(model, images, 7, 4, 2, "cpu")
     seen = []
     hooks = [
         block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
@@ -138,7 +127,7 @@ def test_the_tokens_are_what_the_layers_get(models, images):
     for tokens, whole in zip(found, seen, strict=True):
         assert tokens.shape == (7, 16)
         torch.testing.assert_close(tokens, whole[chosen], rtol=1e-4, atol=1e-5)
-    other = layer_tokens(model, images, 7, 4, 3, "cpu")
+    other = lipschitz.layer_tokens(model, images, 7, 4, 3, "cpu")
     assert not torch.equal(found[0], other[0])
 
 
@@ -178,7 +167,7 @@ class Function(nn.Module):
 
 def estimates(model, images, labels=None, batch=7, radius=0.2, steps=4, halvings=8):
     labels = torch.zeros(len(images), dtype=torch.long) if labels is None else labels
-    return slopes_at(model, images, labels, batch, radius, steps, halvings)
+    return lipschitz.slopes_at(model, images, labels, batch, radius, steps, halvings)
 
 
 def test_a_linear_model_has_its_spectral_norm_everywhere():
@@ -196,7 +185,9 @@ def test_the_margin_and_the_strongest_direction_by_hand():
     found = estimates(linear, images, torch.tensor([0, 1, 2]))
     assert found.margin.tolist() == pytest.approx([10, 8, 10])
     # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no direction
-    value, direction = top_singular_pair(torch.tensor([[[3.0, 0], [0, 4]], [[0, 0], [0, 0]]]))
+    value, direction = lipschitz.top_singular_pair(
+        torch.tensor([[[3.0, 0], [0, 4]], [[0, 0], [0, 0]]])
+    )
     assert value.tolist() == [4, 0] and direction.abs().tolist() == [[0, 1], [0, 0]]
 
 
@@ -205,7 +196,7 @@ def test_the_margin_and_the_strongest_direction_by_hand():
 def test_the_strongest_direction_is_the_svds(seed, classes, pixels):
     generator = torch.Generator().manual_seed(seed)
     jacobian = torch.randn(2, classes, pixels, generator=generator, dtype=torch.float64)
-    value, direction = top_singular_pair(jacobian)
+    value, direction = lipschitz.top_singular_pair(jacobian)
     torch.testing.assert_close(value, torch.linalg.svdvals(jacobian)[:, 0], rtol=1e-7, atol=1e-10)
     lengths = (jacobian @ direction.unsqueeze(-1)).squeeze(-1).norm(dim=1)
     torch.testing.assert_close(lengths, value, rtol=1e-6, atol=1e-9)
@@ -216,9 +207,9 @@ def test_the_ball_by_hand():
     points = torch.tensor([[3.5, 4.5], [0.6, 0.5], [0.5, 1.4]]).double().view(3, 1, 1, 2)
     # (3, 4) is drawn to length 1: (0.6, 0.8) away, then cut at 1; (0.1, 0) stays; (0, 0.9) is
     # inside the ball but above 1
-    found = project_to_l2_ball(points, centre, 1.0).view(3, 2)
+    found = lipschitz.project_to_l2_ball(points, centre, 1.0).view(3, 2)
     torch.testing.assert_close(found, torch.tensor([[1.0, 1.0], [0.6, 0.5], [0.5, 1.0]]).double())
-    near = project_to_l2_ball(points[:1], centre, 0.25)
+    near = lipschitz.project_to_l2_ball(points[:1], centre, 0.25)
     assert near.view(2).tolist() == pytest.approx([0.65, 0.7])
 
 
@@ -274,8 +265,8 @@ def test_the_jump_is_the_change_between_ends_that_choose_differently():
     for border, crosses in ((0.6, True), (0.8, False)):
         line = lambda x: torch.cat([x, -x], 1)
         model = Function(line, lambda x, border=border: x[:, 0] > border).double()
-        flat = ImagePairSlope(*ends, torch.zeros(1, dtype=torch.float64))
-        pair, crossed, jump = halve_to_steeper(model, flat, 0)
+        flat = lipschitz.ImagePairSlope(*ends, torch.zeros(1, dtype=torch.float64))
+        pair, crossed, jump = lipschitz.halve_to_steeper(model, flat, 0)
         assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
         assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
 
@@ -289,8 +280,8 @@ def test_halving_never_lowers_the_ratio(seed):
     images = torch.rand(3, 1, 2, 2, generator=generator, dtype=torch.float64)
     direction = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     direction = nn.functional.normalize(direction).view_as(images)
-    pair = find_steepest_pair(model.double(), images, direction, 0.3, 3)
-    ratios = [halve_to_steeper(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
+    pair = lipschitz.find_steepest_pair(model.double(), images, direction, 0.3, 3)
+    ratios = [lipschitz.halve_to_steeper(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
     torch.testing.assert_close(ratios[0], pair.ratio)
     assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
     for end in (pair.first, pair.second):

@@ -202,8 +202,7 @@ def check_layer(text, record):
     best, ranked, marks = arrays(text, number, tokens, experts)
     for image in range(number):
         for token in range(tokens):
-            weights = record.combine[image, token]
-            assert best[image, token] == int(weights.argmax())
+            assert best[image, token] == int(record.combine[image, token].argmax())
             assert ranked[image, token, 0] == best[image, token]
             assert sorted(ranked[image, token]) == list(range(experts))
             for expert, mark in zip(ranked[image, token], marks[image, token], strict=True):
@@ -217,8 +216,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     clean = model.data.test.images[where]
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
-    drawn = standard_normal_noise(np.array(where), (1, 12, 12), 0)
-    noisy = add_noise(clean, drawn, 0.4)
+    noisy = add_noise(clean, standard_normal_noise(np.array(where), (1, 12, 12), 0), 0.4)
     target = Target(model.model, model.data.task, clean, labels, 3)
     attacked = target.attacked(FEW.attack, 0.1)
     for label, pixels in (("σ = 0.4", noisy), ("ε = 25.5/255", attacked)):

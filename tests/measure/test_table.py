@@ -98,8 +98,7 @@ def test_mid_slices_by_hand():
     layout = TokenLayout(special=1, grid=(2, 1, 3), size=(4, 2, 6))
     combine = torch.zeros(1, 7, 5)
     combine[0, 1 + 1, 4] = combine[0, 1 + 4, 2] = 1  # cubes (0, 0, 1) and (1, 0, 1) alone
-    record = RoutingRecord(*[combine] * 5)
-    found = overlay_middle_slices(volume, (record,), layout)
+    found = overlay_middle_slices(volume, (RoutingRecord(*[combine] * 5),), layout)
     assert found.shape == (1, 1, 2, 4) and found.experts == 5
     # anterior up, right to the right
     assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]]
@@ -175,8 +174,7 @@ def test_a_value_is_the_mean_of_its_items_with_the_interval_of_its_metric():
     assert found.find("wet").interval == wilson(3, 4)
     assert found.find("wet").items == encode_item_values(HITS)
     assert found.find("wind", side="north").interval == bootstrap_mean(5 * HITS)
-    score = found.find("score", side="north").interval
-    assert score == CLASSES.interval(torch.from_numpy(HITS))
+    assert found.find("score", side="north").interval == CLASSES.interval(torch.from_numpy(HITS))
     assert found.facts == {"map": [1.0, None]}
     assert found.curve("wind", "side") == {"north": 3.75, "far east": 6.0}
     assert len(found.all("wet")) == 1, "neither None nor what is not finite"

@@ -98,23 +98,20 @@ def test_the_explorer_of_a_text(subject, tmp_path):
     assert [one.kind for one in found.shown] == ["clean"] and found.kinds is None
     told = text_subject(Told())
     (tmp_path / "vocabulary.txt").write_text("\n".join(["<unk>", "<eos>", *"abcdefghi", ""]))
-    card = {"task": told.model.image.task.model_dump()}
-    data = told.data._replace(card=card, folder=tmp_path)
+    data = told.data._replace(card={"task": told.model.image.task.model_dump()}, folder=tmp_path)
     experts = Explorer(images=3).explore(told._replace(data=data), compute_without_cache)
     kinds = [one.kinds for one in experts.layers[0].experts]
     assert kinds == [((kind, 1.0),) for kind in (1, 2, 3)]
 
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
-    settings = WordSwaps(shares=(0.1, 0.4))
-    found = check_measurement(settings, subject)
+    found = check_measurement(WordSwaps(shares=(0.1, 0.4)), subject)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
     places = word_swaps.swappable_word_places(tokens, vocabulary)
     places = np.random.default_rng(0).permutation(places)
-    words = int((tokens != vocabulary.index("<eos>")).sum())
-    assert words == 540
+    assert int((tokens != vocabulary.index("<eos>")).sum()) == 540
     assert found.curve("swapped_words", "percent") == {10: 54, 40: 216}
     swapped = tokens.copy()
     swapped[places[:54]] = vocabulary.index("<unk>")

@@ -152,21 +152,15 @@ def test_is_fp32_under_autocast_of_bytes_and_pixels_and_keeps_no_records_when_to
 
 
 TWOS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
-SMALL = dict.fromkeys(TWOS, 2) | {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "eos_token_id": None,
-}
+SMALL = dict.fromkeys(TWOS, 2) | (
+    {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8}
+    | {"eos_token_id": None}
+)
 WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT = dict.fromkeys(WIDTHS, 8) | {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
+LATENT = dict.fromkeys(WIDTHS, 8) | (
+    {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2}
+    | {"topk_group": 1}
+)
 MODELS = {
     "Mixtral": {"num_local_experts": 4},
     "Olmoe": {"num_experts": 4},
@@ -175,15 +169,10 @@ MODELS = {
     "DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"},
     "DeepseekV3": LATENT,
 }
-SWITCH = dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "expert_capacity"), 2) | {
-    "vocab_size": 50,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 8,
-    "num_sparse_encoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-    "num_experts": 4,
-}
+SWITCH = dict.fromkeys(("num_layers", "num_decoder_layers", "num_heads", "expert_capacity"), 2) | (
+    {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 8, "num_sparse_encoder_layers": 1}
+    | {"num_sparse_decoder_layers": 1, "num_experts": 4}
+)
 
 
 def foreign_model(name: str, settings: dict[str, object]) -> nn.Module:
@@ -425,8 +414,7 @@ def test_an_adapter_reads_anybodys_router():
 
 
 def test_a_compiled_model_is_traced_as_it_was():
-    block = OwnBlock()
-    compiled = torch.compile(block, backend="eager")
+    compiled = torch.compile(OwnBlock(), backend="eager")
     compiled(tokens=torch.randn(2, 3, 8))
     with routing_collector(compiled, {"OwnGate": read_own_gate}) as records:
         compiled(tokens=torch.randn(2, 3, 8))

@@ -172,14 +172,11 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
     cells = compare_methods(found)["vmoe"]["pretrain"]
     limits = {"mean": 5.0, "low": 4.5, "high": 5.5, "interval": "bootstrap"}
     assert cells["test_mae"] == limits | {"seeds": 1, "form": "number"}
-    limits = {
-        "probe_wm": (6.5, 6.0, 6.75),
-        "probe_csf": (4.25, 3.75, 4.5),
-        "gm_over_csf": (1.75, 1.5, 2.25),
-        "wm_over_gm": (0.5, -0.25, 1.0),
-        "mixed_agreement": (0.7, 0.6375, 0.7625),
-        "whole_over_chance": (0.225, 0.1, 0.35),
-    }
+    limits = (
+        {"probe_wm": (6.5, 6.0, 6.75), "probe_csf": (4.25, 3.75, 4.5)}
+        | {"gm_over_csf": (1.75, 1.5, 2.25), "wm_over_gm": (0.5, -0.25, 1.0)}
+        | {"mixed_agreement": (0.7, 0.6375, 0.7625), "whole_over_chance": (0.225, 0.1, 0.35)}
+    )
     for name, expected in limits.items():
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name

@@ -254,8 +254,7 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     assert entry["smallest"] == found.difference.smallest
     assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
-    row = claims_markdown([sure]).splitlines()[-1]
-    assert sure.verdict == "holds" and "detectable" not in row
+    assert sure.verdict == "holds" and "detectable" not in claims_markdown([sure]).splitlines()[-1]
 
 
 def question(**changes) -> Question:
@@ -406,8 +405,7 @@ def test_the_page_of_all_claims_is_fresh():
 def test_the_pages_of_all_questions_are_fresh():
     """The READMEs of pipelines/ are what `make pages` makes of the committed files."""
     for path, text in pages.render_study_pages(ROOT).items():
-        written = (ROOT / path).read_text(encoding="utf-8")
-        assert written == text, f"{path}: run `make pages`"
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make pages`"
     first_screen = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")[:3000]
     for method in ("PRC", "ERMoE", "TGR", "MoGE"):
         assert f"Does {method} beat V-MoE?" in first_screen
@@ -523,8 +521,7 @@ def test_readers_questions_are_answered_from_the_results(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     found = evaluate_claims([claim(), question(better="lower")], shown)
     compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
-    asked = claim().model_dump(mode="json", exclude_none=True)
-    small_project(tmp_path, compared, claims=[asked])
+    small_project(tmp_path, compared, claims=[claim().model_dump(mode="json", exclude_none=True)])
     write_whole(tmp_path / "pipelines/own/README.md", "# own: ours\n")
     cited = {"study": "own/one", "data": "numbers by hand", "metric": "match_top1"}
     cited |= {"method": "prc", "against": "vmoe"}

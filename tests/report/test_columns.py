@@ -112,8 +112,7 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
     assert cells(found, "tgr")["steps_to_baseline_loss"] == Interval(550)  # of a bound: no limits
     assert cells(found, "dense")["steps_to_baseline_loss"].limits == (500, 500)
     metric = {"metric": "steps_to_baseline_loss", "better": "lower", "asks": "sooner?"}
-    one = Question(method="tgr", against="vmoe", **metric)
-    (answer,) = evaluate_claims([one], found)
+    (answer,) = evaluate_claims([Question(method="tgr", against="vmoe", **metric)], found)
     assert (answer.verdict, answer.p, answer.difference.value) == ("open", None, 50)
     compared = {name: phases["pretrain"] for name, phases in compare_methods(found).items()}
     assert "against" not in compared["tgr"]["steps_to_baseline_loss"]
@@ -193,8 +192,7 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     assert found["fallback_slope_above"].value == pytest.approx(0.24 / 0.2)
     assert found["tail_mass_k_4"].value == pytest.approx(0.4)
     assert found["score_k_2"].value == pytest.approx(0.72)
-    guided = [method for method in METHODS if "teacher_agreement" in cells(whole, method)]
-    (method,) = guided
+    (method,) = [method for method in METHODS if "teacher_agreement" in cells(whole, method)]
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
     routed = whole.phases["pretrain"].models["vmoe"][0].of(Routing)

@@ -325,8 +325,7 @@ def test_experts_beyond_the_kinds_are_said_to_match_none():
     kinds = torch.tensor([[1, 2]]).repeat(5, 1)
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
         counts = truth_layer(kinds - 1, kinds, number, 2).counts
-        result = Found(values=(), facts={"counts": [counts]})
-        ((_, figure),) = truth.figures(result)
+        ((_, figure),) = truth.figures(Found(values=(), facts={"counts": [counts]}))
         assert said in figure.caption
 
 

@@ -257,8 +257,7 @@ def test_epochs_of_other_images_are_left_out():
     model = subject(images(), moe())
     kept = explored.watched(model, 1)
     other = kept.model_copy(update={"images": (*kept.images[1:], kept.images[0])})
-    models = {"vmoe": explored.measured(model, watched=(other,))}
-    _, page = explore(model.data, pretrain=models)
+    _, page = explore(model.data, pretrain={"vmoe": explored.measured(model, watched=(other,))})
     shown = data_of(page)["phases"][0]["methods"][0]["model"]["shown"]
     assert {one["kind"] for one in shown} == {"clean", "noise", "attack", "augmentation"}
 

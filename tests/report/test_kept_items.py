@@ -132,8 +132,7 @@ def answer_of(claim_or_question, entry: dict) -> Answer:
 def test_a_table_is_planned_as_a_whole_by_the_papers_effects():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])  # 0.1 with a deviation of 0.03
     (one,) = evaluate_claims([claim()], shown)
-    cells = {"seconds": {"mean": 60}}
-    studies = {"one": {name: {"pretrain": cells} for name in ("prc", "vmoe")}}
+    studies = {"one": {name: {"pretrain": {"seconds": {"mean": 60}}} for name in ("prc", "vmoe")}}
     wide, narrow = (answer_of(claim(effect=effect), claim_entry(one)) for effect in (0.15, 0.05))
     none = answer_of(claim(), claim_entry(one))
     later = answer_of(claim(phase="finetune", effect=0.1), {})

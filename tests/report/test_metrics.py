@@ -321,8 +321,7 @@ def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
 def test_every_metric_of_a_study_was_foreseen(whole):
     """A claim may name it: what no entry of the tables of columns foresees, it could not."""
     metrics = metrics_by_method.build_table(whole, whole.phases["pretrain"]).metrics
-    attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
-    text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
+    text = SETTINGS.replace("[{kind: pgd, steps: 10}]", "[{kind: fgsm}, {kind: pgd, steps: 10}]")
     text = text.replace("[0.01]", str([epsilon for epsilon in EPSILONS if epsilon]))
     text = text.replace("[stability]", str([*NEW, "invariance"]))
     study = extract_declared_settings(Study, parse_yaml_document(text))
@@ -345,6 +344,5 @@ def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     known = metrics_by_method.expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
-    dense = study.run.model_copy(update={"methods": ("dense",)})
-    alone = study.model_copy(update={"run": dense})
+    alone = study.model_copy(update={"run": study.run.model_copy(update={"methods": ("dense",)})})
     assert not PlannedPhase(alone, "accuracy", "pretrain").layers

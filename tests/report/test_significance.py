@@ -64,8 +64,7 @@ def hits_of(model: Measured) -> np.ndarray | None:
 
 
 def metric(read, better, form="number", hits=None) -> Column:
-    name = "share" if hits else "value"
-    return Column(name, "", read, better, form, kind=Found, read_hits=hits)
+    return Column("share" if hits else "value", "", read, better, form, kind=Found, read_hits=hits)
 
 
 SHARE = metric(lambda found: Interval(np.mean(found.hits), 0, 1), "higher", "share", hits_of)

@@ -261,8 +261,7 @@ def test_a_person_with_several_images_is_one_item():
 
 def test_a_ratio_as_one_value_an_image():
     above = np.array([1.0, 0, 3])
-    below = np.array([2.0, 0, 4])
-    items = compare.linearize_ratio(above, below)
+    items = compare.linearize_ratio(above, np.array([2.0, 0, 4]))
     # r = 4/6, mean below 2: r + (1 − 4/3)/2, r, r + (3 − 8/3)/2
     assert items == pytest.approx([2 / 3 - 1 / 6, 2 / 3, 2 / 3 + 1 / 6])
 

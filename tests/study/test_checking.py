@@ -10,12 +10,7 @@ import yaml
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.check import (
-    check_and_describe_study,
-    check_study,
-    params_schema,
-    read_study_and_problems,
-)
+from moecore.study import check
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.params_file import dump_inline_yaml
 from tests.data.making import image_classes
@@ -123,7 +118,7 @@ def test_our_files_are_in_order_and_editors_accept_them(tmp_path, name):
     study = check_params(path)
     assert set(study.run.methods) <= set(study.methods)
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(load_yaml_document(path).data, params_schema())
+    jsonschema.validate(load_yaml_document(path).data, check.params_schema())
 
 
 def test_the_file_of_the_root_is_in_order_and_names_the_schema():
@@ -135,12 +130,12 @@ def test_the_file_of_the_root_is_in_order_and_names_the_schema():
 
 @pytest.mark.parametrize("text", [IMAGES, WORDS, CAPTIONS, VOLUMES], ids="IWCV")
 def test_a_study_is_in_order(text):
-    assert read_study_and_problems(parse_yaml_document(text), ())[1] == []
+    assert check.read_study_and_problems(parse_yaml_document(text), ())[1] == []
 
 
 def test_a_sentence_may_claim_a_direction_and_a_size():
     written = edited(IMAGES, {"claims": [CLAIM, CLAIM | SIZE]})
-    assert read_study_and_problems(parse_yaml_document(written), STAGES)[1] == []
+    assert check.read_study_and_problems(parse_yaml_document(written), STAGES)[1] == []
 
 
 FILE = [*wrong_settings("file"), *((IMAGES, edits, key) for edits, key in CLAIMS)]
@@ -150,7 +145,7 @@ FILE = [*wrong_settings("file"), *((IMAGES, edits, key) for edits, key in CLAIMS
 def test_what_is_wrong_in_the_file_is_named(text, edits, key):
     written = edited(text, edits)
     stages = STAGES if text is IMAGES else ()
-    _, lines = read_study_and_problems(parse_yaml_document(written), stages)
+    _, lines = check.read_study_and_problems(parse_yaml_document(written), stages)
     assert_one_line_names(key, lines, written)
 
 
@@ -165,7 +160,7 @@ def project(tmp_path) -> Path:
 def refused(path: Path, edits: dict[str, Any] | None = None, text: str = IMAGES) -> list[str]:
     path.write_text(edited(text, edits or {}), encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        check_study(path)
+        check.check_study(path)
     return str(caught.value).split("\n")
 
 
@@ -215,12 +210,12 @@ def test_routers_that_look_ahead_are_refused_line_by_line(project, text, tower):
 
 def test_a_measurement_may_be_switched_off():
     text = edited(IMAGES, {"run.measurements": ["cost"]})
-    assert read_study_and_problems(parse_yaml_document(text), STAGES)[1] == []
+    assert check.read_study_and_problems(parse_yaml_document(text), STAGES)[1] == []
 
 
 def test_problems_of_all_sorts_come_together_in_the_order_of_the_file():
     text = edited(IMAGES, {"run.seeds": [0, 0], "pretrain.unknown": 1})
-    one, other = read_study_and_problems(parse_yaml_document(text), STAGES)[1]
+    one, other = check.read_study_and_problems(parse_yaml_document(text), STAGES)[1]
     assert "run.seeds[1]" in one and "pretrain.unknown: unknown key" in other
 
 
@@ -230,13 +225,13 @@ def test_a_thousand_mistakes_are_twenty_lines_and_their_number(project):
 
 
 def test_a_study_in_order_says_what_its_data_are(project):
-    assert check_study(project / "params.yaml").notes[:2] == (
+    assert check.check_study(project / "params.yaml").notes[:2] == (
         "data.pretrain: Digits; images of 1×16×16; 1,294 train, 144 validation, 359 test; "
         "10 classes",
         "data.finetune: Digits; images of 1×24×24; 1,294 train, 144 validation, 359 test; "
         "10 classes",
     )
-    head, *notes = check_and_describe_study(project / "params.yaml").splitlines()
+    head, *notes = check.check_and_describe_study(project / "params.yaml").splitlines()
     assert head.endswith("params.yaml: in order (dense, vmoe, tgr; seeds 0)") and len(notes) == 5
     assert "teacher.training: 40 training steps, and fewer than 100" in notes[2]
     assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
@@ -245,7 +240,7 @@ def test_a_study_in_order_says_what_its_data_are(project):
 def noted(path: Path, edits: dict[str, Any]) -> str:
     path.write_text(edited(IMAGES, edits), encoding="utf-8")
     few = "and fewer than 100 rarely teach a model"
-    return "\n".join(note for note in check_study(path).notes[2:] if few not in note)
+    return "\n".join(note for note in check.check_study(path).notes[2:] if few not in note)
 
 
 def test_what_is_better_known_beforehand_is_said(project):
@@ -278,7 +273,9 @@ def test_a_download_is_said_and_no_mistake(project):
     (project / "params.yaml").write_text(
         edited(IMAGES, {"data.pretrain": cifar, "data.finetune": cifar}), encoding="utf-8"
     )
-    assert "prepare will download it into data/" in check_study(project / "params.yaml").notes[0]
+    assert (
+        "prepare will download it into data/" in check.check_study(project / "params.yaml").notes[0]
+    )
 
 
 def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_path, monkeypatch):
@@ -294,10 +291,10 @@ def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_pa
     assert "flowers: no such folder" in refused(Path("params.yaml"), edits)[0]
     (study / ".dvc").mkdir()  # a DVC project within that of the repository
     (tmp_path / ".dvc").mkdir()
-    notes = check_study("params.yaml").notes
+    notes = check.check_study("params.yaml").notes
     assert "images of 1×16×16; 29 train, 3 validation, 8 test; 2 classes" in notes[0]
     monkeypatch.chdir(tmp_path)
-    assert check_study(".runs/own.mine/params.yaml").notes == notes
+    assert check.check_study(".runs/own.mine/params.yaml").notes == notes
 
 
 def test_predictions_that_no_stage_makes_are_refused():
@@ -305,7 +302,7 @@ def test_predictions_that_no_stage_makes_are_refused():
     document = parse_yaml_document(text, "params.yaml")
 
     def refusals(*stages: str) -> list[str]:
-        _, lines = read_study_and_problems(document, ["calibrate", *stages])
+        _, lines = check.read_study_and_problems(document, ["calibrate", *stages])
         return [line for line in lines if "calibrate.calibrator.fit_on" in line]
 
     assert not refusals("out_of_fold")

@@ -259,8 +259,7 @@ REACHED = "baseline: {{logistic: 80, neighbours: 79, cnn: 85, dense: {}, seconds
     ],
 )
 def test_a_world_says_what_a_dense_model_and_pixels_reach(ask, baseline, said):
-    text = "world: small\nmethods: {asked: {from: mine}}\n"
-    question = ask(text, small=f"{baseline}\n{WORLD}")
+    question = ask("world: small\nmethods: {asked: {from: mine}}\n", small=f"{baseline}\n{WORLD}")
     if said is None:
         assert question.check_baseline() is None and "baseline" not in values(question)
         return

@@ -59,8 +59,7 @@ def with_all_methods(study: Study) -> Study:
 
 def test_our_methods_make_a_step():
     before = torch.get_rng_state()
-    study = with_all_methods(read_study(load_yaml_document(SHIPPED)))
-    assert list(trial_step_misfits(study)) == []
+    assert list(trial_step_misfits(with_all_methods(read_study(load_yaml_document(SHIPPED))))) == []
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -278,7 +277,6 @@ def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small
 
 
 def test_a_measurement_that_the_report_would_drop_is_named(folder):
-    page = BRIGHTNESS_PAGE.replace("SHOWN =", "HIDDEN =")
-    write_my_lab(folder, **{"pages/brightness": page})
+    write_my_lab(folder, **{"pages/brightness": BRIGHTNESS_PAGE.replace("SHOWN =", "HIDDEN =")})
     with pytest.raises(UserError, match=r"^params.yaml:4:71: run.measurements\[0\]: found my_"):
         check_study(also=unfit_metric_problems)

@@ -112,8 +112,7 @@ def test_among_the_best_is_as_sorting_says(seed, classes, best):
     labels = torch.randint(0, classes, (20,), generator=generator)
     order = logits.sort(dim=1, descending=True, stable=True).indices[:, :best]
     assert topk_hits(logits, labels, best).tolist() == (order == labels[:, None]).any(1).tolist()
-    first = topk_hits(logits, labels, 1)
-    assert torch.equal(first, order[:, 0] == labels)
+    assert torch.equal(topk_hits(logits, labels, 1), order[:, 0] == labels)
 
 
 def test_top5_is_there_for_six_classes_and_more_only():
@@ -179,8 +178,7 @@ def test_differences_are_paired():
     ones = torch.ones(3, dtype=torch.float64)
     assert YEARS.difference(errors, ones) == paired_bootstrap(errors.numpy(), np.ones(3))
     assert YEARS.difference(errors, ones).value == 1
-    wide = YEARS.difference(errors, ones, level=0.999)
-    assert wide.low <= YEARS.difference(errors, ones).low
+    assert YEARS.difference(errors, ones, level=0.999).low <= YEARS.difference(errors, ones).low
 
 
 MOSAIC = IMAGE.model_copy(update={"task": Cells(classes=("a", "b", "c"), grid=2)})  # 8 × 8 pixels

@@ -70,8 +70,7 @@ def test_the_loss_of_classes_by_hand():
     # An image mixed of classes 0 and 2, three to one.
     mixed = LOGITS[:1], torch.tensor([[0.75, 0.0, 0.25]])
     for loss in (ONE.loss, ONE.attack_loss):
-        expected = -0.75 * math.log(0.5) - 0.25 * math.log(0.3)
-        assert float(loss(*mixed)) == pytest.approx(expected)
+        assert float(loss(*mixed)) == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.3))
 
 
 def test_the_loss_of_sets_by_hand():
@@ -124,8 +123,7 @@ def test_the_worst_of_two():
     other = torch.tensor([True, False, True, False])
     for task in (ONE, SETS):
         assert task.worse_scores(right, other).tolist() == [True, False, False, False]
-    errors = torch.tensor([[1.0, 5.0], [2.0, 3.0]])
-    assert AGE.worse_scores(*errors).tolist() == [2.0, 5.0]
+    assert AGE.worse_scores(*torch.tensor([[1.0, 5.0], [2.0, 3.0]])).tolist() == [2.0, 5.0]
 
 
 def test_a_guess_looks_at_no_image():
@@ -325,8 +323,7 @@ def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():
     images = images_of([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]])
     texts = texts_of([[[1.0, 0, 0]], [[1, 0, 0]], [[0, 1, 0]]])
     assert TASK.scores(images, texts).tolist() == [0.5, 0.5, 1.0]
-    flipped = TASK.scores(images.flip(0), texts.flip(0))
-    assert flipped.tolist() == [1.0, 0.5, 0.5]
+    assert TASK.scores(images.flip(0), texts.flip(0)).tolist() == [1.0, 0.5, 0.5]
 
 
 @given(st.integers(2, 7), st.integers(1, 3), st.integers(0, 50))

@@ -9,14 +9,8 @@ import pytest
 import torch
 import yaml
 
+from moecore.core import routing_records
 from moecore.core.files import UserError
-from moecore.core.routing_records import (
-    Batch,
-    Guidance,
-    ModelOutput,
-    ObjectiveInputs,
-    RoutingRecord,
-)
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared, Split
 from moecore.measure.base import Skipped
@@ -149,16 +143,16 @@ PRC = Method(**NOISY, regularizers=[{"kind": "pairwise_consistency"}])
 def step(labels, heads, teacher=None, image=IMAGE):
     """A step of a model for images like ``image``, which gave ``heads``."""
     heads = tuple(torch.tensor(head, dtype=torch.float32) for head in heads)
-    guidance = None if teacher is None else Guidance(torch.tensor(teacher), ())
+    guidance = None if teacher is None else routing_records.Guidance(torch.tensor(teacher), ())
     blank = torch.zeros(())
-    batch = Batch(blank, torch.tensor(labels), blank)
-    output = ModelOutput(torch.stack(heads).mean(0), (), heads)
+    batch = routing_records.Batch(blank, torch.tensor(labels), blank)
+    output = routing_records.ModelOutput(torch.stack(heads).mean(0), (), heads)
 
     def loss_of(output, *rest):
         return image.task.loss(output.prediction, *rest)
 
     model = SimpleNamespace(image=image, task_loss=loss_of)
-    return ObjectiveInputs(batch, output, model, guidance)
+    return routing_records.ObjectiveInputs(batch, output, model, guidance)
 
 
 def test_hard_distillation_by_hand():
@@ -203,7 +197,7 @@ def test_two_views_are_the_same_images_moved_differently_and_both_are_classified
     # cross-entropy on both views: the mean over all 16
     output, labels = made.model(batch.images), torch.cat([alone.labels, alone.labels])
     expected = torch.nn.functional.cross_entropy(output.prediction, labels)
-    terms = Objective().terms(ObjectiveInputs(batch, output, made.model))
+    terms = Objective().terms(routing_records.ObjectiveInputs(batch, output, made.model))
     torch.testing.assert_close(terms["task"], expected)
 
 
@@ -221,8 +215,10 @@ def test_the_loss_of_ages_is_in_deviations_and_validation_in_years():
     vit = Vit3d(patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled")
     model = vit.build(VOLUMES)
     # errors 4 and 10 years; the model's deviation is 20: (4 + 10) / 2 / 20
-    answers = ModelOutput(torch.tensor([[44.0], [50.0]]))
-    terms = Objective().terms(ObjectiveInputs(Batch(None, AGES, None), answers, model))
+    answers = routing_records.ModelOutput(torch.tensor([[44.0], [50.0]]))
+    terms = Objective().terms(
+        routing_records.ObjectiveInputs(routing_records.Batch(None, AGES, None), answers, model)
+    )
     assert float(terms["task"]) == pytest.approx(0.35)
     model.head.weight.data.zero_()  # answers 55 always: errors 5 and 15
     images = np.stack([ball(20.0, 0)[0], ball(90.0, 1)[0]])
@@ -278,11 +274,11 @@ EVERY = Monitor(every=1, dead_after=6)
 SOFT = Method(router={"kind": "soft_slots", "slots": 2}, experts={"kind": "mlp", "number": 4})
 
 
-def record(probs: list, chosen: list) -> RoutingRecord:
+def record(probs: list, chosen: list) -> routing_records.RoutingRecord:
     """One image's."""
     shares = torch.tensor([probs])
     flags = torch.tensor([chosen], dtype=torch.bool)
-    return RoutingRecord(shares.log(), shares, flags.float(), flags, shares * flags)
+    return routing_records.RoutingRecord(shares.log(), shares, flags.float(), flags, shares * flags)
 
 
 def test_the_sums_of_a_layer_by_hand():
@@ -301,7 +297,7 @@ def test_the_meter_adds_steps_and_layers_and_reads_them_with_its_terms():
     narrow = record([[0.75, 0.25]], [[1, 0]])
     wide = record([[0.5, 0.3, 0.2], [0.5, 0.2, 0.3]], [[1, 0, 0], [1, 0, 0]])
     for step in range(4):  # two of which are counted
-        output = ModelOutput(torch.zeros(1), (narrow,), text_routing=(wide,))
+        output = routing_records.ModelOutput(torch.zeros(1), (narrow,), text_routing=(wide,))
         meter.add(step, 1, {"loss": torch.tensor(1.0)}, torch.tensor(1.0), output)
     values, totals = meter.take("")
     assert values["loss"] == 1.0

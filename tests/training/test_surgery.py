@@ -63,8 +63,7 @@ def test_the_nearest_clusters_are_joined_and_averaged_by_their_tokens():
     labels, heights = cluster_outputs(means, 2, "average")
     assert labels.tolist() == [0, 0, 0, 1]
     assert heights == pytest.approx((1, 3.081139), abs=1e-6)
-    weights = torch.tensor([[1.0], [5], [2], [4]])
-    merged = partial(merge_parameter, weights)
+    merged = partial(merge_parameter, torch.tensor([[1.0], [5], [2], [4]]))
     counts = torch.tensor([3, 1, 2, 2])
     assert merged(cluster_shares(labels, counts, 2)).flatten().tolist() == [2, 4]
     none = merged(cluster_shares(labels, torch.tensor([0, 0, 0, 2]), 2)).flatten()
@@ -136,8 +135,7 @@ def test_equal_experts_merge_without_a_change(fold, tmp_path):
     for layer in (block.mlp for block in model.blocks):
         for values in layer.experts.parameters():
             values.data[2:] = values.data[:2]  # 0 and 2 are one, 1 and 3
-    reduction = Merge(left=0.5, fold=fold)
-    save_model(tmp_path, reduction.reduce_model(model, small_data().train))
+    save_model(tmp_path, Merge(left=0.5, fold=fold).reduce_model(model, small_data().train))
     merged, before = load_model(tmp_path)(IMAGES), model(IMAGES)
     torch.testing.assert_close(merged.prediction, before.prediction, atol=1e-5, rtol=1e-4)
     shares = before.routing[0].probs

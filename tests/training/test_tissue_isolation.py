@@ -45,8 +45,7 @@ METHOD = Method(
 
 def of_regions(**changed) -> Method:
     """``METHOD`` with other settings of its region experts."""
-    regions = METHOD.regions.model_copy(update=changed)
-    return METHOD.model_copy(update={"regions": regions})
+    return METHOD.model_copy(update={"regions": METHOD.regions.model_copy(update=changed)})
 
 
 RATES = {"learning_rate": 2e-3, "warmup_epochs": 0}

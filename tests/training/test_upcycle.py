@@ -47,21 +47,11 @@ CAPTIONS = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64
 CAPTIONED = IMAGE.model_copy(update={"task": CAPTIONS})
 ROUTER = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
 # Another value of every setting, the teacher's; "kind" is always compared.
-TRANSFORMER = {
-    "patch": 2,
-    "width": 32,
-    "depth": 3,
-    "heads": 4,
-    "mlp_ratio": 1.0,
-    "pooling": "mean",
-    "position_on_class": False,
-    "layer_scale": 0.1,
-    "qkv_bias": False,
-    "pre_norm": True,
-    "activation": "quick_gelu",
-    "norm_eps": 0.01,
-    "drop_path": 0.1,
-}
+TRANSFORMER = (
+    {"patch": 2, "width": 32, "depth": 3, "heads": 4, "mlp_ratio": 1.0, "pooling": "mean"}
+    | {"position_on_class": False, "layer_scale": 0.1, "qkv_bias": False, "pre_norm": True}
+    | {"activation": "quick_gelu", "norm_eps": 0.01, "drop_path": 0.1}
+)
 VOLUME_TRANSFORMER = {"stem": "conv", "pool": 2, "stem_width": 8, "positions": "sinusoidal"}
 SWIN = {"patch": 1, "width": 32, "depths": (1, 2), "heads": (2, 4), "mlp_ratio": 1.0}
 SWIN |= {"qkv_bias": False, "drop_path": 0.1}

@@ -113,8 +113,7 @@ def test_fashion_mnist_is_fetched_and_checked(server, tmp_path, monkeypatch):
     monkeypatch.setattr(fashion_mnist, "URL", url)
     monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(folder))
     settings = FashionMnist(root=str(tmp_path / "raw"), download=True)
-    card = settings.write(tmp_path / "out")
-    assert sum(card["counts"]["test"].values()) == 60
+    assert sum(settings.write(tmp_path / "out")["counts"]["test"].values()) == 60
     assert len(list((tmp_path / "raw").iterdir())) == 4
     monkeypatch.setattr(fashion_mnist, "URL", "http://127.0.0.1:9/")
     settings.write(tmp_path / "again")  # found on disk: no second download

@@ -296,8 +296,7 @@ def unpacked(split: Split) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_cluster_is_its_centre_and_the_label_its_features_sign(tmp_path):
     source = Clusters(**FEW, clusters=3, grid=3)
-    rule = source._rule()
-    directions = np.concatenate(rule)
+    directions = np.concatenate(source._rule())
     assert np.allclose(directions @ directions.T, np.eye(6))
     split = prepared_vectors(source, tmp_path).test
     values, kinds = unpacked(split)

@@ -156,8 +156,7 @@ COLOURS = ("red", "green", "blue", "white", "black")
 
 def picture(path, number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.full((20, 30, 3), number * 9 % 256, np.uint8)
-    Image.fromarray(pixels).save(path)
+    Image.fromarray(np.full((20, 30, 3), number * 9 % 256, np.uint8)).save(path)
 
 
 def coco(root, number: int = 20, year: str = "train2014", first: int = 0):
@@ -198,8 +197,7 @@ def spoken(data: Prepared, split: str, image: int, place: int) -> str:
 
 
 def test_coco_by_its_annotations(tmp_path):
-    files = coco(tmp_path), coco(tmp_path, 5, "val2014", first=100)
-    annotations = tuple(map(str, files))
+    annotations = tuple(map(str, (coco(tmp_path), coco(tmp_path, 5, "val2014", first=100))))
     settings = CocoCaptions(
         root=str(tmp_path), annotations=annotations, size=8, context=10, test=0.2
     )

@@ -163,8 +163,7 @@ def test_image_folder_without_splits(tmp_path, channels):
     image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
     settings = ImageFolder(root=str(tmp_path / "raw"), size=8, channels=channels, licence="ours")
     card = settings.write(tmp_path / "out")
-    counts = [tuple(card["counts"][split].values()) for split in SPLITS]
-    assert counts == [(14, 22), (2, 2), (4, 6)]
+    assert [tuple(card["counts"][split].values()) for split in SPLITS] == [(14, 22), (2, 2), (4, 6)]
     assert card["task"]["classes"] == ["cat", "dog"] and card["licence"] == "ours"
     assert Prepared.open(tmp_path / "out").train.images.shape == (36, channels, 8, 8)
 

@@ -49,8 +49,7 @@ def test_words_are_lower_case_and_apart_from_punctuation():
 
 
 def test_rare_words_are_unknown():
-    lines = [["b", "a", "b"], ["c", "a", "b"]]
-    words = build_vocabulary(lines, 2)
+    words = build_vocabulary([["b", "a", "b"], ["c", "a", "b"]], 2)
     assert words == ["<eos>", "<unk>", "b", "a"]
     numbers = {word: number for number, word in enumerate(words)}
     assert number_tokens([["a", "c"], []], numbers).tolist() == [3, 1, 0, 0]
@@ -138,10 +137,8 @@ def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="th
 
 
 def test_wikitext_is_counted_as_papers_count_it(tmp_path):
-    source = written(tmp_path / "raw")
-    card = source.write(tmp_path / "out")
-    words = "the cat <eos> sat a end <unk>".split()
-    assert read_vocabulary(tmp_path / "out", 7) == words
+    card = written(tmp_path / "raw").write(tmp_path / "out")
+    assert read_vocabulary(tmp_path / "out", 7) == "the cat <eos> sat a end <unk>".split()
     with pytest.raises(UserError, match=r"vocabulary.txt: found 7 words; allowed: 8; run the"):
         read_vocabulary(tmp_path / "out", 8)
     train = np.load(tmp_path / "out/train_tokens.npy")
@@ -184,20 +181,17 @@ def mosaics(tmp_path_factory):
     return Prepared.open(folder, verify=True)
 
 
-def spoken(data: Prepared, tokens) -> str:
-    words = load_tokenizer(data.folder, data.task).vocabulary
-    return " ".join(words[token] for token in tokens if token > 2)
-
-
 def test_captions_say_what_lies_where(mosaics):
     names = mosaics.task.answers
+    words = load_tokenizer(mosaics.folder, mosaics.task).vocabulary
     assert names == (f"captions of {mosaics.task.words} words ({mosaics.task.vocabulary[:12]})",)
     layouts = draw_layouts(10, SETTINGS)["test"]
     classes = [str(number) for number in range(10)]
     for image in (0, 17, 49):
         for place, text in enumerate(layout_captions([classes[one] for one in layouts[image]])):
             expected = text.replace(",", " ,").replace(":", " :").replace(";", " ;")
-            assert spoken(mosaics, mosaics.test.labels[image, place]) == expected
+            tokens = mosaics.test.labels[image, place]
+            assert " ".join(words[token] for token in tokens if token > 2) == expected
 
 
 def test_cells_are_images_of_the_class_that_the_caption_names(mosaics, tmp_path):
@@ -207,8 +201,7 @@ def test_cells_are_images_of_the_class_that_the_caption_names(mosaics, tmp_path)
     images = np.asarray(source.test.images)
     for mosaic, layout in zip(mosaics.test.images[:10], layouts, strict=False):
         for place, (row, column) in enumerate(((0, 0), (0, 8), (8, 0), (8, 8))):
-            cell = mosaic[:, row : row + 8, column : column + 8]
-            same = (images == cell).all(axis=(1, 2, 3))
+            same = (images == mosaic[:, row : row + 8, column : column + 8]).all(axis=(1, 2, 3))
             assert layout[place] in source.test.labels[same]
 
 

@@ -150,8 +150,7 @@ def test_cutmix_takes_whole_pixels_in_a_box():
     mixed, soft = mix_images(images, labels, classes(64), Mix(cutmix=1.0), generator_for(0))
     foreign = (mixed != images)[:, 0]
     assert torch.equal(foreign, foreign.any(2, keepdim=True) & foreign.any(1, keepdim=True))
-    own = soft[labels, labels]
-    assert torch.allclose(own, 1 - foreign.float().mean((1, 2)), atol=1e-6)
+    assert torch.allclose(soft[labels, labels], 1 - foreign.float().mean((1, 2)), atol=1e-6)
 
 
 def test_mixing_is_a_function_of_the_generator():

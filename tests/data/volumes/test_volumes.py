@@ -20,25 +20,14 @@ from moecore.data.layouts.volumes import VolumeSplitToWrite, unusual_volume_flag
 from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
+from moecore.data.volumes import volume_preparation
 from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_preparation import (
-    REGIONS,
-    Grid,
-    VolumeWithTissueShares,
-    brain_window_start,
-    cut_window,
-    load_volume,
-    normalise_intensities,
-    read_volume,
-    resample_masked_volume,
-    resample_volume,
-)
 from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
-GRID = Grid(voxel_mm=6, size=(32, 32, 32))
+GRID = volume_preparation.Grid(voxel_mm=6, size=(32, 32, 32))
 RAS = np.diag([6.0, 6, 6, 1])
 
 
@@ -56,16 +45,16 @@ def test_any_orientation_gives_the_same_volume(tmp_path):
     psr = ras_image.as_reoriented(nibabel.io_orientation(np.diag([-6.0, 6, 6, 1])[[1, 2, 0, 3]]))
     psr.to_filename(tmp_path / "other.nii")
     assert psr.shape == (32, 32, 32) and nibabel.aff2axcodes(psr.affine) != ("R", "A", "S")
-    expected = read_volume(tmp_path / "ras.nii.gz", GRID)
+    expected = volume_preparation.read_volume(tmp_path / "ras.nii.gz", GRID)
     assert expected[0, 22, 10, 26] > 0.6 > expected[0, 9, 21, 5]
     for name in ("las.nii.gz", "other.nii"):
-        assert np.array_equal(read_volume(tmp_path / name, GRID), expected), name
+        assert np.array_equal(volume_preparation.read_volume(tmp_path / name, GRID), expected), name
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
     with pytest.raises(UserError, match=r"^nibabel is not .*: pip install 'moecore\[brain\]'$"):
-        load_volume(tmp_path / "one.nii")
+        volume_preparation.load_volume(tmp_path / "one.nii")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +71,9 @@ def test_read_volume_says_what_is_wrong(tmp_path, values, size, said):
     if values is not None:
         save(tmp_path / "v.nii", values)
     with pytest.raises(UserError, match=said):
-        read_volume(tmp_path / "v.nii", Grid(voxel_mm=6, size=(size,) * 3))
+        volume_preparation.read_volume(
+            tmp_path / "v.nii", volume_preparation.Grid(voxel_mm=6, size=(size,) * 3)
+        )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +92,7 @@ def test_every_kind_of_file_is_read_as_nibabel_reads_it(tmp_path, name, kind):
         image.header.set_slope_inter(0.5, 3)
     image.to_filename(tmp_path / name)
     loaded = nibabel.load(tmp_path / name)
-    volume = load_volume(tmp_path / name)
+    volume = volume_preparation.load_volume(tmp_path / name)
     assert np.array_equal(volume.values, np.asarray(loaded.dataobj, np.float32))
     assert np.array_equal(volume.affine, loaded.affine) and volume.zooms == (6, 6, 6)
 
@@ -135,10 +126,10 @@ def test_an_extension_takes_no_memory(tmp_path, offset, length, said):
     tracemalloc.start()
     try:
         if said is None:
-            assert load_volume(path).values.shape == (8, 8, 8)
+            assert volume_preparation.load_volume(path).values.shape == (8, 8, 8)
         else:
             with pytest.raises(UserError, match=said):
-                load_volume(path)
+                volume_preparation.load_volume(path)
         assert tracemalloc.get_traced_memory()[1] < 2**21
     finally:
         tracemalloc.stop()
@@ -161,7 +152,7 @@ def test_a_damaged_header_of_mgz_is_said(tmp_path, start, numbers, said):
         content = content[:100]
     (tmp_path / "one.mgz").write_bytes(gzip.compress(content))
     with pytest.raises(UserError, match=f"one.mgz: .*{said}"):
-        load_volume(tmp_path / "one.mgz")
+        volume_preparation.load_volume(tmp_path / "one.mgz")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +164,7 @@ def test_resampling_keeps_a_shape(old, new):
     axes = [(np.arange(n) - (n - 1) / 2) * side for n, side in zip(sides, old, strict=True)]
     points = np.meshgrid(*axes, indexing="ij")
     ball = (np.hypot(np.hypot(points[0] - 4, points[1]), points[2]) < 24).astype(np.float32)
-    found = resample_volume(ball, old, new)
+    found = volume_preparation.resample_volume(ball, old, new)
     assert found.sum() * new**3 == pytest.approx(4 / 3 * np.pi * 24**3, rel=0.03)
     assert 0 <= found.min()
     assert found.max() <= 1.001
@@ -186,7 +177,7 @@ def test_the_background_does_not_darken_the_rim():
     t1 = np.full((30, 30, 30), 7, np.float32)
     mask = np.zeros((30, 30, 30), bool)
     mask[6:24, 6:24, 6:24] = True
-    values, inside = resample_masked_volume(t1, mask, (1.0, 1.0, 1.0), 2.0)
+    values, inside = volume_preparation.resample_masked_volume(t1, mask, (1.0, 1.0, 1.0), 2.0)
     assert inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
     assert np.allclose(values[inside], 7, rtol=1e-5)
     assert (values[~inside] == 0).all()
@@ -197,7 +188,9 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    found = cut_window(mask, brain_window_start(mask, (16, 32, 48)), (16, 32, 48))
+    found = volume_preparation.cut_window(
+        mask, volume_preparation.brain_window_start(mask, (16, 32, 48)), (16, 32, 48)
+    )
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
         where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
@@ -208,15 +201,15 @@ def test_normalising_by_hand():
     # 101 values 0..100 inside: the 1st and 99th percentile are 1 and 99; 50 is in the middle:
     # 0.01 + 0.99/2
     volume = np.arange(125, dtype=np.float32).reshape(5, 5, 5)
-    found = normalise_intensities(volume, volume <= 100).ravel()
+    found = volume_preparation.normalise_intensities(volume, volume <= 100).ravel()
     assert found[[0, 1, 50, 99, 100, 101]] == pytest.approx([0.01, 0.01, 0.505, 1, 1, 0])
     with pytest.raises(ValueError, match="are 0"):
-        normalise_intensities(volume * 0, volume > 0)
+        volume_preparation.normalise_intensities(volume * 0, volume > 0)
 
 
 def test_flags():
     t1, regions = head()
-    image = normalise_intensities(t1, t1 > 0)[None]
+    image = volume_preparation.normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
     assert unusual_volume_flags(image, shares) == [] == unusual_volume_flags(image, None)
     assert (
@@ -282,7 +275,9 @@ def written(folder, **changed):
         split: VolumeSplitToWrite(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
-    card = age_cohort_card("Made", (16, 16, 32), 3.0, REGIONS, ("none", "here"), simulated=True)
+    card = age_cohort_card(
+        "Made", (16, 16, 32), 3.0, volume_preparation.REGIONS, ("none", "here"), simulated=True
+    )
     return write_volumes(folder, Made(), card, parts | changed), volumes, rows
 
 
@@ -364,7 +359,7 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     cache = VolumeCache(tmp_path / "cache", {})
     path = cache.subject_path({"t1": file})
     assert cache.subject_path({"t1": file}) == path
-    made = VolumeWithTissueShares(np.ones((1, 2, 2, 2), np.float16), regions)
+    made = volume_preparation.VolumeWithTissueShares(np.ones((1, 2, 2, 2), np.float16), regions)
     save_cached_volume(path, made)
     kept = read_cached_volume(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16
@@ -379,7 +374,9 @@ def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):
     values[20:40, 20:40, 20:40] = np.random.default_rng(0).uniform(1, 2, (20, 20, 20))
     nibabel.save(nibabel.Nifti1Image(values, np.diag([90.0, 90.0, 90.0, 1.0])), tmp_path / "v.nii")
     with pytest.raises(UserError, match="v.nii: is 5,760 × 5,760 × 5,760 mm large, 191,102,97"):
-        read_volume(tmp_path / "v.nii", Grid(voxel_mm=1.0, size=(32, 32, 32)))
+        volume_preparation.read_volume(
+            tmp_path / "v.nii", volume_preparation.Grid(voxel_mm=1.0, size=(32, 32, 32))
+        )
     os.mkfifo(tmp_path / "pipe.nii")
     with pytest.raises(UserError, match="pipe.nii: no file"):
-        read_volume(tmp_path / "pipe.nii", Grid())
+        volume_preparation.read_volume(tmp_path / "pipe.nii", volume_preparation.Grid())

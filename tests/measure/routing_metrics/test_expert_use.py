@@ -143,8 +143,7 @@ def test_the_first_choice_is_the_most_probable_of_the_chosen():
 def test_iou_by_hand():
     before = masks("xx..", "xx..", "xx..", "....", "....", "xx..")
     after = masks("xx..", "x.x.", "..xx", "....", "x...", "x...")
-    expected = [1, 1 / 3, 0, 1, 0, 0.5]
-    assert choice_iou(before, after)[0].tolist() == pytest.approx(expected)
+    assert choice_iou(before, after)[0].tolist() == pytest.approx([1, 1 / 3, 0, 1, 0, 0.5])
 
 
 def test_change_of_choice_and_of_processing_differ_under_capacity():

@@ -12,14 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
-from moecore.measure.routing_metrics.epochs import (
-    EpochWatch,
-    explorer_image_indices,
-    region_rows,
-    shuffle_tissue_in_brain,
-    spread_places,
-    watched_epochs,
-)
+from moecore.measure.routing_metrics import epochs
 from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
     SweepImages,
     copy_with_router,
@@ -69,7 +62,9 @@ def test_rows_by_hand():
     volumes[:, 0, 0, 0, 0], regions[:, 0, 0, 0, 0] = 0.9, 255
     for volume, place in ((0, (3, 3, 3)), (1, (3, 3, 3)), (1, (0, 3, 3))):
         volumes[(volume, 0, *place)], regions[(volume, 1, *place)] = 0.1, 255
-    rows = {row.region: row for row in region_rows(Bright(), volumes, regions, ("a", "b"), NAMES)}
+    rows = {
+        row.region: row for row in epochs.region_rows(Bright(), volumes, regions, ("a", "b"), NAMES)
+    }
     assert list(rows) == ["a", "b", "random_a", "random_b"]
     for tissue, best in (("a", "wm"), ("b", "gm")):
         names, scores = zip(*rows[tissue].experts, strict=True)
@@ -87,11 +82,13 @@ def test_a_share_scales_the_voxels():
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = shuffle_tissue_in_brain(share, brain, 3)
+    found = epochs.shuffle_tissue_in_brain(share, brain, 3)
     assert torch.equal(found[brain].sort().values, share[brain].sort().values)
     assert (found[~brain] == 0).all() and not torch.equal(found, share)
-    assert not torch.equal(found, shuffle_tissue_in_brain(share, brain, 4))
-    two = shuffle_tissue_in_brain(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
+    assert not torch.equal(found, epochs.shuffle_tissue_in_brain(share, brain, 4))
+    two = epochs.shuffle_tissue_in_brain(
+        share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3
+    )
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -152,22 +149,22 @@ def test_noise_has_its_size_and_moves_nothing():
 
 
 def test_places_are_spread_and_stay(tmp_path):
-    assert spread_places(16, 8) == [0, 8, 4, 12, 2, 10, 6, 14]
+    assert epochs.spread_places(16, 8) == [0, 8, 4, 12, 2, 10, 6, 14]
     for total in (1, 2, 7, 50, 10_000):
-        every = spread_places(total, 32)
+        every = epochs.spread_places(total, 32)
         assert len(every) == len(set(every)) == min(32, total)
         assert all(0 <= place < total for place in every)
-        assert [spread_places(total, number) for number in (1, 5)] == [every[:1], every[:5]]
-    assert sorted(spread_places(7, 99)) == list(range(7))
+        assert [epochs.spread_places(total, number) for number in (1, 5)] == [every[:1], every[:5]]
+    assert sorted(epochs.spread_places(7, 99)) == list(range(7))
     # of volumes fewer than of images
-    assert len(explorer_image_indices(images(), 32)) == 32
-    assert len(explorer_image_indices(volumes(tmp_path).data, 32)) == 6
+    assert len(epochs.explorer_image_indices(images(), 32)) == 32
+    assert len(epochs.explorer_image_indices(volumes(tmp_path).data, 32)) == 6
 
 
 def test_watched_epochs():
-    assert watched_epochs(1) == (1,)
-    assert watched_epochs(5) == (1, 2, 3, 4, 5)
-    many = watched_epochs(300)
+    assert epochs.watched_epochs(1) == (1,)
+    assert epochs.watched_epochs(5) == (1, 2, 3, 4, 5)
+    many = epochs.watched_epochs(300)
     assert len(many) == 12 and (many[0], many[-1]) == (1, 300)
     steps = {later - earlier for earlier, later in zip(many, many[1:], strict=False)}
     assert steps <= {27, 28}
@@ -176,14 +173,14 @@ def test_watched_epochs():
 def test_what_was_kept_is_what_the_model_did(tmp_path):
     models = {epoch: subject(images(), moe(), seed=epoch) for epoch in (1, 2)}
     data = models[1].data
-    first, second = (EpochWatch(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2))
+    first, second = (epochs.EpochWatch(tmp_path, models[e].model, data, (), 2, 0) for e in (1, 2))
     first.write_trace(1)
     with pytest.raises(UserError, match="traces/0002.json: no such file"):
         first.read_traces()
     second.write_trace(2)
     found = second.read_traces()
     assert [one.epoch for one in found] == [1, 2]
-    where = explorer_image_indices(data, 32)
+    where = epochs.explorer_image_indices(data, 32)
     for one in found:
         assert one.images == tuple(where)
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)

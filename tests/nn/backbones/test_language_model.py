@@ -89,8 +89,7 @@ def test_attention_is_that_of_the_loop():
                 logits = [q @ (key[stream, token + j, part] + positions[:, j]) for j in range(3)]
                 share = (torch.stack(logits) / 2).softmax(0)
                 heads.append(share @ value[stream, token : token + 3, part])
-            wanted = attention.proj(torch.cat(heads))
-            torch.testing.assert_close(found[stream, token], wanted)
+            torch.testing.assert_close(found[stream, token], attention.proj(torch.cat(heads)))
     assert weights.shape == (2, 5, 5)
     torch.testing.assert_close(weights[:, 3:].sum(-1), torch.ones(2, 2), msg="all in the block")
     assert not weights.triu().any(), "neither itself nor what follows"
@@ -165,8 +164,7 @@ def test_in_training_the_cache_goes_on():
         torch.testing.assert_close(torch.cat([step[row] for step in steps]), wanted)
     assert not made.memory.states.requires_grad
     made.memory.clear()
-    again = made.train()(tokens[:, None, :4]).prediction
-    torch.testing.assert_close(again, steps[0])
+    torch.testing.assert_close(made.train()(tokens[:, None, :4]).prediction, steps[0])
     made.remember(0)
     assert not any("memory" in name for name in made.state_dict())
 

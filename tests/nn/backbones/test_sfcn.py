@@ -38,8 +38,7 @@ def test_the_layers_in_the_order_of_the_authors():
     ]
     last = (nn.Conv3d(8, 6, 1), nn.BatchNorm3d(6), nn.ReLU())
     theirs = nn.Sequential(*halving[0], *halving[1], *last, nn.AvgPool3d(4), nn.Conv3d(6, 3, 1))
-    ours = model.state_dict()
-    pairs = zip(theirs.state_dict().items(), ours.values(), strict=True)
+    pairs = zip(theirs.state_dict().items(), model.state_dict().values(), strict=True)
     theirs.load_state_dict({name: value.view(like.shape) for (name, like), value in pairs})
     volumes = torch.rand(2, 1, 16, 16, 16)
     output = model(volumes)
@@ -53,8 +52,7 @@ def test_the_layers_in_the_order_of_the_authors():
 def test_labels_over_bins_by_hand():
     # Edges 50, 60, 70, 80 and a deviation of 5: 60 is split in halves but for what lies above 70,
     # 1 − Φ(2) = 0.0228; 90 lies beyond all bins, and all but Φ(−4) falls to the last.
-    edges = torch.tensor([50.0, 60, 70, 80])
-    rows = soft_labels(torch.tensor([60.0, 90.0]), edges, 5.0)
+    rows = soft_labels(torch.tensor([60.0, 90.0]), torch.tensor([50.0, 60, 70, 80]), 5.0)
     expected = torch.tensor([[0.5, 0.4772, 0.0228], [0.0, 0.0, 1.0]])
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
 

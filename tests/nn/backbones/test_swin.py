@@ -235,8 +235,7 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
     dense = spread(swin(kind, window=8).build(IMAGE.model_copy(update={"size": 16})))
     image = IMAGE.model_copy(update={"size": size})
     config = inherit_pretrained_windows(swin(kind, window=window), image, dense)
-    learned = config.trained_on(image).pretrained_windows
-    assert learned == (None if kind == "swin" else (8, 8))
+    assert config.trained_on(image).pretrained_windows == (None if kind == "swin" else (8, 8))
     moe = MoESettings(router=TOP_1, experts=EXPERTS)
     sparse = upcycle_model(config.build(image, moe), dense).eval()
     moved = dense.config.trained_on(dense.image).model_copy(update={"window": window}).build(image)
@@ -264,8 +263,7 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
     card = {**IMAGE.model_dump(mode="json"), "kind": "drawn"}
     data = Prepared(card, images(4), images(4), images(4))
     config = swin(kind, window=8)
-    job = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu")
-    learned = job.model
+    learned = build_pretraining(method, config, SHIFTED, data, tmp_path, 0, "cpu").model
     save_model(tmp_path / "dense", dense)
     moved = load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)

@@ -11,13 +11,8 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
+from moecore.nn.backbones import two_towers
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
-from moecore.nn.backbones.two_towers import (
-    TextTowerSettings,
-    TextTransformer,
-    TwoTowers,
-    caption_fingerprints,
-)
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
@@ -32,9 +27,9 @@ from tests.training.small import CPU
 
 TASK = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64)
 IMAGE = ImageSpec(channels=1, size=8, mean=(0.5,), std=(0.3,), task=TASK)
-SMALL = TwoTowers(
+SMALL = two_towers.TwoTowers(
     image=Vit(patch=4, width=16, depth=4, heads=2),
-    text=TextTowerSettings(width=16, depth=2, heads=2),
+    text=two_towers.TextTowerSettings(width=16, depth=2, heads=2),
     joint=6,
 )
 SETTINGS = Training(epochs=2, batch=10, learning_rate=1e-2, log_every=2, views={"shift": 1})
@@ -63,7 +58,7 @@ def split(count: int, seed: int = 0) -> Split:
     return Split(pixels.astype(np.uint8), captions(count, seed))
 
 
-def captioned(method: Method | dict, backbone: TwoTowers = SMALL) -> TrainingJob:
+def captioned(method: Method | dict, backbone: two_towers.TwoTowers = SMALL) -> TrainingJob:
     method = Method.model_validate(method)
     torch.manual_seed(0)
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
@@ -79,7 +74,7 @@ def fit(job: TrainingJob) -> list[dict[str, float]]:
 
 
 @torch.no_grad()
-def slow(tower: TextTransformer, tokens: list[int], quick: bool = False) -> torch.Tensor:
+def slow(tower: two_towers.TextTransformer, tokens: list[int], quick: bool = False) -> torch.Tensor:
     """CLIP's text encoder as it is written down: one caption, one head and one token at a time."""
     heads, width = tower.config.heads, tower.config.width
     size = width // heads
@@ -107,8 +102,8 @@ def slow(tower: TextTransformer, tokens: list[int], quick: bool = False) -> torc
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 def test_the_text_tower_is_clips(activation):
     torch.manual_seed(1)
-    config = TextTowerSettings(width=16, depth=2, heads=2, activation=activation)
-    tower = TextTransformer(config, TASK.model_copy(update={"width": 6})).eval()
+    config = two_towers.TextTowerSettings(width=16, depth=2, heads=2, activation=activation)
+    tower = two_towers.TextTransformer(config, TASK.model_copy(update={"width": 6})).eval()
     tokens = torch.from_numpy(captions(5).reshape(-1, 7))
     found, records = tower(tokens)
     assert records == ()
@@ -121,8 +116,7 @@ def test_what_pads_takes_no_place_in_training_either():
     inner = {"kind": "noisy_top_k", "noise_std": 0}
     router = {"kind": "depth", "share": 0.5, "sampling": "bce", "router": inner}
     text = {"router": router, "experts": {"kind": "mlp", "number": 4}, "blocks": "all"}
-    job = captioned({"text": text})
-    tower = job.model.text.train()
+    tower = captioned({"text": text}).model.text.train()
     padding = torch.randint(3, 20, (8, 3))
     tokens = torch.cat([torch.tensor([[1, 5, 6, 2]]).expand(8, 4), padding], dim=1)
     sides, (first, second) = tower(tokens)
@@ -139,16 +133,16 @@ def test_what_pads_changes_nothing_under_a_causal_mask():
     tokens = torch.tensor([[1, 5, 6, 2, 0, 0, 0], [1, 5, 6, 2, 9, 8, 7]])
     first, second = model.text(tokens)[0]
     torch.testing.assert_close(first, second)
-    text = TextTowerSettings(width=16, heads=2, mask="full")
-    full = TwoTowers(image=SMALL.image, text=text).build(IMAGE)
+    text = two_towers.TextTowerSettings(width=16, heads=2, mask="full")
+    full = two_towers.TwoTowers(image=SMALL.image, text=text).build(IMAGE)
     first, second = full.eval().text(tokens)[0]
     assert not torch.allclose(first, second)  # SigLIP's attends to them
 
 
 def test_a_class_token_reads_the_whole_context():
     torch.manual_seed(1)
-    text = TextTowerSettings(width=16, heads=2, mask="full", pooling="class")
-    model = TwoTowers(image=SMALL.image, text=text, joint=6).build(IMAGE)
+    text = two_towers.TextTowerSettings(width=16, heads=2, mask="full", pooling="class")
+    model = two_towers.TwoTowers(image=SMALL.image, text=text, joint=6).build(IMAGE)
     found = model.targets(torch.from_numpy(captions(3)))
     assert found.shape == (3, 2, 9) and model.text.last is not None
     model.text(torch.from_numpy(captions(3)[:, 0]))[0].square().sum().backward()
@@ -163,8 +157,7 @@ def test_sides_have_length_one_times_the_scale():
     assert (sides[:, -1] == 0).all()
     texts = model.targets(torch.from_numpy(captions(4)))
     torch.testing.assert_close(texts[..., :6].norm(dim=-1), torch.ones(4, 2))
-    sigmoid = SMALL.model_copy(update={"pairs": "sigmoid"}).build(IMAGE).eval()
-    sides = sigmoid(images).prediction
+    sides = SMALL.model_copy(update={"pairs": "sigmoid"}).build(IMAGE).eval()(images).prediction
     assert (sides[:, -1] == -10).all()
     torch.testing.assert_close(sides[:, :-1].norm(dim=1), torch.full((4,), 10.0))
 
@@ -180,7 +173,7 @@ def test_the_scale_ends_at_100_and_comes_back():
 
 def test_marks_tell_captions_apart():
     tokens = torch.from_numpy(captions(3000, 5).reshape(-1, 7))
-    found = caption_fingerprints(tokens)
+    found = two_towers.caption_fingerprints(tokens)
     assert (found < 2**23).all() and torch.equal(found, found.round())
     different = len(torch.unique(tokens, dim=0))
     assert len(torch.unique(found, dim=0)) == different > 3000
@@ -210,8 +203,7 @@ def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, na
 @pytest.mark.parametrize("name", ["vmoe", "ermoe", "stable_moe"])
 def test_routers_of_the_text_tower(name):
     entry = METHODS[name]
-    text = {"router": entry.router, "experts": entry.experts, "blocks": (1,)}
-    job = captioned({"text": text})
+    job = captioned({"text": {"router": entry.router, "experts": entry.experts, "blocks": (1,)}})
     fit(job)
     tokens = torch.from_numpy(captions(5)[:, 0])
     _, records = job.model.eval().text(tokens)

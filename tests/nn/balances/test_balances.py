@@ -220,8 +220,7 @@ def test_jitter_moves_what_the_router_sees_and_no_loss():
     # (1, −2) times (.95, 1.08) by rows (½, ¼), (−¼, 1): −.065 and −2.3975; clean 0 and −2.25.
     router = router_of(2, 2, k=1, noise_std=0.0, input_jitter=0.1)
     router.weight.data = torch.tensor([[0.5, 0.25], [-0.25, 1.0]])
-    token = torch.tensor([[[1.0, -2.0]]])
-    moved = router.logits(token * torch.tensor([0.95, 1.08]))
+    moved = router.logits(torch.tensor([[[1.0, -2.0]]]) * torch.tensor([0.95, 1.08]))
     torch.testing.assert_close(moved, torch.tensor([[[-0.065, -2.3975]]]))
     tokens = torch.randn(4, 50, 2)
     torch.manual_seed(5)

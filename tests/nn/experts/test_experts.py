@@ -333,8 +333,7 @@ def test_one_token_by_hand():
     layer.router.residual.data = 0.1 * torch.eye(5)
     layer.zero_computation.vectors.data = torch.tensor([[0.5, 0.5]])
     layer.zero_computation.mixing.data = torch.eye(2)[None]
-    context = RoutingContext(previous=torch.tensor([[[1.0, 0, 0, 0, 2]]]))
-    output, (record,) = layer(token, context)
+    output, (record,) = layer(token, RoutingContext(previous=torch.tensor([[[1.0, 0, 0, 0, 2]]])))
     torch.testing.assert_close(record.logits.flatten(), torch.tensor([0.2, 0.1, 0.8, 0.2, 1.1]))
     weights = torch.tensor([0, 0, 0.253545, 0, 0.34225])
     torch.testing.assert_close(record.combine.flatten(), weights, atol=1e-6, rtol=0)

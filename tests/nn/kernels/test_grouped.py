@@ -167,10 +167,6 @@ def mlp_inputs(sizes, dtype=torch.float32):
     return rows, up, up_bias, down, down_bias, offsets
 
 
-def slow_mlp(rows, up, up_bias, down, down_bias, offsets):
-    return slow(gelu(slow(rows, up, up_bias, offsets)), down, down_bias, offsets)
-
-
 @pytest.mark.parametrize(
     ("sizes", "low"), [((3, 0, 5, 1), False), ((0, 0, 7), True), ((40, 36, 0), True), ((1,), False)]
 )
@@ -178,7 +174,8 @@ def test_an_mlp_at_once_is_two_maps_with_gelu_between(way, sizes, low):
     *leaves, offsets = mlp_inputs(sizes)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
         actual = grouped_mlp(*leaves, offsets)
-    expected = slow_mlp(*leaves, offsets)
+    rows, up, up_bias, down, down_bias = leaves
+    expected = slow(gelu(slow(rows, up, up_bias, offsets)), down, down_bias, offsets)
     towards = torch.randn(sum(sizes), 8, generator=torch.Generator().manual_seed(2))
     found = torch.autograd.grad(actual, leaves, towards.to(actual.dtype), retain_graph=True)
     wanted = torch.autograd.grad(expected, leaves, towards)
@@ -221,8 +218,7 @@ def test_flops_are_counted_once_the_formula_is_registered(way):
     with FlopCounterMode(display=False) as counter:
         grouped_linear(rows, weight, None, offsets).square().sum().backward()
     # forward, rows' gradient, weights' gradient: 2·R·i·o each; a group has free slots, 3·3 in all
-    computed = 9 if way == "groups" else 5
-    assert counter.get_total_flops() == 3 * 2 * computed * 8 * 4
+    assert counter.get_total_flops() == 3 * 2 * (9 if way == "groups" else 5) * 8 * 4
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 4, 8, 32]))

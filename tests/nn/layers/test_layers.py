@@ -125,8 +125,7 @@ def test_under_autocast_the_scale_is_not_rounded():
 def test_rates_rise_in_equal_steps_and_equal_timms():
     assert block.drop_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
     for depth in (1, 2, 12):
-        timms = torch.linspace(0, 0.1, depth).tolist()
-        assert block.drop_rates(0.1, depth) == pytest.approx(timms)
+        assert block.drop_rates(0.1, depth) == pytest.approx(torch.linspace(0, 0.1, depth).tolist())
 
 
 def test_both_branches_of_a_block_drop_as_timms_do():
@@ -229,8 +228,7 @@ def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
     assert record.probs.shape == (*recorded, 4)
     # all four are chosen: each token is the weighted sum of all experts on it
     weights = record.combine.reshape(*shape[:-1], 4)
-    expected = reference.weighted_sum(layer.feed_forward, tokens, weights)
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(output, reference.weighted_sum(layer.feed_forward, tokens, weights))
 
 
 def test_of_torch_func_gradients_work_and_other_transforms_are_refused():
@@ -300,8 +298,7 @@ def test_records_are_collected_inside_the_with_in_the_order_of_the_calls():
 
 
 def test_a_compiled_model_leaves_records_too():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), alone())
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), alone()), backend="eager")
     compiled(torch.randn(5, 8))
     for _ in range(2):
         with routing_collector(compiled) as records:

@@ -99,8 +99,7 @@ def slow_expert(experts, e, x):
 
 def by_hand(*scores, **router):
     """The record of one token with these scores."""
-    settings = Eigenbasis(**router)
-    return settings.build(8, len(scores)).decide(torch.tensor([[scores]]))[2]
+    return Eigenbasis(**router).build(8, len(scores)).decide(torch.tensor([[scores]]))[2]
 
 
 EYE = torch.eye(3)
@@ -317,8 +316,7 @@ def test_padded_rows_are_finite_and_get_no_gradient():
     # Every pair's row is its token on its expert's basis. Each row's gradient goes to its own
     # projection; that of padding, even where there is one, goes nowhere.
     numbers = torch.searchsorted(rows.offsets, plan.plan.rows.int(), right=True).view(2, 120, 2)
-    chosen = torch.zeros_like(record.chosen).scatter(-1, numbers, True)
-    assert torch.equal(chosen, record.chosen)
+    assert torch.equal(torch.zeros_like(record.chosen).scatter(-1, numbers, True), record.chosen)
     towards = torch.randn_like(rows.values)
     (gradient,) = torch.autograd.grad((rows.values * towards).sum(), plan.projections)
     expected = torch.zeros_like(gradient)

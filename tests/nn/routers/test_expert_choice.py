@@ -155,8 +155,7 @@ def router_of(**settings):
 
 def pass_tokens(plan, tokens):
     """What comes back if every expert gives the token as it is."""
-    rows = plan.dispatch(tokens).values
-    return plan.combine(rows)
+    return plan.combine(plan.dispatch(tokens).values)
 
 
 def test_the_largest_scores_take_part_by_hand():
@@ -208,8 +207,7 @@ def test_the_layer_is_the_inner_one_of_those_that_take_part_times_their_scores()
         gates = (values @ layer.router.router.weight.T).softmax(dim=-1)
         top = gates.topk(2, dim=-1)
         combine = torch.zeros_like(gates).scatter(-1, top.indices, top.values)
-        factors = (scores * takes_part).unsqueeze(-1)
-        return reference.weighted_sum(layer, values, combine * factors)
+        return reference.weighted_sum(layer, values, combine * (scores * takes_part).unsqueeze(-1))
 
     reference.assert_like(layer, tokens, slow)
 
@@ -297,8 +295,7 @@ def slow_layer(layer, tokens, number):
         mixing = exponents / exponents.sum(dim=0, keepdim=True)
         total = 0
         for column in range(len(slots)):
-            mixed = mixing[:, column] @ image
-            answer = reference.expert_output(layer, column // number, mixed)
+            answer = reference.expert_output(layer, column // number, mixing[:, column] @ image)
             total = total + weights[:, column, None] * answer
         outputs.append(total)
     return torch.stack(outputs)
@@ -407,8 +404,7 @@ def test_once_frozen_it_is_the_inner_router_without_noise_and_without_gradient(s
 
 
 def test_once_frozen_nothing_is_planned():
-    plan = {"kind": "sinkhorn", "group_size": 2}
-    layer, _ = both(k=1, noise_std=0.0, balance=plan)
+    layer, _ = both(k=1, noise_std=0.0, balance={"kind": "sinkhorn", "group_size": 2})
     tokens = torch.randn(2, 30, 8) + 1  # alike, so that the logits prefer one expert
 
     def chosen_by(mode, context):

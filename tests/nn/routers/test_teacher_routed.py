@@ -285,12 +285,10 @@ def test_the_balance_of_strengths_by_hand():
     penalty = decide(0.0, 0.0, 0.0, bal_comp=1.0)[2].penalty
     torch.testing.assert_close(penalty, torch.tensor([[1.147424, 1.126370]]), atol=1e-6, rtol=0)
     # where the second only pads, expert 1 has won all: 3 P_1
-    pads = torch.tensor([[False, True]])
-    alone = decide(0.0, 0.0, 0.0, bal_comp=1.0, padding=pads)[2].penalty
+    alone = decide(0.0, 0.0, 0.0, bal_comp=1.0, padding=torch.tensor([[False, True]]))[2].penalty
     assert alone[0, 0].item() == pytest.approx(1.239487, abs=1e-6)
     # the code's default; weighted as it says; it moves the experts and not the router
-    default = Competition(router_weight=0, chosen_weight=0, diversity_weight=0)
-    assert default.bal_comp == 0.01
+    assert Competition(router_weight=0, chosen_weight=0, diversity_weight=0).bal_comp == 0.01
     router, outputs, record = decide(0.0, 0.0, 0.0, bal_comp=0.01)
     torch.testing.assert_close(record.penalty, 0.01 * penalty)
     inputs = (router.weight, outputs)
@@ -342,8 +340,7 @@ def test_layers_compete_by_step_and_layer_whatever_else_is_drawn():
     def competing_layers(step, images):
         pixels = torch.rand(images, 1, 8, 8)
         torch.manual_seed(step)
-        routing = vit(pixels, progress=0.5).routing
-        return tuple(bool(record.penalty.any()) for record in routing)
+        return tuple(bool(record.penalty.any()) for record in vit(pixels, progress=0.5).routing)
 
     schedule = [competing_layers(step, 3) for step in range(8)]
     assert schedule == [competing_layers(step, 5) for step in range(8)]

@@ -241,8 +241,7 @@ def test_deepseeks_loss_counts_as_it_is_told(counts, value):
     # The first expert's bias −.3 changes the second choice alone: .7 − .3 < .5; .9 − .3 ≥ .6.
     scores = torch.tensor([[[0.9, 0.6, 0.3], [0.7, 0.5, 0.4]], [[0.2, 0.8, 0.6], [0.9, 0.1, 0.3]]])
     biased = torch.nn.functional.one_hot(torch.tensor([[0, 1], [1, 0]]), 3).bool()
-    probs = scores / scores.sum(dim=-1, keepdim=True)
-    layer = record(probs=probs)._replace(chosen=biased)
+    layer = record(probs=scores / scores.sum(dim=-1, keepdim=True))._replace(chosen=biased)
     term = SwitchBalance(level="sequence", count_from=counts)
     assert term(step(layer)).item() == pytest.approx(value, abs=1e-6)
 

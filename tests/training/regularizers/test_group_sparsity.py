@@ -87,8 +87,7 @@ def test_gaussian_filter_by_hand():
 
 def test_a_map_with_two_rows_cuts_the_filter():
     # 8 experts: a 2 × 4 map, 2 × 3 windows, two of them, side by side.
-    corners = [value(one_hot(expert, 8)) for expert in (0, 4, 3)]
-    assert corners == [near(math.sqrt(1 / 6))] * 3
+    assert [value(one_hot(expert, 8)) for expert in (0, 4, 3)] == [near(math.sqrt(1 / 6))] * 3
     assert value(one_hot(1, 8)) == value(one_hot(6, 8)) == near(2 * math.sqrt(1 / 6))
     # Gaussian: both rows weigh ½, columns ¼, ½, ¼. Expert 2 ends the first window and is in the
     # middle of the second.
@@ -164,8 +163,7 @@ def test_the_authors_term_is_the_mean_with_another_weight(tokens, experts, print
     logits = torch.randn(1, tokens, experts, generator=generator, dtype=torch.float64)
     probs = (logits / 4).softmax(-1)
     ours = weight * group_sparsity(probs=probs, size=3, sigma=1.5)
-    theirs = printed * by_the_authors(probs, 1.5, 1e-12)
-    assert ours.item() == pytest.approx(theirs, rel=1e-6)
+    assert ours.item() == pytest.approx(printed * by_the_authors(probs, 1.5, 1e-12), rel=1e-6)
     shown = printed * group_sparsity(probs=probs, size=3, sigma=1.5, reduction="authors")
     assert shown.item() == pytest.approx(printed * by_the_authors(probs, 1.5, 1e-8), rel=1e-6)
 
@@ -371,8 +369,7 @@ BOTH = torch.tensor([[True, True]])
 
 
 def test_pairs_by_hand():
-    expected = (VALUE + math.log(2)) / 2
-    assert jensen_shannon(FIRST, SECOND, BOTH).item() == pytest.approx(expected)
+    assert jensen_shannon(FIRST, SECOND, BOTH).item() == pytest.approx((VALUE + math.log(2)) / 2)
     one = torch.tensor([[True, False]])
     assert jensen_shannon(FIRST, SECOND, one).item() == pytest.approx(VALUE)
     assert jensen_shannon(FIRST, SECOND, ~BOTH).item() == 0
@@ -389,8 +386,7 @@ def test_bounds_and_symmetries(seed, sharpness):
     assert -1e-12 <= value.item() <= math.log(2) + 1e-12
     torch.testing.assert_close(jensen_shannon(second, first, found), value)
     names = torch.randperm(4)
-    renamed = jensen_shannon(first[..., names], second[..., names], found)
-    torch.testing.assert_close(renamed, value)
+    torch.testing.assert_close(jensen_shannon(first[..., names], second[..., names], found), value)
     assert jensen_shannon(first, first, found).item() == 0
 
 
