@@ -51,8 +51,10 @@ TRANSFORMER = (
     {"patch": 2, "width": 32, "depth": 3, "heads": 4, "mlp_ratio": 1.0, "pooling": "mean"}
     | {"position_on_class": False, "layer_scale": 0.1, "qkv_bias": False, "pre_norm": True}
     | {"activation": "quick_gelu", "norm_eps": 0.01, "drop_path": 0.1}
+    | {"initial_std": 0.1, "position_std": 0.3}
 )
-VOLUME_TRANSFORMER = {"stem": "conv", "pool": 2, "stem_width": 8, "positions": "sinusoidal"}
+STEM = {"stem": "conv", "stem_width": 8}
+VOLUME_TRANSFORMER = STEM | {"pool": 2, "positions": "sinusoidal"}
 SWIN = {"patch": 1, "width": 32, "depths": (1, 2), "heads": (2, 4), "mlp_ratio": 1.0}
 SWIN |= {"qkv_bias": False, "drop_path": 0.1}
 LANGUAGE = {"width": 16, "depth": 3, "heads": 4, "span": 2, "layers": "momentum"}
@@ -72,7 +74,7 @@ SMALL_VIT = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2.0)
 SMALL_SWIN = {"patch": 2, "width": 16, "depths": (2, 2), "heads": (2, 2), "window": 2}
 SMALL_TEXT = TextTowerSettings(width=16, depth=2, heads=2, mlp_ratio=2.0)
 BACKBONES = {
-    "vit": (SMALL_VIT, IMAGE, TRANSFORMER),
+    "vit": (SMALL_VIT, IMAGE, TRANSFORMER | STEM),
     "vit3d": (
         Vit3d(patch=4, width=24, depth=2, heads=2, mlp_ratio=2.0),
         VOLUMES,
@@ -203,7 +205,7 @@ def _owner(config, key: str):
 @pytest.mark.parametrize(
     ("settings", "tried"),
     [
-        (Vit, TRANSFORMER),
+        (Vit, TRANSFORMER | STEM),
         (Vit3d, TRANSFORMER | VOLUME_TRANSFORMER),
         # of windows: tests/nn/backbones/test_swin.py
         *((kind, [*SWIN, "window", "pretrained_windows"]) for kind in (Swin, SwinMoe, SwinV2)),
