@@ -39,8 +39,10 @@ def build_distribution(out: Path, commit: str = "HEAD") -> tuple[Path, Path]:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    # The archives are our own; Python before 3.11.4 has no filters.
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, **options)
 
 
 def _build(source: Path, step: str, out: Path, pattern: str) -> Path:

@@ -12,7 +12,7 @@ from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 
 PANELS = {  # of the help
     "Start": ("quick", "pull", "new", "check", "schema", "upgrade"),
-    "Run": ("plan", "run", "pilot"),
+    "Run": ("plan", "run", "pilot", "tune"),
     "Look": ("ui", "sync"),
     "Use a model": ("predict", "export", "lens"),
     "Studies": ("study", "claims"),

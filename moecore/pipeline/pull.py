@@ -95,7 +95,7 @@ def unpack_run(archive: Path) -> Path:
     run = archive.with_name("run")
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(run, filter="data")
+            _extract_files(tar, run)
     except tarfile.TarError as error:
         raise UserError.at("pull", found=error, allowed="an archive of a run") from None
     ours = load_yaml_document("params.yaml").data
@@ -103,6 +103,19 @@ def unpack_run(archive: Path) -> Path:
         problem = f"an archive of other settings, {change} in it"
         raise UserError.at("params.yaml", found=problem, allowed="the settings of the archive")
     return run
+
+
+def _extract_files(tar: tarfile.TarFile, folder: Path) -> None:
+    # Python before 3.11.4, such as Debian 12's, has no filters of ``extractall``.
+    for member in tar:
+        target = folder / member.name
+        is_inside = ".." not in target.parts and target.is_relative_to(folder)
+        if not is_inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name}, a link or a place outside of the archive")
+        if content := tar.extractfile(member):  # None for a folder
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with content, target.open("wb") as file:
+                shutil.copyfileobj(content, file)
 
 
 def pull_outputs(run: Path, is_forced: bool) -> None:

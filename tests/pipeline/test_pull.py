@@ -1,11 +1,13 @@
 """`moecore pull` in a fresh clone, from an archive of `python -m tools.release`."""
 
 import platform
+import tarfile
 
 import pytest
 
 from moecore.core.files import UserError
 from moecore.pipeline.project import LOCK, hold_project
+from moecore.pipeline.pull import unpack_run
 from tests.project import Project
 from tools.release import pack_run
 
@@ -64,3 +66,16 @@ def test_what_cannot_be_pulled_is_one_line(archive, clone, copied):
     copied.edit("shots: 20", "shots: 21")
     with pytest.raises(UserError, match="stages that would run"):
         pack_run(copied.folder, archive.parent)
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt", "link"])
+def test_an_archive_with_links_or_other_places_is_refused(tmp_path, name):
+    member = tarfile.TarInfo(name)
+    if name == "link":
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/hostname"
+    archive = tmp_path / "run.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.addfile(member)
+    with pytest.raises(UserError, match=r"a link or a place outside of the archive; allowed"):
+        unpack_run(archive)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.tar"]

@@ -49,6 +49,7 @@ def test_tgr_with_eight_experts(pooled):
         each
         for each in pooled
         if (each.answer.claim.paper, each.answer.source, each.answer.claim.method) == key
+        and each.answer.entry
     ]
     entry = found.answer.entry
     assert [len(run["seeds"]) for run in entry["runs"]] == [5, 12]
