@@ -22,7 +22,7 @@ class TransformerSettings(base_model.Backbone):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset(
-        {"mlp_ratio", "activation", "layer_scale", "drop_path", "initial_std", "position_std"}
+        "mlp_ratio activation layer_scale drop_path initial_std position_std stem_width".split()
     )
 
     patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")
