@@ -6,10 +6,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from PIL import Image
 
 from moecore.core.files import UserError
 from moecore.data.card import SPLITS
-from moecore.data.files.fonts import fingerprint_drawings, read_fonts
+from moecore.data.files.fonts import fingerprint_drawings, read_fonts, warp_glyph
 from moecore.data.prepared import Prepared
 from moecore.data.raw_data_changes import describe_change, scan_raw_folders
 from moecore.data.sources.scripts import Scripts
@@ -147,3 +148,14 @@ def test_noto_has_the_scripts_of_the_world(tmp_path):
     settings = Scripts(root=tuple(map(str, NOTO)), per_script=1, train=1, validation=1, test=1)
     data = check_source(settings, tmp_path)
     assert data.card["truth"] == len(data.card["scripts"]) > 110
+
+
+def test_letters_shrink_by_up_to_a_third():
+    block = Image.new("L", (30, 30), 255)
+
+    def ink(distortion: float) -> float:
+        draws = [np.random.default_rng(seed) for seed in range(50)]
+        return np.mean([warp_glyph(block, 28, distortion, draw).sum() for draw in draws])
+
+    # E (1 − 0.3 u)² = 1 − 0.3 + 0.09 / 3 for u from 0 to 1; the shear leaves the area as it is
+    assert ink(1.0) / ink(0.0) == pytest.approx(0.73, abs=0.04)

@@ -14,7 +14,7 @@ from moecore.nn.backbones.two_towers import TextTowerSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.patch_embed import PatchEmbed, cut_patches
+from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, cut_patches
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
@@ -278,3 +278,9 @@ def test_upcycled_it_computes_what_the_dense_model_does():
 def test_a_hidden_layer_has_a_unit(kind):
     with pytest.raises(ValidationError, match=r"(?s)mlp_ratio.*allowed: 0.\d+ or more"):
         kind(mlp_ratio=1e-9)
+
+
+def test_a_convolutional_stem_sees_one_image_at_a_time():
+    stem = ConvStem(channels=1, patch=4, width=8, hidden=4)  # as built: in training
+    images = torch.rand(3, 1, 8, 8)
+    torch.testing.assert_close(stem(images)[:1], stem(images[:1]))
