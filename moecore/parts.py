@@ -16,9 +16,9 @@ from moecore.data.card import Card as Card
 from moecore.data.layouts.images import SplitToWrite as SplitToWrite
 from moecore.data.layouts.images import write_images as write_images
 from moecore.data.sources.base import Source as Source
+from moecore.measure.base import Calculation as Calculation
 from moecore.measure.base import MeasuredModel as MeasuredModel
 from moecore.measure.base import Measurement as Measurement
-from moecore.measure.calculation import Calculation as Calculation
 from moecore.measure.calibrators.base import Calibrator as Calibrator
 from moecore.measure.calibrators.base import FittedCalibrator as FittedCalibrator
 from moecore.measure.values import Chart as Chart
@@ -48,13 +48,13 @@ from moecore.tasks.base import Task as Task
 from moecore.tasks.classification import Classification as Classification
 from moecore.training.regularizers.base import Regularizer as Regularizer
 from moecore.training.regularizers.base import sum_over_layers as sum_over_layers
+from moecore.training.settings import Drop as Drop
+from moecore.training.settings import Granular as Granular
 from moecore.training.teachers.base import Teacher as Teacher
-from moecore.training.upcycling_kinds import Drop as Drop
-from moecore.training.upcycling_kinds import Granular as Granular
 
 if TYPE_CHECKING:
-    from moecore.report.deprecated_results import Column as Column
-    from moecore.report.deprecated_results import Shown as Shown
+    from moecore.report.results import Column as Column
+    from moecore.report.results import Shown as Shown
 else:  # for the page of your own measurement; importing them loads the room `report`
     _OF_PAGES = ("Column", "Shown")
     _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
@@ -70,4 +70,4 @@ else:  # for the page of your own measurement; importing them loads the room `re
             raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
         from pkgutil import resolve_name
 
-        return resolve_name(f"moecore.report.deprecated_results:{name}")
+        return resolve_name(f"moecore.report.results:{name}")

@@ -1,7 +1,7 @@
 import os
 import sys
 
-from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.files import set_parent_death_signal
 
 if __name__ == "stages":
     raise ImportError("stages are modules of moecore: python -m moecore.stages.…")

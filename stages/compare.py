@@ -9,12 +9,12 @@ from moecore.core.config import Config
 from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims import evaluation
+from moecore.report.claims.evaluation import list_unasked_controls
 from moecore.report.claims.result_evidence import ITEMS, NUMBERS, pack_items
-from moecore.report.claims.sensitivity import list_unasked_controls
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
-from moecore.report.tables.first_sentence import first_sentence
 from moecore.report.tables.metrics_by_method import compare_methods
+from moecore.report.tables.terminal_summary import first_sentence
 from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.document import load_yaml_document

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, train_and_predict_folds
+from moecore.brain.prediction_table import FoldRecipe, OutOfFold, train_and_predict_folds
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
-from moecore.run.progress import report_progress
-from moecore.run.run_record import record_resumable
+from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.method import Method

@@ -8,8 +8,7 @@ from moecore.core.config import Config
 from moecore.core.files import KeptParts
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
-from moecore.run.progress import report_progress
-from moecore.run.run_record import record_resumable
+from moecore.run.run_record import record_resumable, report_progress
 from moecore.run.stage_entry import run_stage
 from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from moecore.report.claims.answers import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
+from moecore.report.claims.evaluation import ASKS, excludes_zero, find_control_pair
 from moecore.report.claims.result_evidence import compare_kept_items
-from moecore.report.claims.sensitivity import ASKS, excludes_zero, find_control_pair
 from moecore.report.tables.cells import interval_from_json
 from moecore.study.questions import Round
 from moecore.study.sections import Question, compared_quantity_key

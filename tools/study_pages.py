@@ -22,8 +22,7 @@ from moecore.report.claims.answers import Answer, Studies, count_facts_once
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.result_evidence import read_kept_values
 from moecore.report.claims.significance import LEVEL
-from moecore.report.tables.cells import NumberFormat, interval_from_json, markdown_table
-from moecore.report.tables.paper_numbers import COSTS
+from moecore.report.tables.cells import COSTS, NumberFormat, interval_from_json, markdown_table
 from moecore.study import papers
 from moecore.study.document import did_you_mean
 from moecore.study.questions import (

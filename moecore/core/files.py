@@ -1,6 +1,7 @@
-"""Files: atomic writes, results that survive a kill, safe paths, errors that a user can fix."""
+"""Files: atomic writes, results that survive a kill, safe paths; errors that a user can fix."""
 
 import csv
+import ctypes
 import errno
 import glob
 import hashlib
@@ -10,6 +11,8 @@ import os
 import platform
 import re
 import shutil
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import StringIO
@@ -349,3 +352,19 @@ def find_teacher_checkpoint(name: str) -> Path:
         allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
         raise UserError.at("teacher.checkpoint", found=repr(name), allowed=allowed)
     return path
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use, or, if unknown, that exist."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_parent_death_signal() -> None:
+    """Have the kernel end this process when its parent dies; does nothing outside Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -23,7 +23,7 @@ from moecore.data.layouts.images import JpegImages, open_images
 from moecore.data.layouts.text import open_text, open_tokens_with_kinds
 from moecore.data.layouts.volumes import open_volumes
 from moecore.data.stored_arrays import PREPARE_AGAIN
-from moecore.data.volumes.subjects import read_subject_rows
+from moecore.data.volumes.cohorts import read_subject_rows
 from moecore.tasks.base import Task
 
 # by the number of axes of an item

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any, TypeVar
 
-from moecore.core.files import UserError
-from moecore.core.operating_system import available_cores
+from moecore.core.files import UserError, available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,8 +16,7 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choic
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
-from moecore.measure.exploring.expert_gallery import FavouritePatch
-from moecore.measure.exploring.expert_overlays import patch_crop
+from moecore.measure.exploring.expert_gallery import FavouritePatch, patch_crop
 from moecore.measure.routing_metrics import (
     epochs,
     expert_information,

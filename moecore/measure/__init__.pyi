@@ -28,8 +28,8 @@ from moecore.measure.retrieval import Retrieval as _Retrieval
 from moecore.measure.robustness import Robustness as _Robustness
 from moecore.measure.router_regret import RouterRegret as _RouterRegret
 from moecore.measure.routing import Routing as _Routing
+from moecore.measure.routing_metrics.alternative_choices import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles as _ExpertRoles
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings as _SweepSettings
 from moecore.measure.routing_metrics.two_view_agreement import TwoViewAugmentation as _TwoViewAugmentation
 from moecore.measure.stability import Stability as _Stability
 from moecore.measure.truth import Truth as _Truth

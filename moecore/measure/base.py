@@ -1,4 +1,4 @@
-"""Base classes of measurements, the measured model, and results that were skipped."""
+"""Base classes of measurements, with and without a trained model, and skipped results."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,9 +13,10 @@ from moecore.core.config import Config, find_class, list_own_names
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
-from moecore.measure.values import Metric, OnPage, PartStore, Place, Values
+from moecore.measure.values import Found, Metric, OnPage, PartStore, Place, Value, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
+from moecore.tasks.classification import Classification
 from moecore.training.guide import Guide
 
 SEED = 0  # of all random draws, so that every method is measured on the same ones
@@ -84,7 +85,7 @@ class Measurement(MeasuredPart, ABC):
     ``my_lab: {brightness: …}``, which run.measurements calls my_lab.brightness, is the class
     Brightness of that module. A measurement declares ``metrics`` and puts values under their
     names. Without metrics and without a page title it returns a typed result instead, which the
-    report shows as declared in ``SHOWN`` (moecore/report/deprecated_results.py).
+    report shows as declared in ``SHOWN`` (moecore/report/results.py).
     """
 
     # Optional settings of the section, by name. Their values are in the same file; Found.facts has
@@ -196,3 +197,41 @@ def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
             f"{path}: was written by an older version of moecore ({place}: {first['msg']}); "
             f"run `dvc repro {stage}`"
         ) from None
+
+
+NO_TASK = Classification(classes=("", "."))  # Values asks it for scores, which are of models
+
+
+class Calculation(Measurement):
+    """A measurement that needs no trained model and no data; it runs once per study.
+
+    ``my_lab.bound`` in run.calculations is the class Bound of that module of a listed package, and
+    its fields are the section ``my_lab: {bound: …}``. As of any measurement, ``metrics`` declares
+    its numbers and ``page`` the section of the page.
+    """
+
+    @abstractmethod
+    def calculate(self, out: Values, /) -> None:
+        """Compute the values and put them in ``out``; they may depend on the settings only.
+
+        Args:
+            out: Takes the values of the declared metrics.
+        """
+
+    def measure(self, subject: MeasuredModel, out: Any, /) -> None:
+        self.calculate(out)
+
+    def collect_values(self, parts: PartStore) -> Found:
+        """Return all values that ``calculate`` puts; parts: the store of finished pieces."""
+        # UserError for two values whose places give one name of a column.
+        out = Values(self.metrics, NO_TASK, parts)
+        self.calculate(out)
+        result = out.found()
+        places: dict[str, Value] = {}
+        for value in result.values:
+            (name,) = Found(values=(value,)).numbers()
+            if name in places:
+                both = f"{places[name].at} and {value.at}"
+                raise UserError.at(name, found=both, allowed="places of other letters or digits")
+            places[name] = value
+        return result

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import copy_with_k
+from moecore.measure.routing_metrics.alternative_choices import copy_with_k
 from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.dispatch import SparsePlan

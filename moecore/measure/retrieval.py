@@ -12,8 +12,11 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.exploring.expert_gallery import experts_by_word, find_two_towers
-from moecore.measure.exploring.expert_overlays import encode_expert_overlays
+from moecore.measure.exploring.expert_gallery import (
+    encode_expert_overlays,
+    experts_by_word,
+    find_two_towers,
+)
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS

@@ -15,13 +15,13 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
-from moecore.measure.exploring.expert_overlays import evenly_spaced_overlays, overlapping_crops
-from moecore.measure.routing_metrics import k_and_threshold_sweeps, layer_metrics
+from moecore.measure.exploring.expert_gallery import evenly_spaced_overlays, overlapping_crops
+from moecore.measure.routing_metrics import alternative_choices, layer_metrics
+from moecore.measure.routing_metrics.alternative_choices import SweepSettings
 from moecore.measure.routing_metrics.choice_patterns import choose_one_layer_early
 from moecore.measure.routing_metrics.expert_information import MIN_IMAGES
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, put_roles
 from moecore.measure.routing_metrics.expert_similarity import CountedImages, keep_layer_tokens
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import SweepSettings
 from moecore.measure.routing_metrics.two_view_agreement import (
     TEXT,
     Preset,
@@ -198,15 +198,15 @@ METRICS = {
         for place, description in BORDER.items()
         for name, metric in map_metrics(place, description).items()
     },
-    "fallback_threshold": k_and_threshold_sweeps.swept_metric(
+    "fallback_threshold": alternative_choices.swept_metric(
         "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
     ),
-    "fallback_slope_below": k_and_threshold_sweeps.slope_metric("below", "lowest"),
-    "fallback_slope_above": k_and_threshold_sweeps.slope_metric("above", "highest"),
-    "tail_mass_k": k_and_threshold_sweeps.swept_metric(
+    "fallback_slope_below": alternative_choices.slope_metric("below", "lowest"),
+    "fallback_slope_above": alternative_choices.slope_metric("above", "highest"),
+    "tail_mass_k": alternative_choices.swept_metric(
         "Tail mass", "lower", "number", "k", "routers", is_monotone=True
     ),
-    "score_k": k_and_threshold_sweeps.swept_metric("{score}", SCORE, SCORE, "k"),
+    "score_k": alternative_choices.swept_metric("{score}", SCORE, SCORE, "k"),
     **dict.fromkeys(("fallback_k", "load_cv2_k"), Metric("")),
     **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
     "switch_fraction_augmented": Metric(""),
@@ -231,13 +231,13 @@ class Routing(Measurement):
         place=5,
         heading="Other thresholds and other k at test time",
         charts=(
-            k_and_threshold_sweeps.sweep_chart("fallback", "threshold", "Fallback", True),
-            k_and_threshold_sweeps.sweep_chart("tail_mass", "threshold", "Tail mass", False),
-            k_and_threshold_sweeps.sweep_chart("score", "threshold", "{score}", None),
-            k_and_threshold_sweeps.sweep_chart("load_cv2", "threshold", "Load CV²", False),
-            k_and_threshold_sweeps.sweep_chart("score", "k", "{score}", None),
-            k_and_threshold_sweeps.sweep_chart("tail_mass", "k", "Tail mass", False),
-            k_and_threshold_sweeps.sweep_chart("load_cv2", "k", "Load CV²", False),
+            alternative_choices.sweep_chart("fallback", "threshold", "Fallback", True),
+            alternative_choices.sweep_chart("tail_mass", "threshold", "Tail mass", False),
+            alternative_choices.sweep_chart("score", "threshold", "{score}", None),
+            alternative_choices.sweep_chart("load_cv2", "threshold", "Load CV²", False),
+            alternative_choices.sweep_chart("score", "k", "{score}", None),
+            alternative_choices.sweep_chart("tail_mass", "k", "Tail mass", False),
+            alternative_choices.sweep_chart("load_cv2", "k", "Load CV²", False),
         ),
         about="score_k_1",
     )
@@ -320,10 +320,10 @@ class Routing(Measurement):
         put_augmented(model, images, self, out)
         few = evenly_spaced_indices(len(images), self.sweeps.images)
         labels = model.targets(torch.from_numpy(test.labels[indices][few]))
-        sample = k_and_threshold_sweeps.SweepImages(images[few], labels, subject.data.task)
+        sample = alternative_choices.SweepImages(images[few], labels, subject.data.task)
         out.piece(
             "sweeps",
-            partial(k_and_threshold_sweeps.put_sweeps, model, sample, self.sweeps, self.batch),
+            partial(alternative_choices.put_sweeps, model, sample, self.sweeps, self.batch),
         )
         out.facts["load"] = [
             layer_metrics.load_shares(layer_metrics.expert_counts(record.chosen))
@@ -367,7 +367,7 @@ def routing_metrics_by_layer(
 ) -> tuple[Layers, LayerItems]:
     """Return, per MoE layer, metric → mean and → (N,) by image: load, matches of views, teacher."""
     router = subject.model.experts_and_router.scaled_router
-    threshold = k_and_threshold_sweeps.score_threshold(router)
+    threshold = alternative_choices.score_threshold(router)
     k = getattr(router, "k", None)
     matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)

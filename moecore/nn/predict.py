@@ -1,4 +1,4 @@
-"""Run a model over data in batches; model and process are left unchanged."""
+"""Run a model over data in batches, or on the meta device, without values, for its shapes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
@@ -251,3 +252,30 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+# random draws, which have no effect without values
+IN_PLACE_DRAWS = (torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_)
+NEW_DRAWS = (torch.randn, torch.rand)
+
+
+@contextmanager
+def meta_device_context() -> Iterator[None]:
+    """Build modules inside with shapes but without values; nothing is drawn."""
+    with torch.device("meta"), _NoDraws():
+        yield
+
+
+class _NoDraws(TorchFunctionMode):
+    """Skip draws: on meta, ``normal_`` takes 2 seconds to import torch's compiler, for nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in IN_PLACE_DRAWS or getattr(func, "__module__", "") == torch.nn.init.__name__:
+            return args[0] if args else named["tensor"]
+        if func in NEW_DRAWS:
+            named.pop("generator", None)
+            return torch.empty(*args, **named)
+        return func(*args, **named)

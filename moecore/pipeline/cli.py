@@ -142,7 +142,7 @@ def run_command(
     """
     folder = HERE
     if data is not None or sweep:
-        from moecore.pipeline.derived_runs import write_derived_run
+        from moecore.pipeline.study_runs import write_derived_run
 
         folder = write_derived_run(data, sets or (), sweep)
         sets = None

@@ -23,13 +23,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from moecore.core.files import UserError
-from moecore.core.operating_system import available_cores
+from moecore.core.files import UserError, available_cores
 from moecore.pipeline import plan
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.launch import RANKS, is_launching, launch_fields, requested_gpus, requested_ranks
-from moecore.run.progress import LINE_SECONDS, format_duration
+from moecore.run.run_record import LINE_SECONDS, format_duration
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's messages if two processes use the same path

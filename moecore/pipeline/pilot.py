@@ -30,7 +30,7 @@ from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
-from moecore.run.progress import report_progress
+from moecore.run.run_record import report_progress
 from moecore.study.check import check_study
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.model_rules import PREPARED_DATA, chdir_to_stages, read_matching_data_card

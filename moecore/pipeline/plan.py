@@ -15,7 +15,7 @@ from moecore.core.source_layout import CODE, ROOT
 from moecore.data.raw_data_changes import describe_change
 from moecore.pipeline.code_hashes import code_inputs, hash_code_files, is_code_written
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
-from moecore.run.progress import format_duration
+from moecore.run.run_record import format_duration
 from moecore.run.stage_entry import SECONDS
 from moecore.study.document import as_mapping, load_yaml_document
 from moecore.study.stages import CODE_STAGE

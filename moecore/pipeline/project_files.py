@@ -19,7 +19,7 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED, list_project_dvc_files
-from moecore.pipeline import derived_runs, dvc, project
+from moecore.pipeline import dvc, project, study_runs
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study import params_file
@@ -70,8 +70,8 @@ def begin_project(
         text = shipped_params_text(study)
         stages: Sequence[str] = ()
         if data is not None:
-            text = derived_runs.derive_params_text(data)
-            stages = derived_runs.STAGES
+            text = study_runs.derive_params_text(data)
+            stages = study_runs.STAGES
         values = parse_yaml_document(text).data
         if is_overlay:
             file = OVERLAY

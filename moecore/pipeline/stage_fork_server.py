@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from moecore.core.files import UserError
-from moecore.core.operating_system import available_cores
+from moecore.core.files import UserError, available_cores
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.run.inputs import remember_imported_sources
 from moecore.run.stage_entry import end_with_parent, run_stage

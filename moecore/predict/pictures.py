@@ -29,7 +29,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.predict.model_quality import calibrator_folder
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.report_page import template_environment
-from moecore.run.progress import report_progress
+from moecore.run.run_record import report_progress
 from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 from moecore.training.artifacts import load_card
 

@@ -16,8 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moecore.core.files import UserError
-from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.files import UserError, set_parent_death_signal
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.run.stage_entry import MEETING, end_with_parent
 from moecore.study.stages import STAGES, Stage, stage_of_command

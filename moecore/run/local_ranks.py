@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.files import set_parent_death_signal
 from moecore.run.stage_entry import MEETING, end_with_parent
 
 POLL = 0.05  # seconds

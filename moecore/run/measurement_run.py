@@ -10,12 +10,10 @@ from pydantic import create_model
 from moecore.core.config import Config
 from moecore.core.files import KeptParts, whole_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.base import MeasuredModel, Measurement, Skipped, find_measurement
-from moecore.measure.calculation import Calculation
+from moecore.measure.base import Calculation, MeasuredModel, Measurement, Skipped, find_measurement
 from moecore.measure.values import Found
 from moecore.run.inputs import read_stage_inputs
-from moecore.run.progress import report_progress
-from moecore.run.run_record import record_resumable, record_run
+from moecore.run.run_record import record_resumable, record_run, report_progress
 from moecore.study.sections import Phase
 from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, load_guide, load_model, save_model, save_words

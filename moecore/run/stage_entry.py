@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, explain_file_errors, write_whole
-from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.files import UserError, explain_file_errors, set_parent_death_signal, write_whole
 from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
 from moecore.study.stages import STAGES, TRAINING_STAGES

@@ -13,10 +13,9 @@ from moecore.core.config import Config
 from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
-from moecore.run.progress import report_progress
-from moecore.run.run_record import Run, record_resumable
+from moecore.run.run_record import Run, record_resumable, report_progress
 from moecore.study.settings import read_params
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.artifacts import Checkpoint
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training, total_steps
 from moecore.training.monitor import Monitor, build_routing_point, describe_point

@@ -17,8 +17,7 @@ from moecore.core.config import KIND, Part, Surroundings, find_class, part_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.card import Card
-from moecore.measure.base import Measurement
-from moecore.measure.calculation import Calculation
+from moecore.measure.base import Calculation, Measurement
 from moecore.study import model_rules, part_rules, trial_rules
 from moecore.study.document import (
     Document,

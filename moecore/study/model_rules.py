@@ -22,7 +22,7 @@ from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.study.part_rules import ask_settings, first_by_place
 from moecore.study.sections import Phase
 from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES

@@ -179,7 +179,7 @@ ROWS = (
         code=("sections/calibrate",),
         after=("data/pretrain", ROUTERS),
         path="out_of_fold/pretrain/{method}/{seed}",
-        settings="moecore.brain.out_of_fold.OutOfFold",
+        settings="moecore.brain.prediction_table.OutOfFold",
         usual=False,
     ),
     Stage(

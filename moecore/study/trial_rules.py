@@ -24,7 +24,7 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
 from moecore.study.part_rules import find_section_settings, walk_settings

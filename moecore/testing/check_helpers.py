@@ -18,7 +18,7 @@ from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 

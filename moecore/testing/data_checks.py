@@ -21,8 +21,7 @@ from moecore.core.outside_packages import more_packages, outside_kinds_in_settin
 from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
-from moecore.measure.base import MeasuredModel, Measurement
-from moecore.measure.calculation import Calculation
+from moecore.measure.base import Calculation, MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
 from moecore.measure.values import BETTER, FORMS, Found, PartStore
 from moecore.tasks.base import Task

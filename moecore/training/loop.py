@@ -16,7 +16,8 @@ from moecore.core.streams import ATTACK, NOISE, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.artifacts import Checkpoint
+from moecore.training.distributed_training import optimizer_parameters
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.meter import (
     MEMORY_STEP,
@@ -28,7 +29,6 @@ from moecore.training.meter import (
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
 from moecore.training.settings import Training, build_optimizer, learning_rate
-from moecore.training.sharded_state import optimizer_parameters
 
 if TYPE_CHECKING:
     from moecore.training.distributed_training import ShardedReplica

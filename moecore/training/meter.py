@@ -13,8 +13,8 @@ from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
+from moecore.training.distributed_training import local_shard
 from moecore.training.monitor import LayerTotals, Monitor
-from moecore.training.sharded_state import local_shard
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
 MEMORY_STEP = 1  # the step, from 0, whose memory is measured: the optimizer has its state by then

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moecore.core.files import UserError, read_json, write_json, write_sealed
-from moecore.core.operating_system import available_cores
+from moecore.core.files import UserError, available_cores, read_json, write_json, write_sealed
 from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import allow_recompilations, compile_error_class
 from moecore.data.thread_map import requested_threads

@@ -12,8 +12,7 @@ from moecore.brain.prediction_table import correct_ages, prediction_rows, read_p
 from moecore.core.files import UserError
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
-from moecore.data.volumes.cohorts import age_cohort_card
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.calibration import TissueRidge
 from moecore.measure.calibrators.gap_on_age import GapOnAge

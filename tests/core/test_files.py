@@ -16,8 +16,15 @@ import pytest
 from torch.distributed import FileStore
 
 from moecore.core import ranks
-from moecore.core.files import UnusableFile, UserError, explain_file_errors, read_json, whole_file
-from moecore.core.operating_system import available_cores, set_parent_death_signal
+from moecore.core.files import (
+    UnusableFile,
+    UserError,
+    available_cores,
+    explain_file_errors,
+    read_json,
+    set_parent_death_signal,
+    whole_file,
+)
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.data.thread_map import map_in_threads, thread_count

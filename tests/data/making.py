@@ -20,8 +20,7 @@ from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.phantom import Phantom, simulate_scan
-from moecore.data.volumes.cohorts import age_cohort_card
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import VolumeSubject, age_cohort_card
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.regression import Regression

@@ -13,10 +13,10 @@ from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cost import Cost
-from moecore.measure.exploring.expert_overlays import CROPS, overlapping_crops, parse_expert_grid
+from moecore.measure.exploring.expert_gallery import CROPS, overlapping_crops, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import layer_metrics
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import score_threshold
+from moecore.measure.routing_metrics.alternative_choices import score_threshold
 from moecore.measure.routing_metrics.two_view_agreement import draw_two_views
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec

@@ -13,7 +13,7 @@ from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
-from moecore.measure.routing_metrics import k_and_threshold_sweeps, two_view_agreement
+from moecore.measure.routing_metrics import alternative_choices, two_view_agreement
 from moecore.measure.routing_metrics.layer_metrics import load_shares, measure_layer_use
 from moecore.nn.correspondence import (
     align_teacher_probs,
@@ -165,7 +165,7 @@ def everything(model) -> dict:
     router = model.moe.router
     _, records = predict_in_batches(model, IMAGES, 10)
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
-    sample = k_and_threshold_sweeps.SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
+    sample = alternative_choices.SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
     uses = [measure_layer_use(record, threshold, k) for record in records]
     on_map = ("border", "corner", "inner")
@@ -178,8 +178,8 @@ def everything(model) -> dict:
     row = two_view_agreement.augmented_row(model, drawn, 20)
     views = {name: list(interval) for name, (_, interval) in row.items()}
     swept = {
-        "k": k_and_threshold_sweeps.sweep_k(model, sample, (1, 3), 10),
-        "threshold": k_and_threshold_sweeps.sweep_threshold(model, sample, (0.2, 0.6), 10),
+        "k": alternative_choices.sweep_k(model, sample, (1, 3), 10),
+        "threshold": alternative_choices.sweep_threshold(model, sample, (0.2, 0.6), 10),
     }
     return {"layers": layers, "loads": loads, "views": views} | swept
 

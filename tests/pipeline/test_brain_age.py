@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from moecore.brain import out_of_fold as brain_out_of_fold
+from moecore.brain import prediction_table as brain_out_of_fold
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
 from moecore.pipeline.code_hashes import write_code

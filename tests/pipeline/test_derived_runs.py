@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
-from moecore.pipeline import derived_runs
-from moecore.pipeline.derived_runs import write_derived_run
+from moecore.pipeline import study_runs
+from moecore.pipeline.study_runs import write_derived_run
 from moecore.study.check import check_study
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from tests.data.making import image_classes
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def derive(folder: Path | str) -> dict:
-    return parse_yaml_document(derived_runs.derive_params_text(Path(folder))).data
+    return parse_yaml_document(study_runs.derive_params_text(Path(folder))).data
 
 
 def test_settings_follow_from_the_pictures(place, monkeypatch):
@@ -36,7 +36,7 @@ def test_settings_follow_from_the_pictures(place, monkeypatch):
     assert values["pretrain"]["epochs"] * values["pretrain"]["updates"] == 1200
     assert values["few_shot"]["shots"] == [1, 5, 10]
     image_classes(place / "pictures", {"d": 2400}, size=(9, 70))
-    monkeypatch.setattr(derived_runs, "MIN_STEPS", 200)  # 10 epochs of 1,743 / 64 are 270
+    monkeypatch.setattr(study_runs, "MIN_STEPS", 200)  # 10 epochs of 1,743 / 64 are 270
     values = derive("pictures")
     source = values["data"]["pretrain"]
     assert (source["size"], source["channels"], values["pretrain"]["batch"]) == (32, 3, 64)
@@ -63,7 +63,7 @@ def test_an_unusable_folder_is_one_line_and_begins_nothing(place, folder, proble
     image_classes(place / "damaged", {"a": 5, "b": 5})
     (place / "damaged/a/000.png").write_text("no picture", encoding="utf-8")
     with pytest.raises(UserError, match=problem) as refused:
-        derived_runs.derive_params_text(place / folder)
+        study_runs.derive_params_text(place / folder)
     assert "\n" not in str(refused.value)
 
 

@@ -17,10 +17,10 @@ from moecore.core.config import list_own_names
 from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
 from moecore.nn.experts.base import Experts
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.pipeline.code_hashes import write_code
-from moecore.report.tables.paper_numbers import REPORTED
+from moecore.report.tables.cells import REPORTED
 from moecore.study.questions import QuestionFile
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression

@@ -11,12 +11,11 @@ from moecore.measure.trained import collect_outcome_values
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import column_context
-from moecore.report.deprecated_results import Column as TypedColumn
-from moecore.report.deprecated_results import show_typed_result
 from moecore.report.figures.charts import points_over_seeds
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.robustness import scores_by_epsilon
-from moecore.report.results import Display
+from moecore.report.results import Column as TypedColumn
+from moecore.report.results import Display, show_typed_result
 from moecore.report.study_results import Measured, Phase
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval

@@ -8,9 +8,8 @@ from moecore.measure.trained import Trained, collect_outcome_values
 from moecore.measure.values import Found, Value
 from moecore.report.page.sections import with_reference_rows
 from moecore.report.study_results import Measured, Phase, Results
-from moecore.report.tables.first_sentence import find_guess, first_sentence
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
-from moecore.report.tables.terminal_summary import headline_rows
+from moecore.report.tables.terminal_summary import find_guess, first_sentence, headline_rows
 from moecore.tasks.base import Task
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.next_token import NextToken

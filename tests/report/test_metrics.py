@@ -16,7 +16,7 @@ from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
 from moecore.report.results import read_results
 from moecore.report.tables import metrics_by_method
-from moecore.report.tables.paper_numbers import PAPERS, REPORTED
+from moecore.report.tables.cells import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.model_rules import load_previews

@@ -4,15 +4,15 @@ import pytest
 
 from moecore.core.source_layout import ROOT
 from moecore.report.claims.answers import collect_answers
-from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.claims.sensitivity import (
+from moecore.report.claims.evaluation import (
     ControlPair,
     describe_sensitivity,
+    evaluate_claims,
     excludes_zero,
     find_control_pair,
     list_unasked_controls,
 )
-from moecore.report.tables.first_sentence import first_sentence
+from moecore.report.tables.terminal_summary import first_sentence
 from moecore.statistics.intervals import Interval
 from moecore.study.questions import load_rounds
 from moecore.study.sections import Question

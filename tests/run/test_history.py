@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moecore.core.config import Config
 from moecore.core.files import KeptParts, UnusableFile, UserError, append_line, read_json
 from moecore.core.source_layout import ROOT
-from moecore.run import history_file, progress
+from moecore.run import history_file, run_record
 from moecore.run.history_file import HISTORY_FILE, GrowingHistory, encode_line, read_lines
 from moecore.run.run_record import record_run
 
@@ -287,12 +287,12 @@ def test_a_line_cut_off_by_a_kill_is_made_again(tmp_path):
 def now(monkeypatch):
     """A clock that tells what is set."""
     time = {"now": 0.0}
-    monkeypatch.setattr(progress.time, "monotonic", lambda: time["now"])
+    monkeypatch.setattr(run_record.time, "monotonic", lambda: time["now"])
     return time
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
-    with progress.report_progress("pretrain", 100) as bar:
+    with run_record.report_progress("pretrain", 100) as bar:
         bar.update(10)
         now["now"] = 5.0
         bar.update(20, loss=0.5)
@@ -305,7 +305,10 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
         "pretrain: 30/100 (30%), 1:10 left, validation loss 0.25",
         "pretrain: 100/100 (100%), 0:00 left",
     ]
-    assert (progress.format_duration(123), progress.format_duration(3723.4)) == ("2:03", "1:02:03")
+    assert (run_record.format_duration(123), run_record.format_duration(3723.4)) == (
+        "2:03",
+        "1:02:03",
+    )
 
 
 @pytest.mark.parametrize(

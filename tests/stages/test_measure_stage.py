@@ -9,10 +9,9 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from moecore.brain import out_of_fold as brain
+from moecore.brain import prediction_table as brain
 from moecore.brain.age_measurement import Ages, fit_age_line
-from moecore.brain.out_of_fold import assign_folds
-from moecore.brain.prediction_table import read_predictions
+from moecore.brain.prediction_table import assign_folds, read_predictions
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared

@@ -21,7 +21,7 @@ from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import ROOT
 from moecore.data.loader import load_split_where_it_fits
 from moecore.data.prepared import Split
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.check import check_study

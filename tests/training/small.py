@@ -13,7 +13,7 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.artifacts import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import batch_maker, iterate_training

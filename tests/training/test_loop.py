@@ -19,8 +19,13 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.pipeline.predict_cli import main
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_adapted_model, load_card, load_model, save_model
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.artifacts import (
+    Checkpoint,
+    load_adapted_model,
+    load_card,
+    load_model,
+    save_model,
+)
 from moecore.training.job import (
     BatchPrefetcher,
     Objective,

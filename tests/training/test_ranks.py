@@ -36,13 +36,13 @@ from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.study.document import load_yaml_document
 from moecore.training import loop
+from moecore.training.distributed_training import to_full_tensor
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.runtime import CompiledBlocks
 from moecore.training.settings import Adversarial, Training
-from moecore.training.sharded_state import to_full_tensor
 from tests import forked
 from tests.data.making import balls
 from tests.methods import REPRESENTATIVE

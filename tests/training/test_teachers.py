@@ -14,7 +14,7 @@ from moecore.data.sources.clusters import Clusters
 from moecore.data.sources.digits import Digits
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.study.check import check_study
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText

@@ -20,8 +20,7 @@ from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
 from moecore.tasks.next_token import NextToken
-from moecore.training.artifacts import load_model, save_model
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.artifacts import Checkpoint, load_model, save_model
 from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method

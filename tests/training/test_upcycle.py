@@ -36,9 +36,9 @@ from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.jensen_shannon import JensenShannon
 from moecore.training.regularizers.load import Load
 from moecore.training.regularizers.z_loss import ZLoss
+from moecore.training.settings import Drop, Granular, redraw_units, repeat_router_rows
 from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import fill_experts, upcycle_in_place, upcycle_model
-from moecore.training.upcycling_kinds import Drop, Granular, redraw_units, repeat_router_rows
 from tests.attacks.models import vit
 
 VOLUMES = IMAGE.model_copy(update={"size": (8, 8, 8)})

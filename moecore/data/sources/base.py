@@ -1,13 +1,18 @@
-"""The base class of data sources."""
+"""Base classes of data sources: of all, and of vectors that are drawn by a theoretical rule."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from pydantic import Field
+
 from moecore.core.config import Part
 from moecore.core.files import UserError
-from moecore.data.card import Card
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.tasks.base import Task
+from moecore.tasks.classification import Classification
 
 OLD_METHODS = ("prepare", "preview")  # of sources before version 0.3
 
@@ -47,3 +52,54 @@ class Source(Part, ABC):
     def labels_task(self) -> type[Task]:
         """Class of the labels' task; overridden where it depends on the settings."""
         return self.task
+
+
+RULE = 0  # random stream of the rule, which all splits share; the splits' streams follow
+LICENCE = "none needed: drawn numbers"
+
+
+DrawnImages = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (n, S, S), labels and kinds (n,)
+
+
+class DrawnSource(Source, ABC):
+    """Source of random grey images, and of a hidden channel with each image's group (kind)."""
+
+    task: ClassVar[type[Classification]] = Classification
+    sided: ClassVar[bool] = True  # a mirrored vector is a different vector
+
+    train: int = Field(16000, ge=1, description="Number of images for training")
+    validation: int = Field(4000, ge=1, description="Number of images for validation")
+    test: int = Field(10000, ge=1, description="Number of images for the test")
+    seed: int = Field(0, ge=0, description="Draws the rule and the images")
+
+    @property
+    @abstractmethod
+    def uncounted_card(self) -> Card:
+        """The card with empty ``counts``; ``truth`` is the number of groups (kinds) of images."""
+
+    @abstractmethod
+    def draw_rule(self, random: np.random.Generator) -> Any:
+        """Draw the parameters that all splits share. Raises UserError for impossible settings."""
+
+    @abstractmethod
+    def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
+        """Draw values (number, S, S), labels and kinds (number,) by what ``draw_rule`` returned."""
+
+    def describe(self) -> Card:
+        counts = {split: (getattr(self, split),) for split in SPLITS}
+        return self.uncounted_card._replace(counts=counts).check_with(self._rule)
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        rule = self._rule()
+        parts = {}
+        for stream, name in enumerate(SPLITS, RULE + 1):
+            random = np.random.default_rng([self.seed, stream])
+            values, labels, kinds = self.draw_images(rule, getattr(self, name), random)
+            grey = np.rint(128 + 127 * values.clip(-1, 1))
+            truth = np.broadcast_to(kinds[:, None, None] + 1, grey.shape)
+            pixels = np.stack([grey, truth], axis=1).astype(np.uint8)
+            parts[name] = SplitToWrite(labels, [pixels])
+        return write_images(folder, self, self.describe(), parts)
+
+    def _rule(self) -> Any:
+        return self.draw_rule(np.random.default_rng([self.seed, RULE]))

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.data.card import SPLITS, Card
-from moecore.data.files.captioned_source import caption_task, tokenize_captions
+from moecore.data.files.published_source import caption_task, tokenize_captions
 from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.mosaic import CellSourceUser, compose_mosaics

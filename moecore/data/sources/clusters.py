@@ -7,7 +7,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.data.card import Card
-from moecore.data.drawn_images import LICENCE, DrawnImages, DrawnSource
+from moecore.data.sources.base import LICENCE, DrawnImages, DrawnSource
 from moecore.tasks.classification import Classification
 
 PAPER = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"

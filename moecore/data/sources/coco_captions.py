@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, find_raw_file
-from moecore.data.files import captioned_source
+from moecore.data.files import published_source
 
 
-class CocoCaptions(captioned_source.CaptionedSource):
+class CocoCaptions(published_source.CaptionedSource):
     """COCO's images with captions; Karpathy's split by its file, or one drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
@@ -28,26 +28,26 @@ class CocoCaptions(captioned_source.CaptionedSource):
     def about(self) -> tuple[str, str, str]:
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
-    def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
+    def read(self) -> dict[str, list[published_source.ImageCaptions]]:
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
+            return published_source.read_karpathy_split(find_raw_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
             raise UserError.at(
                 "coco_captions",
                 found=f"{len(self.annotations)} annotations and {len(self.folders)} folders",
                 allowed="equally many",
             )
-        images: list[captioned_source.ImageCaptions] = []
+        images: list[published_source.ImageCaptions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
             images += read_coco_annotation_file(find_raw_file(name), folder)
-        return captioned_source.split_by_seed(images, self)
+        return published_source.split_by_seed(images, self)
 
 
-def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.ImageCaptions]:
+def read_coco_annotation_file(path: Path, folder: str) -> list[published_source.ImageCaptions]:
     """Return images with captions of one annotation file; folder: of the images, below root."""
-    content = captioned_source.read_annotation_json(path)
+    content = published_source.read_annotation_json(path)
     try:
         images, entries = content["images"], content["annotations"]
         numbers = [image["id"] for image in images]
@@ -59,7 +59,7 @@ def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.
     if len(files) != len(numbers):
         duplicate = Counter(numbers).most_common(1)[0][0]
         raise UserError(f"{path}: the image id {duplicate} is listed twice; allowed: once")
-    return captioned_source.group_captions(path, files, captions)
+    return published_source.group_captions(path, files, captions)
 
 
 def _text_at(entry: Any, key: str) -> str:

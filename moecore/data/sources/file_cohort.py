@@ -18,8 +18,7 @@ from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes import cohorts, volume_preparation
-from moecore.data.volumes.cohorts import CohortTable, SubjectProblem
-from moecore.data.volumes.subjects import VolumeSubject, find_only_file
+from moecore.data.volumes.cohorts import CohortTable, SubjectProblem, VolumeSubject, find_only_file
 from moecore.data.volumes.volume_preparation import REGIONS, UnusableVolume, VolumeWithTissueShares
 
 VERSION = 2  # of the cache; raise it when reading a subject gives different values

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, find_raw_file
-from moecore.data.files import captioned_source
+from moecore.data.files import published_source
 
 
-class Flickr30k(captioned_source.CaptionedSource):
+class Flickr30k(published_source.CaptionedSource):
     """Images (31,783) with five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
@@ -24,21 +24,21 @@ class Flickr30k(captioned_source.CaptionedSource):
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 
-    def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
+    def read(self) -> dict[str, list[published_source.ImageCaptions]]:
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
+            return published_source.read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
         lines = list(read_flickr_captions(path))
         files = {name: name for name, _ in lines}
-        images = captioned_source.group_captions(path, files, lines)
-        return captioned_source.split_by_seed(images, self)
+        images = published_source.group_captions(path, files, lines)
+        return published_source.split_by_seed(images, self)
 
 
 def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (image, caption) of lines ``name.jpg#0<TAB>caption``; UserError for other lines."""
-    text = captioned_source.read_text_file(path, "captions")
+    text = published_source.read_text_file(path, "captions")
     keys: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -12,8 +12,12 @@ from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, scan_brain
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import (
+    CohortSettings,
+    VolumeSubject,
+    age_cohort_card,
+    split_cohort,
+)
 from moecore.data.volumes.volume_preparation import (
     REGIONS,
     VolumeWithTissueShares,

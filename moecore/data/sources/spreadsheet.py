@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
 from moecore.data.sources.file_cohort import FileCohort
 from moecore.data.volumes import cohorts
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import VolumeSubject
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.data.card import Card
-from moecore.data.drawn_images import LICENCE, DrawnImages, DrawnSource
+from moecore.data.sources.base import LICENCE, DrawnImages, DrawnSource
 from moecore.tasks.classification import Classification
 
 MAX_DEVIATIONS = 4.0  # standard deviations of a pixel that are stored unclipped

@@ -12,8 +12,7 @@ from moecore.data.sources.base import Source
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.file_cohort import count_subjects, write_cohort
 from moecore.data.sources.spreadsheet import Spreadsheet
-from moecore.data.volumes.cohorts import CohortSettings, CohortTable, split_cohort
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import CohortSettings, CohortTable, VolumeSubject, split_cohort
 
 Cohort = Annotated[Bids | Spreadsheet, Field(discriminator="kind")]
 EQUAL_SETTINGS = ("voxel_mm", "size", "regions")  # of both cohorts

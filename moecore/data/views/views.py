@@ -20,7 +20,7 @@ from moecore.core.config import Config, Misfits, Surroundings, format_changed_se
 from moecore.core.files import UserError, describe_refusal
 from moecore.core.streams import BatchDraws
 from moecore.data.views import augmentations, warping
-from moecore.data.views.views3d import FLAT_VIEWS, make_random_volume_views_and_affines
+from moecore.data.views.warping import FLAT_VIEWS, make_random_volume_views_and_affines
 from moecore.tasks.base import Task
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest

@@ -1,10 +1,12 @@
-"""Interfaces of calibrators and of what they fit."""
+"""Interfaces of calibrators and of what they fit: all pairs of numbers, or those of each sex."""
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config, Part, find_class, read_json_settings
@@ -96,3 +98,122 @@ def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCa
         other = f"{kind}, which calibrates {part.predicts}"
         raise UserError.at(path, found=other, allowed=f"a calibrator of {predicts}")
     return read_json_settings(path, part.fitted, "a fitted calibrator")
+
+
+Fit = TypeVar("Fit")
+
+
+class FittedNumbers(FittedCalibrator, ABC):
+    """The fits of a number calibrator: one of all pairs, and one of each group that allows one."""
+
+    fit_on: FitOn = Field(description="Split whose predictions it was fitted to.")
+    pooled: Any
+    groups: dict[str, Any]
+    fallbacks: dict[str, str]  # group without a fit → the reason
+
+    def used(self, groups: Sequence[str]) -> list[str]:
+        """Return, per prediction, the fit that corrects it: the name of its group, or "pooled"."""
+        return [group if group in self.groups else POOLED for group in groups]
+
+
+class NumberCalibrator(Calibrator, ABC):
+    """A calibrator of ages, fitted to predictions of training images."""
+
+    predicts: ClassVar[Literal["numbers"]] = "numbers"
+    tasks: ClassVar[tuple[str, ...]] = ("regression",)
+
+    fit_on: FitOn = Field(
+        "train", description="out_of_fold: training images, predicted by models of other folds."
+    )
+
+    @property
+    def split(self) -> FitOn:
+        """Return the split whose predictions the calibrator is fitted to."""
+        return self.fit_on
+
+    @abstractmethod
+    def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> Any:
+        """Return the fit of finite pairs (N,) and (N,). Raises NoFitError where they allow none."""
+
+    def fit(
+        self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
+    ) -> FittedCalibrator:
+        """Fit all pairs, and each group with enough of them."""
+        # A group whose pairs allow no fit uses the pooled one, with a warning.
+        name = f"{self.class_kind()}, fitted on {self.fit_on}"
+        fits = fit_by_group(predictions, labels, groups, self.fit_pairs, name)
+        return self.fitted.model_validate({"fit_on": self.fit_on, **fits})
+
+
+class NoFitError(ValueError):
+    """The pairs allow no fit; the text is for the user."""
+
+
+def fit_by_group(
+    predictions: Any,
+    labels: Any,
+    groups: Sequence[str] | None,  # "": no group
+    fit: Callable[[np.ndarray, np.ndarray], Fit],  # of (N,), (N,); may raise NoFitError
+    name: str,  # for messages, as "linear, fitted on train"
+) -> dict[str, Any]:
+    """Return the fields of ``FittedNumbers``: ``pooled``, ``groups`` and ``fallbacks``."""
+    # A group without a fit uses the fit of all, with a warning.
+    predictions = check_finite("predictions", predictions)
+    targets = check_finite("ages", labels)
+    groups = [""] * len(targets) if groups is None else groups
+    if not len(predictions) == len(targets) == len(groups):
+        counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
+        raise UserError(f"calibrate.calibrator ({name}): {counts}; allowed: as many of each")
+    try:
+        pooled = fit(predictions, targets)
+    except NoFitError as reason:
+        raise UserError(f"calibrate.calibrator ({name}): {reason}") from None
+    fits: dict[str, Fit] = {}
+    fallbacks = {}
+    for group in sorted({group for group in groups if group}):
+        members = np.array(groups, dtype=object) == group
+        try:
+            fits[group] = fit(predictions[members], targets[members])
+        except NoFitError as reason:
+            fallbacks[group] = str(reason)
+            warnings.warn(
+                f"calibrate: the group {group!r} gets the pooled line: {reason}", stacklevel=3
+            )
+    return {"pooled": pooled, "groups": fits, "fallbacks": fallbacks}
+
+
+def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
+    """Return the fit of each of n predictions: its group's, or the pooled one, with a warning."""
+    if len(groups) != n:
+        raise UserError(
+            f"calibrate: {len(groups)} groups for {n} predictions; allowed: one "
+            "group for each prediction"
+        )
+    if missing := sorted({group for group in groups if group not in fits}):
+        names = ", ".join(map(repr, missing))
+        warnings.warn(
+            f"calibrate: no line of their own for {names}; the pooled line is used", stacklevel=3
+        )
+    return [fits.get(group, pooled) for group in groups]
+
+
+def check_ages_vary(ages: np.ndarray, min_pairs: int) -> None:
+    """Raise NoFitError for fewer than ``min_pairs`` ages, or if all are equal."""
+    if len(ages) < min_pairs:
+        raise NoFitError(f"found {len(ages)} pairs; allowed: {min_pairs} or more")
+    if ages.max() == ages.min():
+        raise NoFitError(
+            f"all {len(ages)} ages are {ages[0]:g}; allowed: two different ages or more"
+        )
+
+
+def check_finite(name: str, values: Any) -> np.ndarray:
+    """Return the values (N,) as fp64; UserError for another shape, and for non-finite values."""
+    values = np.asarray(values, np.float64)
+    if values.ndim != 1:
+        raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
+    if bad := int((~np.isfinite(values)).sum()):
+        raise UserError(
+            f"calibrate: {bad} of {len(values)} {name} are NaN or infinite; allowed: finite numbers"
+        )
+    return values

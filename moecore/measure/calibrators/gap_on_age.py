@@ -16,7 +16,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.calibrators import fit_by_group
+from moecore.measure.calibrators import base
 from moecore.measure.calibrators.base import FittedCalibrator
 
 
@@ -33,7 +33,7 @@ class FittedGap(Config):
         return Polynomial(self.coefficients)(ages)
 
 
-class FittedGapOnAge(fit_by_group.FittedNumbers):
+class FittedGapOnAge(base.FittedNumbers):
     """The fitted curves: one for all pairs, and one for each group that allows a fit."""
 
     uses_age: ClassVar[bool] = True
@@ -57,16 +57,16 @@ class FittedGapOnAge(fit_by_group.FittedNumbers):
                 "calibrate.calibrator: gap_on_age corrects by the known age, which is missing; "
                 "allowed: ages of all volumes, or kind: linear, which needs none"
             )
-        predictions = fit_by_group.check_finite("predictions", predictions)
-        ages = fit_by_group.check_finite("ages", ages)
+        predictions = base.check_finite("predictions", predictions)
+        ages = base.check_finite("ages", ages)
         if groups is None:
             return predictions - self.pooled.expected_gap(ages)
-        curves = fit_by_group.fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        curves = base.fit_of_each(self.groups, self.pooled, groups, len(predictions))
         gaps = [curve.expected_gap(age) for curve, age in zip(curves, ages, strict=True)]
         return predictions - np.array(gaps, np.float64)
 
 
-class GapOnAge(fit_by_group.NumberCalibrator):
+class GapOnAge(base.NumberCalibrator):
     """Fits the gap ŷ − y on age by least squares, for all and for each sex; for real labels."""
 
     fitted: ClassVar[type[FittedCalibrator]] = FittedGapOnAge
@@ -76,9 +76,9 @@ class GapOnAge(fit_by_group.NumberCalibrator):
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
         """Return the gap ŷ − y as a polynomial of age y; NoFitError for too few pairs or ages."""
-        fit_by_group.check_ages_vary(ages, self.degree + 2)
+        base.check_ages_vary(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
-            raise fit_by_group.NoFitError(
+            raise base.NoFitError(
                 f"found {different} different ages; allowed: {self.degree + 1} or more"
             )
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from moecore.core.config import Config
-from moecore.measure.calibrators import fit_by_group
+from moecore.measure.calibrators import base
 from moecore.measure.calibrators.base import FittedCalibrator
 
 
@@ -41,7 +41,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(fit_by_group.FittedNumbers):
+class FittedLinear(base.FittedNumbers):
     """The fitted lines: one for all pairs, and one for each group that allows a fit."""
 
     kind: Literal["linear"] = "linear"
@@ -53,15 +53,15 @@ class FittedLinear(fit_by_group.FittedNumbers):
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
         """Return (ŷ − a)/b by the group's line, or the pooled one, with a warning."""
-        predictions = fit_by_group.check_finite("predictions", predictions)
+        predictions = base.check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
-        lines = fit_by_group.fit_of_each(self.groups, self.pooled, groups, len(predictions))
+        lines = base.fit_of_each(self.groups, self.pooled, groups, len(predictions))
         inverted = [line.invert(value) for line, value in zip(lines, predictions, strict=True)]
         return np.array(inverted, np.float64)
 
 
-class Linear(fit_by_group.NumberCalibrator):
+class Linear(base.NumberCalibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
     fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
@@ -73,14 +73,14 @@ class Linear(fit_by_group.NumberCalibrator):
 
     def fit_pairs(self, predictions: np.ndarray, ages: np.ndarray) -> FittedLine:
         """Return a and b of ŷ = a + b·y; NoFitError for n < 3, equal ages, or a small |b|."""
-        fit_by_group.check_ages_vary(ages, 3)
+        base.check_ages_vary(ages, 3)
         slope = 0.0
         if np.ptp(predictions):
             # Around the means, which avoids cancellation if ages are far from 0.
             centre = ages - ages.mean()
             slope = float(centre @ (predictions - predictions.mean()) / (centre @ centre))
         if abs(slope) < self.min_slope:
-            raise fit_by_group.NoFitError(
+            raise base.NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions depend little on age; train longer)"
             )

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.phantom.anatomy import SIDE, VOXEL_MM
-from moecore.data.phantom.ellipsoid_phantom import simulate_ellipsoid_scan
+from moecore.data.phantom.simulated_person import simulate_ellipsoid_scan
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.volume_preparation import REGIONS

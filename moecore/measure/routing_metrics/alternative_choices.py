@@ -1,19 +1,26 @@
-"""Bar experts or single choices, and compare losses under S other sets of k experts; L layers."""
+"""Losses with barred experts or choices, other sets of k experts, or another k or threshold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from math import comb
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, chosen_first_scores
+from moecore.measure.routing_metrics import layer_metrics
+from moecore.measure.values import Chart, Metric, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.predict import model_device, predict_in_batches
+from moecore.nn.routers.base import Router
+from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
 
@@ -146,3 +153,198 @@ def fixed_subset_gain(losses: np.ndarray, chosen: np.ndarray, is_first: np.ndarr
         best = losses[~half].mean(axis=0).argmin()
         gain[half] = chosen[half] - losses[half, best]
     return gain
+
+
+TRAINED_THRESHOLD = 0.5  # T of figure S3, where the paper reports a bend of the curve
+AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
+FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
+AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
+Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
+
+
+class SweepSettings(Config):
+    """Settings of the router that are tried on the trained weights; nothing is selected by them."""
+
+    k: Experts = Field(
+        (1, 2, 3, 4, 6), description="Experts per token; values above the number are skipped"
+    )
+    threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
+        (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+        description="Thresholds (of a cosine); routers without a threshold have no such sweep",
+    )
+    images: int = Field(300, ge=1, description="How many of the measured images are used")
+
+
+Numbers = dict[str, float]  # metric name → value, under one setting
+
+
+class SweepImages(NamedTuple):
+    """Images that each setting is tried on."""
+
+    images: np.ndarray  # as ``predict_in_batches`` takes them
+    labels: Tensor
+    task: Task
+
+
+def copy_with_router(model: Model, router: Router) -> Model:
+    """Return a new model with the same weights, device and mode whose MoE layers use ``router``."""
+    # A guided model's copy shares its guide. ``router`` is of the model's own kind.
+    unguided = find_own_model(model)
+    moe = unguided.experts_and_router.model_copy(update={"router": router})
+    with torch.random.fork_rng(devices=[]):  # build() draws weights, which are overwritten below
+        copy = unguided.config.build(unguided.image, moe)
+    copy.load_state_dict(unguided.state_dict())
+    copy.to(model_device(unguided)).train(unguided.training)
+    if not isinstance(model, GuidedModel):
+        return copy
+    guided = GuidedModel(copy, model.guide)
+    guided.training = model.training  # train() would also set the guide's mode
+    return guided
+
+
+def copy_with_k(model: Model, k: int) -> Model | None:
+    """Return a copy with another k; None if the router has no k, or there are too few experts."""
+    moe = model.experts_and_router
+    if not hasattr(moe.router, "k") or not 1 <= moe.experts.scale_k(k) <= moe.experts.choices:
+        return None
+    return copy_with_router(model, moe.router.with_k(k))
+
+
+def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
+    """Return k → ``setting_numbers`` for each k ≤ E; {} for a router without k."""
+    outcomes = {}
+    for k in numbers:
+        other = copy_with_k(model, k)
+        if other is not None:
+            # if the experts are split into pieces, the keys count pieces
+            pieces = other.experts_and_router.experts.scale_k(k)
+            outcomes[pieces] = setting_numbers(other, pieces, sample, batch)
+    return outcomes
+
+
+def sweep_threshold(
+    model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
+) -> dict[float, Numbers]:
+    """Return threshold → ``setting_numbers``; {} for a router without a threshold."""
+    router: Any = model.experts_and_router.router
+    if not router.has_score_threshold:
+        return {}
+    k = model.experts_and_router.experts.scale_k(router.k)
+    routers = {value: router.model_copy(update={"threshold": value}) for value in thresholds}
+    return {
+        threshold: setting_numbers(copy_with_router(model, changed), k, sample, batch)
+        for threshold, changed in routers.items()
+    }
+
+
+def score_threshold(router: Any) -> float | None:
+    """Return the threshold that a chosen expert's logit exceeds; None for other routers."""
+    # The threshold of top_p is a sum of probabilities and does not count.
+    return router.threshold if router.has_score_threshold else None
+
+
+def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
+    """Return "score" → the task's mean score, and the means of ``routing_means_over_layers``."""
+    prediction, records = predict_in_batches(model, sample.images, batch)
+    threshold = score_threshold(model.experts_and_router.router)
+    score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
+    return {"score": score, **routing_means_over_layers(records, k, threshold)}
+
+
+def routing_means_over_layers(
+    records: Sequence[RoutingRecord], k: int, threshold: float | None
+) -> Numbers:
+    """Return metric → mean over the MoE layers, for the metrics that all layers have."""
+    # tail_mass: ``eligible_tail_mass`` with a threshold, else ``tail_by_token``; fallback: share of
+    # tokens without an eligible expert, with a threshold only.
+    layers: list[Numbers] = []
+    for record in records:
+        layer: dict[str, float | None] = {}
+        counts = layer_metrics.expert_counts(record.chosen)
+        if counts.any():
+            layer["load_cv2"] = layer_metrics.load_cv2(counts)
+        if threshold is None:
+            layer["tail_mass"] = float(layer_metrics.tail_by_token(record.probs, k).mean())
+        else:
+            flags = layer_metrics.below_k_eligible_flags(record.logits, threshold, 1)
+            layer["fallback"] = float(flags.mean())
+            layer["tail_mass"] = layer_metrics.eligible_tail_mass(record.logits, threshold, k)
+        layers.append({name: value for name, value in layer.items() if value is not None})
+    return layer_metrics.average_layers(layers)
+
+
+def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
+    """Return fallback_slope_below and …_above: change of the fallback rate per threshold of 1."""
+    # fallback: threshold → share of tokens with no score above it. Slopes are from
+    # TRAINED_THRESHOLD to the lowest and highest threshold.
+    slopes: Numbers = {}
+    if TRAINED_THRESHOLD not in fallback:
+        return slopes
+    for side, end in (("below", min), ("above", max)):
+        other = end(fallback)
+        if other != TRAINED_THRESHOLD:
+            rise = fallback[other] - fallback[TRAINED_THRESHOLD]
+            slopes[f"fallback_slope_{side}"] = rise / (other - TRAINED_THRESHOLD)
+    return slopes
+
+
+def swept_metric(
+    label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
+) -> Metric:
+    """Return a ``Metric`` with one table column per setting; over: "k" or "threshold"."""
+    symbol, figure = FIGURES[over]
+    return Metric(
+        f"{label}, {symbol}\u00a0=\u00a0{{}}",
+        better,
+        form,
+        note=f"trained weights with {symbol} = {{}} at test time (figure {figure})",
+        paper="ermoe",
+        over=over,
+        detail=True,
+        needs=needs,
+        is_monotone=is_monotone,
+    )
+
+
+def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
+    """Return the chart of a metric over a swept setting (ERMoE, figures S3 and S5)."""
+    setting, axis = AXES[over]
+    return Chart(
+        f"{name}_{over}",
+        over,
+        title=f"{label} over {setting}",
+        x=axis,
+        y=label,
+        words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
+        share=share,
+        height=3.2,
+    )
+
+
+def slope_metric(side: str, end: str) -> Metric:
+    """Return the ``Metric`` of the fallback's slope below or above the trained threshold."""
+    return Metric(
+        f"Fallback, slope {side} {AT}",
+        note=f"increase of the fallback per 1 of T, from {AT} to the {end} T tried (figure S3)",
+        paper="ermoe",
+        detail=True,
+        needs="thresholds",
+    )
+
+
+def put_sweeps(
+    model: Model, sample: SweepImages, settings: SweepSettings, batch: int, out: Values
+) -> None:
+    """Put ``{metric}_k`` and ``{metric}_threshold`` of the same weights at each k and threshold."""
+    by_threshold = sweep_threshold(model, sample, settings.threshold, batch)
+    swept: dict[str, Mapping[Any, Numbers]] = {
+        "k": sweep_k(model, sample, settings.k, batch),
+        "threshold": by_threshold,
+    }
+    for over, by_setting in swept.items():
+        for setting, numbers in sorted(by_setting.items()):
+            for name, number in numbers.items():
+                out.put(f"{name}_{over}", number, **{over: setting})
+    fallback = {t: numbers["fallback"] for t, numbers in by_threshold.items()}
+    for name, slope in fallback_slopes(fallback).items():
+        out.put(name, slope)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.nn.balances.base import Balance, BalanceModule
-from moecore.nn.routers.capacity import group_images
+from moecore.nn.routers.base import group_images
 
 EPSILON = 1e-8  # added to a divisor
 

@@ -13,8 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import CAUSAL, Router
-from moecore.nn.routers.capacity import exact_fraction
+from moecore.nn.routers.base import CAUSAL, Router, exact_fraction
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 

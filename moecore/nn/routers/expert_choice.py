@@ -15,8 +15,7 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import Rows, cast_function_output, weighted_sum_gradients
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import NoiseStd, Router
-from moecore.nn.routers.capacity import ceil_capacity, exact_fraction, group_images
+from moecore.nn.routers.base import NoiseStd, Router, ceil_capacity, exact_fraction, group_images
 from moecore.nn.routers.token_choice import router_logits
 
 

@@ -14,8 +14,7 @@ from moecore.core.streams import normal_like, uniform_like
 from moecore.nn.balances.base import Balance
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers import token_choice
-from moecore.nn.routers.base import NoiseStd, Router
-from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.base import NoiseStd, Router, exact_fraction, within_capacity
 from moecore.nn.routers.token_choice import PlanAndRecord
 
 

@@ -1,5 +1,10 @@
-"""Verdicts on claims and questions about two methods, and which of them a part of a study has."""
+"""Verdicts on claims and questions about two methods, and whether data can tell routers apart.
 
+The control is a learned router against experts chosen by a fixed hash. Where its interval includes
+0, a difference of accuracy between routers says little about routing (assay sensitivity).
+"""
+
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,15 +14,34 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
-from moecore.report.column import Column
+from moecore.report.claims.significance import (
+    LEVEL,
+    crossed_or_paired_difference,
+    differences_from,
+    paired_values,
+)
+from moecore.report.column import Column, score_slug
 from moecore.report.results import subjects_of_comparisons
-from moecore.report.study_results import Models, Results
-from moecore.report.tables.cells import ROUNDING_WIDTH, Cell, cell_to_json, method_cells_over_seeds
+from moecore.report.study_results import Models, Phase, Results, parse_settings
+from moecore.report.tables.cells import (
+    ROUNDING_WIDTH,
+    Cell,
+    NumberFormat,
+    cell_to_json,
+    method_cells_over_seeds,
+)
 from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.statistics.comparisons import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.comparisons import Difference, VarianceSource, holm
-from moecore.study.sections import Claim, Comparison, Question, Selection, answer_settings_digest
+from moecore.statistics.intervals import Interval
+from moecore.study.sections import (
+    Claim,
+    Comparison,
+    Question,
+    Selection,
+    answer_settings_digest,
+    compared_quantity_key,
+)
 
 T = TypeVar("T")
 SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
@@ -305,3 +329,86 @@ def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> st
     if len(run.seeds) < 2 and any(isinstance(comparison, Claim) for comparison in waiting):
         missing.append("a second seed")
     return f"{len(waiting)} claims and questions wait for {', '.join(missing)}"
+
+
+ASKS = "can these data tell routers apart: is a learned router better than a fixed hash?"
+LEARNED, FIXED = "noisy_top_k", "hash"  # kinds of routers
+USUAL = "vmoe"  # the learned router, where several have the hash's experts
+EQUAL = ("experts", "blocks", "model")  # settings that the two methods share
+
+
+class ControlPair(NamedTuple):
+    """Two methods that differ in their router alone: a learned one and a hash."""
+
+    learned: str
+    fixed: str
+
+
+def find_control_pair(methods: Mapping[str, Mapping[str, Any] | None]) -> ControlPair | None:
+    """Return the pair with equal experts, blocks and k among the methods of a params.yaml."""
+    routers = {name: (settings or {}).get("router") or {} for name, settings in methods.items()}
+    for fixed in (name for name, router in routers.items() if router.get("kind") == FIXED):
+        partners = [
+            name
+            for name, router in routers.items()
+            if router.get("kind") == LEARNED
+            and router.get("k") == routers[fixed].get("k")
+            and all(
+                (methods[name] or {}).get(key) == (methods[fixed] or {}).get(key) for key in EQUAL
+            )
+        ]
+        if partners:
+            return ControlPair(USUAL if USUAL in partners else partners[0], fixed)
+    return None
+
+
+def find_trained_pair(results: Results) -> ControlPair | None:
+    """Return the pair among the methods that a study trained; None if it lacks one of them."""
+    methods = parse_settings(results.settings).get("methods") or {}
+    return find_control_pair({name: methods.get(name) for name in results.methods})
+
+
+def list_unasked_controls(results: Results, asked: Sequence[Comparison]) -> list[Question]:
+    """Return the control of each phase with two seeds or more that ``asked`` does not have."""
+    pair = find_trained_pair(results)
+    if pair is None:
+        return []
+    keys = {compared_quantity_key(comparison.model_dump()) for comparison in asked}
+    questions = [
+        Question(
+            asks=ASKS,
+            metric=f"test_{score_slug(phase.task.score)}",
+            method=pair.learned,
+            against=pair.fixed,
+            better=phase.task.score.better,
+            phase=phase.name,
+        )
+        for phase in results.phases.values()
+        if phase.seeds > 1
+    ]
+    return [asks for asks in questions if compared_quantity_key(asks.model_dump()) not in keys]
+
+
+def describe_sensitivity(results: Results, phase: Phase) -> str:
+    """Return "vmoe − hash_moe = −0.9 pp [−2.1 to +0.3]: …", what the data can show; "" unknown."""
+    pair = find_trained_pair(results)
+    score = f"test_{score_slug(phase.task.score)}"
+    column = next((column for column in phase_result_columns(phase) if column.name == score), None)
+    if pair is None or column is None:
+        return ""
+    models = {name: phase.models[name] for name in pair}
+    tested = differences_from(column, models, pair.fixed).get(pair.learned)
+    if tested is None or tested.difference.limits is None:
+        return ""
+    number_format = NumberFormat.of(column.form, [tested.difference])
+    shown = number_format.difference(tested.difference.value)
+    limits = number_format.difference_limits(tested.difference)
+    can = "can" if excludes_zero(tested.difference) else "are not shown to"
+    return (
+        f"{pair.learned} − {pair.fixed} = {shown} [{limits}]: these data {can} tell routers apart"
+    )
+
+
+def excludes_zero(difference: Interval) -> bool:
+    """Return whether an interval is known and lies on one side of 0."""
+    return difference.limits is not None and math.prod(difference.limits) > 0

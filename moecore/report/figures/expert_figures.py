@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from moecore.measure.exploring.expert_overlays import MatchedCrops, Overlays, parse_expert_grid
+from moecore.measure.exploring.expert_gallery import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
 from moecore.report.figures import drawing

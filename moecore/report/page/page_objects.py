@@ -6,8 +6,7 @@ from typing import NamedTuple
 from moecore.report.column import Column
 from moecore.report.figures.drawing import Figure
 from moecore.report.study_results import Models
-from moecore.report.tables.cells import Cell, Cells, NumberFormat, method_cells_over_seeds
-from moecore.report.tables.paper_numbers import PAPERS
+from moecore.report.tables.cells import PAPERS, Cell, Cells, NumberFormat, method_cells_over_seeds
 
 # Beginnings and ends of column names → the term that explains them.
 BEGINNINGS = {

@@ -34,8 +34,8 @@ from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.results import list_calculations
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import join_names, keep_percent_on_line
-from moecore.report.tables.first_sentence import first_sentence
 from moecore.report.tables.metrics_by_method import build_table
+from moecore.report.tables.terminal_summary import first_sentence
 from moecore.study.sections import Claim
 
 NAMED = 20  # classes, at most, whose names are listed

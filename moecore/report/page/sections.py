@@ -32,15 +32,19 @@ from moecore.report.pictures import transfer
 from moecore.report.results import Display, list_displays
 from moecore.report.study_results import Phase, Results
 from moecore.report.tables.cells import (
+    NOTES,
+    PAPERS,
+    REPORTED,
+    SHORT,
     Cells,
     NumberFormat,
+    PaperModelNumbers,
     join_names,
     keep_percent_on_line,
     pluralize,
 )
-from moecore.report.tables.first_sentence import beats_guess, describe_best, find_guess
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
-from moecore.report.tables.paper_numbers import NOTES, PAPERS, REPORTED, SHORT, PaperModelNumbers
+from moecore.report.tables.terminal_summary import beats_guess, describe_best, find_guess
 from moecore.statistics.comparisons import BOTH
 from moecore.statistics.intervals import Interval
 from moecore.study.stages import STAGES

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moecore.measure.exploring.expert_overlays import Overlays
+from moecore.measure.exploring.expert_gallery import Overlays
 from moecore.measure.retrieval import Retrieval
 from moecore.measure.values import Found
 from moecore.report.figures.expert_figures import image_and_caption_experts

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from moecore.measure.cost import Cost
-from moecore.measure.exploring import expert_overlays
+from moecore.measure.exploring import expert_gallery
 from moecore.measure.routing import Routing
 from moecore.measure.values import Chart, Found
 from moecore.report.figures import expert_figures
@@ -32,10 +32,10 @@ TEACHER = Chart(
 def figures(result: Found) -> Figures:
     if result.facts["load"]:
         yield "expert_load", expert_figures.expert_load(result.facts["load"])
-    overlays = expert_overlays.Overlays.model_validate(result.facts["overlays"])
+    overlays = expert_gallery.Overlays.model_validate(result.facts["overlays"])
     if overlays.shape[0] and overlays.grids:
         layers = {
-            f"MoE {number}": (map(expert_overlays.parse_expert_grid, layer), overlays.experts)
+            f"MoE {number}": (map(expert_gallery.parse_expert_grid, layer), overlays.experts)
             for number, layer in enumerate(overlays.grids, 1)
         }
         figure = expert_figures.draw_experts_of_patches(overlays.images(), layers, "Experts")
@@ -53,7 +53,7 @@ def blocks_above(phase: Phase) -> Iterator[Block]:
     crops = []
     first = next(iter(results.values()), None)  # the crops are the same for every method
     if first is not None and first.facts["corresponding"]:
-        pair = expert_overlays.MatchedCrops.model_validate(first.facts["corresponding"])
+        pair = expert_gallery.MatchedCrops.model_validate(first.facts["corresponding"])
         figure = expert_figures.draw_patch_correspondence(pair)
         label = f"{phase.name}: corresponding patches"
         crops.append(Picture(figure, label, getattr(figure, "caption", "")))
@@ -68,7 +68,7 @@ def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
     shares = {}
     for method, result in first.items():
         grids = result.facts["overlays"]["grids"][-1:]
-        rows = [expert_overlays.parse_expert_grid(image) for layer in grids for image in layer]
+        rows = [expert_gallery.parse_expert_grid(image) for layer in grids for image in layer]
         same = [(row[:, 1:] == row[:, :-1]).mean() for row in rows if row.shape[1] > 1]
         if same:
             shares[method] = float(np.mean(same))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moecore.measure.exploring.expert_overlays import Overlays, parse_expert_grid
+from moecore.measure.exploring.expert_gallery import Overlays, parse_expert_grid
 from moecore.measure.stability import Stability
 from moecore.measure.values import Found
 from moecore.report.figures import drawing

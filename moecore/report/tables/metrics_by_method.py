@@ -14,8 +14,7 @@ from moecore.report.column import Column, PlannedMetric, PlannedPhase, column_co
 from moecore.report.pictures.truth import share_of_routings_worth
 from moecore.report.results import list_calculations, list_displays
 from moecore.report.study_results import Models, Phase, Results, stages_and_measurements
-from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
-from moecore.report.tables.paper_numbers import PAPERS
+from moecore.report.tables.cells import PAPERS, Cell, cell_to_json, method_cells_over_seeds
 from moecore.study.document import did_you_mean
 from moecore.study.model_rules import build_phase_model, image_spec
 from moecore.study.sections import Comparison

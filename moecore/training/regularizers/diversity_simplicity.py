@@ -10,8 +10,8 @@ from torch.nn.functional import normalize
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.routers.token_choice import FLOOR
+from moecore.training.distributed_training import to_full_tensor
 from moecore.training.regularizers.base import Regularizer, check_has_experts
-from moecore.training.sharded_state import to_full_tensor
 
 
 class DiversitySimplicity(Regularizer):

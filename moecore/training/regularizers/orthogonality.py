@@ -9,8 +9,8 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_shards
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.distributed_training import local_shard
 from moecore.training.regularizers.base import Regularizer
-from moecore.training.sharded_state import local_shard
 
 
 class Orthogonality(Regularizer):

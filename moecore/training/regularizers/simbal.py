@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.distributed_training import to_full_tensor
 from moecore.training.regularizers.base import Regularizer
-from moecore.training.sharded_state import to_full_tensor
 
 
 class Simbal(Regularizer):

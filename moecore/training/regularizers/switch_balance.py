@@ -10,7 +10,7 @@ from moecore.core.config import Misfits, Surroundings, changed_settings
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.nn.routers.capacity import group_images
+from moecore.nn.routers.base import group_images
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 Level = Literal["sequence", "group", "batch"]

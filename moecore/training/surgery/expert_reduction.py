@@ -18,7 +18,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.dispatch import Rows
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.capacity import exact_fraction
+from moecore.nn.routers.base import exact_fraction
 
 BATCH = 64  # images of a forward pass, in which every expert computes every token
 

@@ -8,7 +8,7 @@ from moecore.report.figures.drawing import GUIDE, PALETTE, Figure, empty_figure,
 from moecore.report.page.page_objects import EMPTY, NONE, Block, PageCell, PageTable, TableRow
 from moecore.report.results import Figures, Pictures
 from moecore.report.study_results import Phase
-from moecore.report.tables.paper_numbers import COSTS, PaperModelNumbers
+from moecore.report.tables.cells import COSTS, PaperModelNumbers
 from paper_models.sizes import METRICS, Sizes
 
 LIMIT = 0.01  # larger relative differences are explained

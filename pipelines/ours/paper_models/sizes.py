@@ -14,7 +14,7 @@ from torch import Tensor
 from moecore.core.config import Misfits
 from moecore.measure.cost import whole_and_routing_flops
 from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.parts import (
     Backbone,
     BackboneModel,
@@ -93,7 +93,7 @@ class Sizes(Calculation):
 
     def misfits(self, around: Surroundings) -> Misfits:
         """Yield (keys, message) for models that cannot be built, and that no paper reports."""
-        from moecore.report.tables.paper_numbers import COSTS
+        from moecore.report.tables.cells import COSTS
 
         for index, model in enumerate(self.models):
             if model.reported and model.reported not in COSTS:

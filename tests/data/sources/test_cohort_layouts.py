@@ -11,8 +11,7 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.data.sources.phantom import Phantom
 from moecore.data.sources.two_cohorts import TwoCohorts
-from moecore.data.volumes.cohorts import split_cohort
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import VolumeSubject, split_cohort
 from moecore.data.volumes.volume_preparation import load_volume
 from moecore.predict.folder_predictions import find_volumes
 from moecore.study.document import load_yaml_document

@@ -6,11 +6,11 @@ import torch
 from scipy.linalg import hadamard
 
 from moecore.core.files import UserError
-from moecore.data.drawn_images import DrawnSource
 from moecore.data.layouts.text import END, UNKNOWN, NumberedText, write_text
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources import ciphers
+from moecore.data.sources.base import DrawnSource
 from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
 from moecore.data.sources.clusters import Clusters
 from moecore.data.sources.dialects import CHANGES, Dialects, draw_change

@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
-from moecore.data.phantom import anatomy, ellipsoid_phantom
+from moecore.data.phantom import anatomy, simulated_person
 from moecore.data.phantom.anatomy import SIDE, load_template, ventricle_voxel_shares
-from moecore.data.phantom.ellipsoid_phantom import folded_brain_template, simulate_ellipsoid_scan
-from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
+from moecore.data.phantom.simulated_person import (
+    LifelongTraits,
+    folded_brain_template,
+    simulate_ellipsoid_scan,
+    tissue_removal_map,
+)
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
 from moecore.data.volumes.volume_preparation import normalise_intensities
@@ -240,7 +244,7 @@ def test_the_other_anatomy_is_whole_and_another_one():
     other = folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0 and maps.sum(axis=0).max() <= 1 + 1e-5
-    ellipsoid_ml = 4 / 3 * np.pi * np.prod(ellipsoid_phantom.HEAD) / 1000  # 4/3 π abc
+    ellipsoid_ml = 4 / 3 * np.pi * np.prod(simulated_person.HEAD) / 1000  # 4/3 π abc
     assert other.head_ml == pytest.approx(ellipsoid_ml, rel=0.01)
     # Dice of white matter with the first anatomy, both in the middle of the grid
     both = np.minimum(other.white, load_template().white).sum()
@@ -252,7 +256,7 @@ def test_the_other_anatomy_is_whole_and_another_one():
 
 def test_distance_to_an_ellipsoid():
     points = np.array([[0.0, 30, 0, 10, 0], [0, 0, 0, 0, 22], [0, 0, 8, 0, 0]])
-    found = ellipsoid_phantom.ellipsoid_distance(points, (10.0, 20.0, 10.0))
+    found = simulated_person.ellipsoid_distance(points, (10.0, 20.0, 10.0))
     assert found == pytest.approx([-10, 20, -2, 0, 2])  # along an axis it is exact
 
 
@@ -264,7 +268,7 @@ def test_the_other_generator_has_another_contrast():
 
     first = [contrast(*Phantom().draw(50, "F", seed, site=seed)) for seed in range(3)]
     other = [contrast(*simulate_ellipsoid_scan(50, "F", seed)) for seed in range(3)]
-    assert max(other) < min(first) - 0.05, f"raised to {ellipsoid_phantom.CONTRAST}"
+    assert max(other) < min(first) - 0.05, f"raised to {simulated_person.CONTRAST}"
 
 
 def test_the_other_generator_is_a_function_of_its_arguments():

@@ -14,7 +14,7 @@ from moecore.data.files.fonts import fingerprint_drawings, read_fonts, warp_glyp
 from moecore.data.prepared import Prepared
 from moecore.data.raw_data_changes import describe_change, scan_raw_folders
 from moecore.data.sources.scripts import Scripts
-from moecore.data.volumes.subjects import read_subject_rows
+from moecore.data.volumes.cohorts import read_subject_rows
 from moecore.testing import check_source
 
 DEJAVU = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")

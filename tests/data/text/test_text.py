@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.data.files.captioned_source import tokenize_captions
+from moecore.data.files.published_source import tokenize_captions
 from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared

@@ -12,7 +12,7 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
-from moecore.data.views import views3d
+from moecore.data.views import warping
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
     AffineRanges,
@@ -379,7 +379,7 @@ def test_sampling_is_scipys():
     places = (back[:3, :3] @ CENTRES.flatten(1) + back[:3, 3:] - 0.5).numpy()
     plain = VOLUMES[0, 0].float().numpy()
     expected = map_coordinates(plain, places, order=1, mode="grid-constant", cval=0.0)
-    ours = views3d.warp_volumes(VOLUMES[:1], affine, "zeros")[0, 0].flatten()
+    ours = warping.warp_volumes(VOLUMES[:1], affine, "zeros")[0, 0].flatten()
     torch.testing.assert_close(ours, torch.from_numpy(expected).float(), atol=1e-4, rtol=0)
 
 
@@ -392,14 +392,14 @@ def test_a_quarter_turn_about_each_axis_by_hand():
     ):
         turns = torch.zeros(1, 3)
         turns[0, axis] = quarter
-        found = views3d.volume_rotations(turns)[0, :3, :3] @ torch.tensor(
+        found = warping.volume_rotations(turns)[0, :3, :3] @ torch.tensor(
             start, dtype=torch.float64
         )
         torch.testing.assert_close(found, torch.tensor(end, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_rotations_keep_lengths_and_the_middle():
-    turned = views3d.centred_volume_affines(views3d.volume_rotations(torch.rand(5, 3)), VOLUME_SIZE)
+    turned = warping.centred_volume_affines(warping.volume_rotations(torch.rand(5, 3)), VOLUME_SIZE)
     middle = torch.tensor([3.0, 4.0, 5.0, 1.0], dtype=torch.float64)
     torch.testing.assert_close(turned @ middle, middle.expand(5, 4))
     linear = turned[:, :3, :3]
@@ -423,7 +423,7 @@ def test_cubes_find_their_partners_through_the_affines():
     """A volume mirrored along the first axis: the cube (i, j, k) is partner of (1 − i, j, k)."""
     layout = TokenLayout(1, (2, 2, 2), (8, 8, 8))
     plain = torch.eye(4)[None]
-    mirrored = views3d.volume_flip_affines(torch.tensor([True]), 8.0).float()
+    mirrored = warping.volume_flip_affines(torch.tensor([True]), 8.0).float()
     found = match_patches(plain, mirrored, layout)
     assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.mask.all()
 

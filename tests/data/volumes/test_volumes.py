@@ -21,8 +21,12 @@ from moecore.data.loader import few_shot_indices, load_split_where_it_fits
 from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, read_cached_volume, save_cached_volume
 from moecore.data.volumes import volume_preparation
-from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
-from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.cohorts import (
+    CohortSettings,
+    VolumeSubject,
+    age_cohort_card,
+    split_cohort,
+)
 from moecore.report.figures.overview import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save

@@ -19,8 +19,11 @@ from moecore.core.routing_records import (
     first_choices,
 )
 from moecore.data.views.views import ViewsWithAffines
-from moecore.measure.exploring.expert_gallery import expert_use_by_image
-from moecore.measure.exploring.expert_overlays import encode_expert_overlays, parse_expert_grid
+from moecore.measure.exploring.expert_gallery import (
+    encode_expert_overlays,
+    expert_use_by_image,
+    parse_expert_grid,
+)
 from moecore.measure.robustness import expert_overlaps
 from moecore.measure.routing_metrics.epochs import (
     agreement_items,

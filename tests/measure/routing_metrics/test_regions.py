@@ -13,7 +13,7 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.views import make_random_views
 from moecore.measure.routing_metrics import epochs
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import (
+from moecore.measure.routing_metrics.alternative_choices import (
     SweepImages,
     copy_with_router,
     routing_means_over_layers,

@@ -7,7 +7,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.sfcn import Sfcn, soft_labels
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.testing.check_helpers import IMAGE
 from moecore.testing.model_checks import MOE

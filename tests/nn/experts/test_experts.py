@@ -20,7 +20,7 @@ from moecore.nn.experts.base import ZeroComputation, default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.meta_device import meta_device_context
+from moecore.nn.predict import meta_device_context
 from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.frozen_copy import FrozenCopy

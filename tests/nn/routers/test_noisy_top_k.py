@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moecore.nn.routers.capacity import exact_fraction, expert_capacity, within_capacity
+from moecore.nn.routers.base import exact_fraction, expert_capacity, within_capacity
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
