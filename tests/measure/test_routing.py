@@ -13,7 +13,7 @@ from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cost import Cost
-from moecore.measure.exploring.expert_gallery import CROPS, overlapping_crops, parse_expert_grid
+from moecore.measure.exploring.expert_gallery import TWO_CROPS, overlapping_crops, parse_expert_grid
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import layer_metrics
 from moecore.measure.routing_metrics.alternative_choices import score_threshold
@@ -197,7 +197,7 @@ def test_two_crops_and_their_corresponding_patches(images):
     shared = {number for number in first if number >= 0}
     assert shared and shared == {number for number in second if number >= 0}
     assert all(number in (-1, place) for place, number in enumerate(second))
-    views = draw_two_views(images[:8], CROPS, 3)
+    views = draw_two_views(images[:8], TWO_CROPS, 3)
     pixels = (views.images.numpy() * 255).round()
     pairs = [sorted(pixels[[view, 8 + view]].tolist()) for view in range(8)]
     assert pairs.count(sorted(found.views.array().tolist())) == 1
