@@ -1,5 +1,7 @@
 """What the page says of experts: agreement of seeds, worth, loss, and the share of the truth's."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,7 @@ from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
 from moecore.report.figures.overview import (
     draw_clean_against_attacked,
+    draw_method_rows,
     methods_to_label,
     overview_charts,
 )
@@ -315,6 +318,24 @@ def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     (axes,) = draw_clean_against_attacked(score, errors, looks).axes
     assert {text.get_text() for text in axes.texts} == methods_to_label(score, errors)
     assert len([line for line in axes.lines if line.get_marker() == "o"]) == 13
+
+
+@pytest.mark.parametrize(("first", "step"), [(0.885, 0.004), (0.9, 0.0012), (0.99, 0.002)])
+def test_labels_of_an_axis_do_not_touch_where_scores_are_within_two_points(first, step):
+    values = {name: first + step * place for place, name in enumerate("abcde")}
+    looks = {name: {"color": "black", "marker": "o"} for name in values}
+    score = QuantityByMethod("", Column("x", "x", float, "higher", "share"), as_cells(values))
+    score = score._replace(phrase="on clean test data")
+    figures = draw_clean_against_attacked(score, score, looks), draw_method_rows([score] * 3, looks)
+    for figure in figures:
+        figure.canvas.draw()
+        labels = figure.axes[0].get_xticklabels()
+        low, high = figure.axes[0].get_xlim()
+        boxes = [
+            text.get_window_extent() for text in labels if low <= text.get_position()[0] <= high
+        ]
+        apart = [right.x0 - left.x1 for left, right in itertools.pairwise(boxes)]
+        assert len(apart) > 1 and min(apart) > 5 / 72 * figure.dpi
 
 
 def as_cells(values: dict[str, float]) -> dict[str, Cell]:

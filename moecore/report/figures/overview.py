@@ -98,6 +98,7 @@ def draw_clean_against_attacked(
     if form == "share":
         drawing.set_percent_axis(axes, attacked.column.label)
         axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
+        axes.xaxis.set_major_locator(MaxNLocator(6))  # labels such as 88.25% do not touch
     label_points(figure, axes, points, lines)
     return figure
 
@@ -132,10 +133,9 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
         else:
             axes.set_xlim(limits_with_margin(ends, column.form, from_zero=True))
         print_values(axes, quantity, methods)
-        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.xaxis.set_major_locator(MaxNLocator(3))  # labels such as 98.75% do not touch
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         if quantity.column.form == "share":
-            axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
         axes.tick_params(axis="x", labelsize=8.5)
     panels[0].set_yticks(range(len(methods)), methods)
