@@ -35,6 +35,7 @@ from moecore.study.stages import (
     MEASURED_STAGES,
     PHASES,
     SECTIONS,
+    STAGES,
     describe_addition,
 )
 from moecore.study.study import (
@@ -189,7 +190,8 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
     # A measurement that is switched off may keep its section
-    welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
+    welcome = {*readers, *(measured if MEASURE in stages else ())}
+    welcome |= {*OPTIONAL_SECTIONS}.difference(STAGES)
     for key in data:
         if key in Study.model_fields and key not in welcome:
             reading = [stage for stage, sections in SECTIONS.items() if key in sections]

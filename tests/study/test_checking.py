@@ -308,3 +308,14 @@ def test_predictions_that_no_stage_makes_are_refused():
     assert not refusals("out_of_fold")
     (line,) = refusals()
     assert in_its_place(line, text, "calibrate.calibrator.fit_on") and "not in dvc.yaml" in line
+
+
+@pytest.mark.parametrize("section", ["transfer", "out_of_fold"])
+def test_a_section_whose_stage_is_missing_is_refused(section):
+    settings = {"transfer": {"attack": {"kind": "pgd"}}, "out_of_fold": {}}[section]
+    document = parse_yaml_document(edited(IMAGES, {section: settings}), "params.yaml")
+    assert check.read_study_and_problems(document, [*STAGES, section])[1] == []
+    without = [name for name in STAGES if name != section]
+    (line,) = check.read_study_and_problems(document, without)[1]
+    assert f" {section}: found a section that no stage reads; allowed: " in line
+    assert f"`moecore upgrade --yes --stage {section}`" in line
