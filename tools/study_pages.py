@@ -28,6 +28,7 @@ from moecore.study.document import did_you_mean
 from moecore.study.questions import (
     RATE,
     RESULTS,
+    THRESHOLD,
     WORLDS,
     QuestionFile,
     Round,
@@ -431,8 +432,33 @@ def tuned_rates(study: Round) -> str:
     chosen = ", ".join(f"{name} {choice[RATE]:g}" for name, choice in kept["methods"].items())
     return (
         f"Learning rates, chosen from {grid} by {kept['score']} over seeds {seeds}, which no round "
-        f"has: {chosen}."
+        f"has: {chosen}. {describe_threshold(kept.get(THRESHOLD))}".rstrip()
     )
+
+
+def describe_threshold(tuned: Mapping[str, Any] | None) -> str:
+    """Return a sentence with the threshold that a question tuned, and its fallback, or ""."""
+    if tuned is None:
+        return ""
+    tried = ", ".join(f"{share:.2%} at {value:g}" for value, share in tuned["shares"])
+    text = f"Threshold of the routers that have one: {tuned['chosen']:g}, with the fallback on"
+    return f"{text} validation images nearest to the paper's: of {tuned['method']} {tried}."
+
+
+def describe_fallback(study: Round, answers: Sequence[Answer]) -> str:
+    """Return a sentence with threshold and fallback of the methods asked about, or ""."""
+    if not study.results.is_file():
+        return ""
+    results = read_json(study.results)
+    methods = study.compose().document.data.get("methods") or {}
+    asked = {(name, a.claim.phase) for a in answers for name in (a.claim.method, a.claim.against)}
+    texts = []
+    for name, phase in sorted(asked):
+        router = (methods.get(name) or {}).get("router") or {}
+        measured = results.get(name, {}).get(phase, {}).get("fallback")
+        if measured and THRESHOLD in router:
+            texts.append(f"{name} {measured['mean']:.1%} at T = {router[THRESHOLD]:g} ({phase})")
+    return f"Tokens in fallback, of test images: {', '.join(texts)}." if texts else ""
 
 
 def fill_in_answers(
@@ -457,7 +483,7 @@ def fill_in_answers(
         study = studies[name]
         of_round = [each for each in answers if each.answer.study == name]
         parts = [describe_round(study, controls), round_answers_table(of_round)]
-        parts.append(tuned_rates(study))
+        parts += [tuned_rates(study), describe_fallback(study, [each.answer for each in of_round])]
         filled = "\n\n".join(filter(None, parts))
         return f"{match['start']}\n{filled}\n{match['end']}"
 

@@ -295,15 +295,11 @@ def tune_command(name: Question, jobs: JobCount = None, verbose: IsVerbose = Fal
     Trains each method with each rate under `tune:` of the question's file, in .runs/, and keeps
     scores, curves and choices in pipelines/results/, from where the question takes them.
     """
-    from moecore.pipeline.tune import keep_tuned_rates, list_edge_choices, plan_tuning, print_tuned
+    from moecore.pipeline.tune import list_edge_choices, print_tuned, tune_question
     from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
-    run = plan_tuning(question)
-    run.write()
-    with chdir(run.folder):
-        _run_stages(jobs, None, verbose)
-    kept = keep_tuned_rates(run)
+    kept = tune_question(question, lambda: _run_stages(jobs, None, verbose))
     print_tuned(kept)
     typer.echo(f"{question.tuned_file}: written")
     if problems := "\n".join(list_edge_choices(question, kept)):

@@ -2,12 +2,14 @@
 
 Each method is pretrained with each rate of one grid, by seeds that no round of the question has, in
 a run folder of its own. Scores, curves and choices are kept in pipelines/results/, from where the
-rounds take the chosen rates.
+rounds take the chosen rates. A threshold of routers is chosen before, by its fallback: as ERMoE's
+paper (supplement, §6), but of models that were trained with it, whose fallback is another one.
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +17,9 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.source_layout import RUNS
+from moecore.data.prepared import Prepared
+from moecore.measure.routing_metrics.k_and_threshold_sweeps import routing_means_over_layers
+from moecore.nn.predict import predict_in_batches
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.pipeline.study_runs import write_dvc_files
@@ -22,9 +27,18 @@ from moecore.report.results import read_results
 from moecore.study.document import parse_yaml_document
 from moecore.study.layers import Layer, compose_layers, merge_settings
 from moecore.study.params_file import dump_inline_yaml
-from moecore.study.questions import RATE, TUNED_PHASE, QuestionFile, Tuning
+from moecore.study.questions import (
+    RATE,
+    THRESHOLD,
+    TUNED_PHASE,
+    QuestionFile,
+    ThresholdTuning,
+    Tuning,
+)
 from moecore.study.study import read_study
+from moecore.training.artifacts import load_model
 
+BATCH = 500  # validation images per forward pass
 STAGES = ("prepare", "teacher", "teacher_router", TUNED_PHASE, "compare")
 
 
@@ -36,6 +50,7 @@ class TuningRun(NamedTuple):
     methods: tuple[str, ...]
     stages: tuple[str, ...]
     text: str  # of params.yaml
+    also: Mapping[str, Mapping[str, Any]]  # method → its settings with the chosen threshold
 
     @property
     def folder(self) -> Path:
@@ -44,18 +59,23 @@ class TuningRun(NamedTuple):
     @property
     def digest(self) -> str:
         """Return what changes with any setting of the trainings."""
-        return sha256(self.text.encode()).hexdigest()
+        return sha256(f"{self.text}{self.tuning.threshold or ''}".encode()).hexdigest()
 
-    def write(self) -> None:
-        """Write the folder in which they run, with params.yaml and dvc.yaml."""
+    def train(self, run_stages: Callable[[], object]) -> None:
+        """Write the folder, with params.yaml and dvc.yaml, and call ``run_stages`` in it."""
         with hold_project(self.folder / LOCK):
             write_whole(self.folder / "params.yaml", self.text)
             write_dvc_files(self.folder, self.stages)
             write_whole(self.folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
+        with chdir(self.folder):
+            run_stages()
 
 
-def plan_tuning(question: QuestionFile) -> TuningRun:
-    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds."""
+def plan_tuning(question: QuestionFile, threshold: float | None = None) -> TuningRun:
+    """Return the trainings that tune a question; UserError without ``tune`` or for its seeds.
+
+    threshold: the chosen one; without it, of a question with ``tune.threshold``, its trainings.
+    """
     tuning = question.tuning
     if tuning is None:
         allowed = "tune: {learning_rates: [5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3], seeds: [900]}"
@@ -70,26 +90,69 @@ def plan_tuning(question: QuestionFile) -> TuningRun:
     stages = tuple(stage for stage in STAGES if stage in known)
     top = Layer(question.document, {}, stages, names=methods)
     values = compose_layers([*question.rounds[0].layers, top], question.root).document.data
+    place, grid, tried = (TUNED_PHASE, RATE), tuning.learning_rates, methods
+    also: dict[str, Any] = {}
+    if (tuned := tuning.threshold) is not None:
+        routers = {name: (values["methods"][name] or {}).get("router") or {} for name in methods}
+        having = [name for name in methods if THRESHOLD in routers[name]]
+        if tuned.method not in having:
+            text = f"found {tuned.method}; allowed: {', '.join(having) or 'none has a threshold'}"
+            raise question.document.error(("tune", THRESHOLD, "method"), text)
+        if threshold is None:
+            place, grid, tried = ("router", THRESHOLD), tuned.values, (tuned.method,)
+        else:
+            kind = routers[tuned.method]["kind"]
+            same = [name for name in having if routers[name]["kind"] == kind]
+            also = dict.fromkeys(same, {"router": {THRESHOLD: threshold}})
     entries = {
         rated_name(name, number): merge_settings(
-            values["methods"][name] or {}, {TUNED_PHASE: {RATE: rate}}
+            values["methods"][name] or {}, {place[0]: {place[1]: value}} | also.get(name, {})
         )
-        for name in methods
-        for number, rate in enumerate(tuning.learning_rates)
+        for name in tried
+        for number, value in enumerate(grid)
     }
     run = {"methods": list(entries), "seeds": list(tuning.seeds), "phases": [TUNED_PHASE]}
-    text = dump_inline_yaml(
-        values | {"run": run, "methods": entries, "claims": [], "questions": []}
-    )
-    return TuningRun(question, tuning, methods, stages, text)
+    values |= {"run": run, "methods": entries, "claims": [], "questions": []}
+    text = dump_inline_yaml(values)
+    return TuningRun(question, tuning, tried, stages, text, also)
+
+
+def choose_threshold(run: TuningRun, tuned: ThresholdTuning) -> dict[str, Any]:
+    """Return the value whose own models have the mean fallback nearest to the wanted one."""
+    images = Prepared.open(run.folder / "artifacts/data" / TUNED_PHASE).validation.images
+    shares = {}
+    for number, value in enumerate(tuned.values):
+        folder = run.folder / "artifacts" / TUNED_PHASE / rated_name(tuned.method, number)
+        models = [load_model(folder / str(seed)) for seed in run.tuning.seeds]
+        routings = [predict_in_batches(model, images, BATCH)[1] for model in models]
+        means = [routing_means_over_layers(records, 1, value) for records in routings]
+        shares[value] = fmean(mean["fallback"] for mean in means)
+    chosen = min(shares, key=lambda value: abs(shares[value] - tuned.fallback))
+    if chosen in (tuned.values[0], tuned.values[-1]):
+        found = f"found {chosen:g} as the best, an end of the grid, fallback {shares[chosen]:.2%}"
+        text = f"{found}; allowed: a grid with the fallback {tuned.fallback:.2%} within"
+        raise run.question.document.error(("tune", THRESHOLD, "values"), text)
+    return {"method": tuned.method, "chosen": chosen, "shares": [*shares.items()]}
 
 
 def rated_name(method: str, number: int) -> str:
-    """Return the name that a method has with the rate ``number`` of the grid, from 0."""
+    """Return the name of a method with the value ``number`` of the grid, from 0."""
     return f"{method}_rate_{number + 1}"
 
 
-def keep_tuned_rates(run: TuningRun) -> dict[str, Any]:
+def tune_question(question: QuestionFile, run_stages: Callable[[], object]) -> dict[str, Any]:
+    """Train in run folders; write the choices to pipelines/results/, and return them."""
+    run = plan_tuning(question)
+    run.train(run_stages)
+    if (tuned := run.tuning.threshold) is None:
+        return keep_tuned_rates(run)
+    threshold = choose_threshold(run, tuned)
+    run = plan_tuning(question, threshold["chosen"])
+    run.train(run_stages)
+    return keep_tuned_rates(run, threshold)
+
+
+def keep_tuned_rates(run: TuningRun, threshold: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write the choices of finished trainings to pipelines/results/, and return them."""
     study = read_study(parse_yaml_document(run.text))
     results = read_results(study.run, run.text, run.folder, run.stages)
@@ -106,13 +169,15 @@ def keep_tuned_rates(run: TuningRun) -> dict[str, Any]:
             for seeds in trainings
         ]
         chosen = grid[best_rate(scores, task.score.better)]
-        methods[method] = {RATE: chosen, "scores": scores, "curves": curves}
+        also = run.also.get(method, {})
+        methods[method] = {RATE: chosen, "also": also, "scores": scores, "curves": curves}
     kept = {
         "settings": run.digest,
         "score": f"validation {task.score.label}",
         "learning_rates": list(grid),
         "seeds": list(run.tuning.seeds),
         "methods": methods,
+        THRESHOLD: threshold,
     }
     write_json(run.question.tuned_file, kept)
     return kept
@@ -134,11 +199,9 @@ def print_tuned(kept: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    heads = [
-        f"{kept['score']} at a learning rate of",
-        *(f"{rate:g}" for rate in kept["learning_rates"]),
-    ]
-    table = Table(*heads, "chosen", box=None, header_style="bold", padding=(0, 1))
+    heads = [f"{rate:g}" for rate in kept["learning_rates"]]
+    first = f"{kept['score']} at a learning rate of"
+    table = Table(first, *heads, "chosen", box=None, header_style="bold", padding=(0, 1))
     for name, choice in kept["methods"].items():
         means = [f"{fmean(scores):.4f}" for scores in choice["scores"]]
         table.add_row(name, *means, f"{choice[RATE]:g}")
@@ -155,7 +218,7 @@ def untuned_problems(question: QuestionFile) -> Iterator[str]:
         yield f"{file}: does not exist; {tune}"
         return
     kept = read_json(question.tuned_file)
-    if kept["settings"] != plan_tuning(question).digest:
+    if kept["settings"] != plan_tuning(question, (kept.get(THRESHOLD) or {}).get("chosen")).digest:
         yield f"{file}: rates were chosen for other settings, methods, seeds or rates; {tune}"
         return
     yield from list_edge_choices(question, kept)

@@ -14,7 +14,7 @@ addition to sections of params.yaml a question has:
   a study of moecore 0.2; ``seeds``: ``[0, 1]`` or ``0-1``; ``methods``: a list of names. A question
   without rounds has one, whose keys are in the file itself.
 - ``presets``: settings by name that are merged over the rest on request.
-- ``tune``: the grid from which ``moecore tune`` chooses each method's learning rate.
+- ``tune``: the grids from which ``moecore tune`` chooses learning rates and the router's threshold.
 """
 
 import re
@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, describe_refusal, read_json
@@ -44,22 +44,34 @@ SEEDS = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
 TUNED_PHASE = "pretrain"  # whose learning rate is tuned
 RATE = "learning_rate"
+THRESHOLD = "threshold"
+MIN_GRID = 3
+
+
+def _check_grid(values: tuple[float, ...]) -> tuple[float, ...]:
+    if len(values) < MIN_GRID or list(values) != sorted(set(values)):
+        allowed = f"{MIN_GRID} or more values, ascending"
+        raise ValueError(describe_refusal(found=list(values), allowed=allowed))
+    return values
+
+
+Grid = Annotated[tuple[float, ...], AfterValidator(_check_grid)]
+
+
+class ThresholdTuning(Config):
+    """The threshold of one kind of routers is chosen by the fallback of one method (ERMoE)."""
+
+    method: str
+    values: Grid
+    fallback: float = Field(0.002, gt=0, lt=1, description="wanted share of validation tokens")
 
 
 class Tuning(Config):
-    """The grid and the seeds of ``moecore tune``; every method gets the same trainings."""
+    """The grids and the seeds of ``moecore tune``; every method gets the same trainings."""
 
-    learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        min_length=3, description="three or more rates, ascending"
-    )
+    learning_rates: Grid
     seeds: tuple[int, ...] = Field(min_length=1, description="seeds that no round has")
-
-    @field_validator("learning_rates")
-    @classmethod
-    def _ascend(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
-        if list(rates) != sorted(set(rates)):
-            raise ValueError(describe_refusal(found=list(rates), allowed="ascending rates"))
-        return rates
+    threshold: ThresholdTuning | None = None
 
 
 class TunedQuestion(Config):
@@ -270,7 +282,10 @@ class Round(NamedTuple):
         kept = read_json(self.question.tuned_file)["methods"]
         untuned = compose_layers(self.layers, self.question.root).document.data
         names = [name for name in untuned.get("methods", ()) if name in kept]
-        rates = {name: {TUNED_PHASE: {RATE: kept[name][RATE]}} for name in names}
+        rates = {
+            name: {TUNED_PHASE: {RATE: kept[name][RATE]}} | kept[name].get("also", {})
+            for name in names
+        }
         return Layer(
             Document(str(self.question.tuned_file), {"methods": rates}), {"methods": rates}
         )

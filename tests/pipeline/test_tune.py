@@ -5,8 +5,11 @@ import json
 import pytest
 
 from moecore.core.files import UserError, read_json, write_json
+from moecore.data.prepared import Prepared, Split
+from moecore.pipeline import tune
 from moecore.pipeline.tune import (
     best_rate,
+    choose_threshold,
     keep_tuned_rates,
     list_edge_choices,
     plan_tuning,
@@ -83,6 +86,63 @@ def test_a_round_has_the_chosen_rates_of_its_methods_alone(project):
 )
 def test_the_best_rate_is_that_of_the_best_mean(scores, better, best):
     assert best_rate(scores, better) == best
+
+
+EIGEN = "eigen: {router: {kind: eigenbasis, threshold: 0.5}, experts: {kind: eigen, number: 4}}"
+THRESHOLD = "seeds: [8, 9], threshold: {method: eigen, values: [-0.2, 0, 0.2]}"
+
+
+@pytest.fixture
+def with_threshold(project) -> QuestionFile:
+    text = QUESTION.replace("few: {from: vmoe, experts: {number: 2}}", EIGEN)
+    text = text.replace("few", "eigen").replace("seeds: [8, 9]", THRESHOLD)
+    question(project).path.write_text(text, encoding="utf-8")
+    return question(project)
+
+
+def test_a_threshold_is_trained_with_and_then_used_by_all_methods_that_have_one(with_threshold):
+    entries = parse_yaml_document(plan_tuning(with_threshold).text).data["methods"]
+    thresholds = [settings["router"]["threshold"] for settings in entries.values()]
+    assert thresholds == [-0.2, 0, 0.2] and set(entries) == {f"eigen_rate_{n}" for n in (1, 2, 3)}
+    run = plan_tuning(with_threshold, 0.0)
+    entries = parse_yaml_document(run.text).data["methods"]
+    assert len(entries) == 9 and entries["eigen_rate_3"]["pretrain"] == {"learning_rate": 1e-2}
+    assert entries["eigen_rate_3"]["router"]["threshold"] == 0
+    assert "threshold" not in entries["vmoe_rate_3"]["router"]
+    methods = {
+        name: {"learning_rate": 2e-3, "also": run.also.get(name, {})} for name in run.methods
+    }
+    kept = {"settings": run.digest, "learning_rates": [1e-4, 2e-3, 1e-2], "methods": methods}
+    write_json(with_threshold.tuned_file, kept | {"threshold": {"chosen": 0.0}})
+    assert not list(untuned_problems(with_threshold))
+    used = with_threshold.rounds[1].compose().document.data["methods"]["eigen"]
+    assert used["router"]["threshold"] == 0 and used["pretrain"] == {"learning_rate": 2e-3}
+
+
+@pytest.mark.parametrize(("shares", "chosen"), [((0, 0.003, 0.4), 0), ((0.01, 0.02, 0.4), None)])
+def test_the_threshold_with_the_nearest_fallback_is_chosen(
+    with_threshold, monkeypatch, shares, chosen
+):
+    fallback = dict(zip((-0.2, 0, 0.2), shares, strict=True))
+    monkeypatch.setattr(tune.Prepared, "open", lambda folder: Prepared({}, *[Split([], [])] * 3))
+    monkeypatch.setattr(tune, "load_model", lambda folder: folder)
+    monkeypatch.setattr(tune, "predict_in_batches", lambda *_: ((), ()))
+    monkeypatch.setattr(
+        tune, "routing_means_over_layers", lambda _, k, value: {"fallback": fallback[value]}
+    )
+    run = plan_tuning(with_threshold)
+    if chosen is None:
+        with pytest.raises(UserError, match=r"tune.threshold.values: found -0.2 as the best"):
+            choose_threshold(run, run.tuning.threshold)
+    else:
+        assert choose_threshold(run, run.tuning.threshold)["chosen"] == chosen
+
+
+def test_a_threshold_of_a_method_without_one_is_refused(with_threshold):
+    text = with_threshold.path.read_text("utf-8").replace("method: eigen", "method: vmoe")
+    with_threshold.path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"tune.threshold.method: found vmoe; allowed: eigen"):
+        plan_tuning(QuestionFile(with_threshold.root, with_threshold.name))
 
 
 def test_a_choice_at_an_end_of_the_grid_is_refused(project):
