@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.source_layout import RUNS
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.k_and_threshold_sweeps import routing_means_over_layers
+from moecore.measure.routing_metrics.alternative_choices import routing_means_over_layers
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
